@@ -81,8 +81,21 @@ class EngineInfo:
     """Prompt tokens in a step beside as many decoding sequences as prompts that wait; 0: as many as without decoding."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that sequences may have."""
+    retains: bool = False
+    """It keeps computed blocks by `Retention`."""
     pipeline_parallel: int = 1
     """Parts into which the layers are divided over GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Priorities by which an engine keeps the computed blocks of a sequence: 0 to 100, those with the least leave first."""
+
+    ranges: tuple[tuple[int, int | None, int, int | None], ...] = ()
+    """(first token, end or None for that of the prompt, priority, milliseconds for which it holds or None for ever)."""
+    decode_priority: int = 35
+    """That of new tokens."""
+    decode_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,8 @@ class NewSequence:
     """LoRA adapter to compute it with; "": the model alone."""
     priority: int = 0
     """For an engine with a queue of its own: from 1, the most urgent, to 4; 0: not said."""
+    retention: Retention | None = None
+    """For an engine that `retains`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def kv_cache_retention(self) -> Global___KvCacheRetentionConfig:
-        """refused"""
+        """from TensorRT-LLM 1.3 on, else refused"""
 
     @property
     def disaggregated_params(self) -> Global___DisaggregatedParams:
@@ -490,7 +490,9 @@ class KvCacheRetentionConfig(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     CONFIG_JSON_FIELD_NUMBER: builtins.int
     policy: builtins.str
+    """refused"""
     config_json: builtins.str
+    """{"token_range_retention_configs": [{"token_start": 0, "priority": 90}], …}"""
     def __init__(
         self,
         *,

@@ -16,12 +16,14 @@ import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import grpc
+from pydantic import BaseModel, Field, ValidationError
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_shard.engine import EngineInfo, NewSequence, sequence_problem
+from text_generation_shard.engine import EngineInfo, NewSequence, Retention, sequence_problem
 
 BANNED = -100.0
 """Logit bias of a banned token: the lowest allowed."""
@@ -36,7 +38,6 @@ _NO_TENSORS = "logits and hidden states are not sent"
 _UNSERVED = {
     "prompt_tuning_config": "prompt tuning is not served",
     "multimodal_input": "prompts are of tokens alone",
-    "kv_cache_retention": "what is cached is the engine's choice",
     "lookahead_config": "speculation is set up when the engine is built",
 }
 """Optional fields of GenerateRequest that are refused if present."""
@@ -58,6 +59,24 @@ _GUIDES = {
 _UNSERVED_GUIDES = {
     pb.GuidedDecodingParams.GUIDE_TYPE_UNSPECIFIED: "guide_type is not set",
 }
+
+
+_Priority = Annotated[int, Field(ge=0, le=100)]
+_Milliseconds = Annotated[int, Field(ge=1, le=1 << 40)]
+_Token = Annotated[int, Field(ge=0, le=1 << 30)]
+
+
+class _TokenRange(BaseModel, strict=True, extra="forbid"):
+    token_start: _Token
+    token_end: _Token | None = None
+    priority: _Priority
+    duration_ms: _Milliseconds | None = None
+
+
+class _RetentionConfig(BaseModel, strict=True, extra="forbid"):
+    token_range_retention_configs: Annotated[list[_TokenRange], Field(max_length=64)] = []
+    decode_retention_priority: _Priority = 35
+    decode_duration_ms: _Milliseconds | None = None
 
 
 class CallFailed(Exception):
@@ -114,6 +133,7 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo) -> GatewayReques
         grammar=_grammar(request, info),
         cache_salt=str(request.cache_salt_id) if request.HasField("cache_salt_id") else "",
         adapter=_adapter(request, info),
+        retention=_retention(request, info),
     )
     _check_supported(request, sequence, info)
     if problem := sequence_problem(sequence, info):
@@ -222,6 +242,28 @@ def _adapter(request: pb.GenerateRequest, info: EngineInfo) -> str:
             f"lora_config.task_id is 0 to {len(info.adapters)}, the number of adapters. Given: {config.task_id}"
         )
     return info.adapters[config.task_id - 1] if config.task_id else ""
+
+
+def _retention(request: pb.GenerateRequest, info: EngineInfo) -> Retention | None:
+    """Return the retention that config_json describes by the names of TensorRT-LLM's KvCacheRetentionConfig."""
+    if not request.HasField("kv_cache_retention"):
+        return None
+    if not info.retains:
+        raise refused("kv_cache_retention is not supported: what is cached is the engine's choice")
+    if request.kv_cache_retention.policy:
+        raise refused("kv_cache_retention.policy is not supported: config_json is served")
+    try:
+        config = _RetentionConfig.model_validate_json(request.kv_cache_retention.config_json)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise refused(f"kv_cache_retention.config_json: {where}: {first['msg']}") from None
+    ranges = config.token_range_retention_configs
+    return Retention(
+        tuple((each.token_start, each.token_end, each.priority, each.duration_ms) for each in ranges),
+        config.decode_retention_priority,
+        config.decode_duration_ms,
+    )
 
 
 def _stops(request: pb.GenerateRequest) -> tuple[str, ...]:

@@ -24,7 +24,10 @@ from text_generation_shard.engines.tensorrt_llm import api, statistics
 REQUIRED = "(required)"
 USED = {
     "LLM.__init__": {"": "model skip_tokenizer_init tensor_parallel_size dtype"},
-    "LLM.generate_async": {"": "inputs sampling_params streaming cache_salt lora_request", "1.3": "priority"},
+    "LLM.generate_async": {
+        "": "inputs sampling_params streaming cache_salt lora_request",
+        "1.3": "priority kv_cache_retention_config",
+    },
     "LLM.get_stats_async": {"": "timeout"},
     "LLM.get_stats": {"": "timeout"},
     "LLM.get_kv_cache_events": {"": "timeout"},
@@ -61,18 +64,27 @@ USED = {
     "LoraConfig": {
         "": "lora_target_modules trtllm_modules_to_hf_modules max_lora_rank max_loras max_cpu_loras",
     },
+    "KvCacheRetentionConfig": {
+        "1.3": "token_range_retention_configs decode_retention_priority decode_duration_ms TokenRangeRetentionConfig",
+    },
     "LoRARequest": {"": "lora_name lora_int_id lora_path"},
     "public imports": {
         "": "tensorrt_llm.LLM tensorrt_llm.SamplingParams tensorrt_llm.llmapi.RequestError "
         "tensorrt_llm.llmapi.TorchLlmArgs tensorrt_llm.llmapi.GuidedDecodingParams tensorrt_llm.llmapi.KvCacheConfig "
-        "tensorrt_llm.llmapi.SchedulerConfig tensorrt_llm.llmapi.CudaGraphConfig tensorrt_llm.llmapi.LoRARequest",
+        "tensorrt_llm.llmapi.SchedulerConfig tensorrt_llm.llmapi.CudaGraphConfig tensorrt_llm.llmapi.LoRARequest "
+        "tensorrt_llm.llmapi.KvCacheRetentionConfig",
         "1.2": "tensorrt_llm._tensorrt_engine.LLM tensorrt_llm.executor.utils.RequestError "
         "tensorrt_llm.llmapi.MTPDecodingConfig tensorrt_llm.llmapi.EagleDecodingConfig "
         "tensorrt_llm.llmapi.NGramDecodingConfig tensorrt_llm.llmapi.DraftTargetDecodingConfig",
     },
 }
 """Entry → release ("": both) → the names that the engine uses: keywords, fields, attributes, imports."""
-ONLY_IN = {"LLM._check_health": "1.2", "LLM.get_kv_cache_capacity": "1.3", "BaseLlmArgs": "1.2"}
+ONLY_IN = {
+    "KvCacheRetentionConfig": "1.3",
+    "LLM._check_health": "1.2",
+    "LLM.get_kv_cache_capacity": "1.3",
+    "BaseLlmArgs": "1.2",
+}
 """Entries of one release; the engine checks whether they exist."""
 
 MODULES = {

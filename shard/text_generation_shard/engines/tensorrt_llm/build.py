@@ -66,6 +66,7 @@ def build(config: ShardConfig) -> TensorRTEngine:
     info = replace(
         info,
         adapters=tuple(adapter.name for adapter in adapters),
+        retains=library.calls_workers and library.retention is not None,
         pipeline_parallel=construction.keywords.get("pipeline_parallel_size", 1),
     )
     parameters = Parameters(

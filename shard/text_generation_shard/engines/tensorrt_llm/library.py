@@ -48,6 +48,8 @@ class Library:
     engine_options: Mapping[str, Collection[str] | None] | None
     """The same for compiled engines; None if there is no such backend."""
     sampling_fields: frozenset[str]
+    retention: type[Any] | None
+    """The class KvCacheRetentionConfig."""
     decoding_configs: Mapping[str, type[Any]]
     """The classes of speculative_config that the package exports, by the name before `DecodingConfig`."""
 
@@ -133,6 +135,7 @@ def load_library() -> Library:
             request_error=cast("type[Exception]", utils.RequestError),
             options=_options(llmapi, llmapi.TorchLlmArgs),
             engine_options=_options(llmapi, llmapi.TrtLlmArgs) if compiled else None,
+            retention=getattr(llmapi, "KvCacheRetentionConfig", None),
             sampling_fields=frozenset(field.name for field in dataclasses.fields(package.SamplingParams)),
             decoding_configs={
                 kind: cls for kind in DECODING_CONFIGS if (cls := getattr(llmapi, f"{kind}DecodingConfig", None))

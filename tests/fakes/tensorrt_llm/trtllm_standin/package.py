@@ -12,6 +12,7 @@ from typing import Any
 from trtllm_standin.executor import GenerationExecutor
 from trtllm_standin.llm import CompiledLLM, StandInLLM
 from trtllm_standin.lora import LoRARequestMethods
+from trtllm_standin.prefix_cache import KvCacheRetentionConfig
 from trtllm_standin.recorded import ENUMS, Recorded
 from trtllm_standin.release import RELEASES
 from trtllm_standin.results import (
@@ -51,7 +52,15 @@ BEHAVIOUR: dict[str, type] = {
     "LoRARequest": LoRARequestMethods,
 }
 """Recorded classes → the class that adds their behaviour."""
-OWN = (CompletionOutput, EngineDeadError, ErrorResponse, GenerationExecutor, Logprob, RequestOutput)
+OWN = (
+    KvCacheRetentionConfig,
+    CompletionOutput,
+    EngineDeadError,
+    ErrorResponse,
+    GenerationExecutor,
+    Logprob,
+    RequestOutput,
+)
 
 
 def install(version: str) -> None:

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
 Key = tuple[Any, ...]
 MAX_BLOCKS = 64
 """Blocks that stay; the oldest leaves first."""
+
+
+@dataclass
+class KvCacheRetentionConfig:
+    """A class of the bindings (tests/unittest/llmapi/test_llm.py, examples/llm-api). It has no effect here."""
+
+    @dataclass
+    class TokenRangeRetentionConfig:
+        """Durations are a timedelta or None."""
+
+        token_start: int
+        token_end: int | None = None
+        priority: int = 35
+        duration_ms: timedelta | None = None
+
+    token_range_retention_configs: list[TokenRangeRetentionConfig]
+    decode_retention_priority: int = 35
+    decode_duration_ms: timedelta | None = None
 
 
 class PrefixCache:

@@ -12,7 +12,7 @@ from byte_tokenizer import write_tokenizer
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.values import FinishReason, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineInfo, NewSequence, TopTokens
+from text_generation_shard.engine import EngineInfo, NewSequence, Retention, TopTokens
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.gateway.call import GatewayCall
 from text_generation_shard.gateway.request import CallFailed, read_request
@@ -162,6 +162,26 @@ def test_an_adapter_is_named_by_its_place() -> None:
     ):
         with pytest.raises(CallFailed, match="lora_config"):
             read(pb.GenerateRequest(lora_config=config), info)
+
+
+def test_retention() -> None:
+    info = replace(INFO, retains=True)
+
+    def asked(text: str, policy: str = "") -> pb.GenerateRequest:
+        config = pb.KvCacheRetentionConfig(config_json=text, policy=policy)
+        return pb.GenerateRequest(kv_cache_retention=config)
+
+    ranges = (
+        '[{"token_start": 0, "token_end": 4, "priority": 90, "duration_ms": 500}, {"token_start": 4, "priority": 1}]'
+    )
+    full = f'{{"token_range_retention_configs": {ranges}, "decode_retention_priority": 10}}'
+    assert read(asked(full), info).retention == Retention(((0, 4, 90, 500), (4, None, 1, None)), 10)
+    assert read(asked("{}"), info).retention == Retention()
+    for text in ("", "[]", '{"priority": 1}', '{"decode_retention_priority": 101}', full.replace("90", '"90"')):
+        with pytest.raises(CallFailed, match=r"kv_cache_retention\.config_json: "):
+            read(asked(text), info)
+    with pytest.raises(CallFailed, match=r"kv_cache_retention\.policy"):
+        read(asked("{}", "lru"), info)
 
 
 def test_guides_of_xgrammar() -> None:
