@@ -158,9 +158,20 @@ def test_quantized_weights_without_a_config_of_them_are_refused(tmp_path: Path) 
         build(folder)
 
 
-def test_a_config_with_a_name_for_each_of_many_labels_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "num_labels": 1 << 22}))
-    with pytest.raises(EngineError, match="num_labels is 4194304, above 32768"):
+@pytest.mark.parametrize(
+    ("model_type", "values", "message"),
+    [
+        ("gpt2", {"num_labels": 1 << 22}, "num_labels is 4194304, above 32768"),
+        ("cohere2", {"rope_theta": 1.0000000001}, "rope_theta is 1.0000000001, not a number from 2 to"),
+        ("cohere2", {"rope_parameters": {"rope_type": "yarn", "factor": -4.0}}, "rope_parameters.factor is -4.0, not"),
+        ("olmo3", {"rope_parameters": {"full_attention": {"factor": True}}}, "full_attention.factor is True, not"),
+    ],
+)
+def test_a_config_with_an_absurd_number_is_refused(
+    tmp_path: Path, model_type: str, values: dict[str, object], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type} | values))
+    with pytest.raises(EngineError, match=message):
         build(str(tmp_path))
 
 

@@ -22,6 +22,7 @@ from text_generation_shard.engines.torch.huggingface.library import (
     is_known,
 )
 from text_generation_shard.engines.torch.model.config import DTYPES, eos_token_ids, read_quantization
+from text_generation_shard.engines.torch.model.rope_config import check_rope_numbers
 from text_generation_shard.engines.torch.quantization.schemes import Scheme
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
 
@@ -68,6 +69,7 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
     if not is_known(model_type):
         raise raw.error(f"transformers {VERSION} knows no model_type {shortened(model_type)}")
     _check_sizes(raw, raw.values)
+    check_rope_numbers(raw)
     text_values = raw.values.get("text_config")
     if isinstance(text_values, dict) and (given := text_values.pop("quantization_config", None)) is not None:
         raw = raw.merged({"quantization_config": given})

@@ -8,13 +8,15 @@ from reprlib import repr as shortened
 from typing import Any
 
 from text_generation_shard.engines.torch.model.families import Family
-from text_generation_shard.json_object import JsonObject
+from text_generation_shard.json_object import NUMBERS, JsonObject
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """`dynamic` is left out: it changes the rotation with the sequence length, so keys cannot be cached."""
 LONGROPE = ("longrope", "su", "yarn")
 """The names of Phi-3's type, of which older checkpoints call it `su` or `yarn`."""
 MAX_FACTORS = 1 << 12
+SWITCHES = ("mscale", "mscale_all_dim", "llama_4_scaling_beta")
+"""Numbers that are 0 where they have no effect."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -143,6 +145,23 @@ def _read_rope(
         truncate=inner.flag("truncate", default=not inner.is_null("truncate")),
         query_beta=_optional(inner, "llama_4_scaling_beta") or 0.0,
     )
+
+
+def check_rope_numbers(raw: JsonObject) -> None:
+    """Raise EngineError if a number of a rotation is out of its range, anywhere in a config that transformers reads."""
+    waiting = [(raw, False)]
+    while waiting:
+        values, of_rope = waiting.pop()
+        for key, value in values.values.items():
+            if isinstance(value, dict):
+                waiting.append((values.inner(key), of_rope or key.startswith("rope_")))
+            elif value is not None and key in NUMBERS and (of_rope or key.startswith("rope_")):
+                if isinstance(value, list):
+                    values.numbers(key, MAX_FACTORS)
+                elif key in SWITCHES:
+                    _optional(values, key)
+                else:
+                    values.number(key)
 
 
 def _optional(inner: JsonObject, key: str) -> float | None:
