@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def _build_with_transformers(config: ShardConfig, folder: Path) -> Engine:
             f"{folder}: model_type {read_model_type(folder)} needs transformers: "
             f"pip install 'text-generation-trtllm[transformers]' (without it: {', '.join(FAMILIES)})"
         )
+    # Where the package `kernels` is installed, the library would fetch code from a hub.
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")
     from text_generation_shard.engines.torch.huggingface.build import build_huggingface_engine
 
     return build_huggingface_engine(config)
