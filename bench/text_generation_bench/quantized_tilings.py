@@ -71,14 +71,13 @@ def fused_products(product: Product, rows: int) -> None:
 
 
 def fused_tilings(product: Product) -> Iterator[PackedConfig]:
-    """Yield tilings whose programs load at most 16 KiB at a time and keep at most four parts of x."""
-    for block_n, num_warps, ahead in itertools.product((2, 4, 8), (2, 4, 8, 16), (1, 2)):
+    """Yield the tilings in which a program loads 8 to 64 KiB ahead."""
+    for block_n, num_warps, ahead in itertools.product((4, 8, 16), (2, 4, 8), (1, 2)):
         per_row = 512 * num_warps
         parts = -(-product.inputs // 2 // per_row)
-        loaded_at_once = block_n * (2 if product.gated else 1) * per_row
-        if ahead <= parts <= 4 and per_row < product.inputs and loaded_at_once <= 1 << 14:
-            for programs in (264, 396, 528, 660, product.outputs):
-                yield PackedConfig(block_n, num_warps, ahead, programs)
+        ahead_bytes = block_n * (2 if product.gated else 1) * per_row * ahead
+        if ahead <= parts and 8192 <= ahead_bytes <= 65536 and per_row <= product.inputs:
+            yield PackedConfig(block_n, num_warps, ahead)
 
 
 def fused(product: Product, weights: list[PackedWeight], rows: int, config: PackedConfig) -> list[Launch]:

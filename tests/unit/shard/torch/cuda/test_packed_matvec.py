@@ -16,8 +16,6 @@ from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeig
 from text_generation_shard.engines.torch.quantization.formats.integers import packed
 
 EPS = 1e-5
-ROUNDING = 5e-5
-"""The error of results in float32: inputs are rounded to 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, T
     product = (x.double() @ values.T + bias.double()) * 0.3
     expected = sums.double() + product
     matvec_add(x, weight, sums, bias, 0.3)
-    assert relative_error(sums, expected) < ROUNDING
+    assert rounded_once(sums, expected)
     matvec(x, weight, out, bias, 0.3)
     assert rounded_once(out, product)
 
@@ -91,37 +89,17 @@ def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, T
 def test_no_size_of_the_inputs_loses_precision(device: torch.device, dtype: torch.dtype, size: float) -> None:
     weight, values = Case(4, 128, 4, 512, zeros=False).weight(device, dtype)
     x, out = normal(weight, 1, 512) * size, torch.empty(1, 4, device=device)
-    x[:, :128] = 0.0
     matvec(x, weight, out)
-    assert relative_error(out, x.double() @ values.T) < ROUNDING
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times zero, in the interpreter
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_a_value_that_is_no_number_is_not_hidden(device: torch.device, dtype: torch.dtype, wrong: float) -> None:
-    weight, _ = Case(4, 128, 4, 512, zeros=False).weight(device, dtype)
-    x, out = normal(weight, 2, 512), torch.empty(2, 4, device=device)
-    x[1, 300] = wrong
-    matvec(x, weight, out)
-    assert out[0].isfinite().all()
-    assert not out[1].isfinite().any()
+    assert relative_error(out, x.double() @ values.T) < 1e-6
 
 
 def test_all_tilings_agree(device: torch.device, dtype: torch.dtype) -> None:
-    weight, values = Case(4, 128, 14, 2304, zeros=True).weight(device, dtype)
-    x, results = normal(weight, 1, 2304, dtype=dtype), []
-    for config in (
-        PackedConfig(1, 1, 1),
-        PackedConfig(8, 1, 2, programs=1),
-        PackedConfig(2, 4, 4, programs=3),
-        PackedConfig(4, 2, 1, programs=2),
-    ):
-        sums = torch.ones(1, 14, device=device)
-        packed_matvec(x, weight, sums, add=True, config=config)
-        assert relative_error(sums, x.double() @ values.T + 1) < ROUNDING, config
-        results.append(sums)
-    packed_matvec(x, weight, again := torch.ones(1, 14, device=device), add=True, config=config)
-    assert torch.equal(again, results[-1])
+    weight, values = Case(4, 128, 12, 2304, zeros=False).weight(device, dtype)
+    x = normal(weight, 1, 2304, dtype=dtype)
+    for config in (PackedConfig(1, 1, 1), PackedConfig(8, 1, 2), PackedConfig(2, 4, 4), PackedConfig(4, 2, 1)):
+        out = torch.full((1, 12), torch.nan, device=device)
+        packed_matvec(x, weight, out, config=config)
+        assert rounded_once(out, x.double() @ values.T), config
 
 
 def test_groups_that_no_load_divides_are_not_packed(device: torch.device) -> None:
