@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.activation import activated
-from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.kernels.packed_weight import WORD_BITS, PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 
 _MANTISSA_BITS = 23
@@ -25,26 +25,12 @@ _DENORMAL_BITS = 149
 """The smallest float32 is 2^-149."""
 _UNIT = tl.constexpr(2.0**-63)
 """The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
-_WORD_BITS = 32
 _WORDS_OF_A_WARP = 128
 """16 bytes for each thread."""
 _BLOCK_N, _MAX_WARPS = 8, 4
 """The best of -m text_generation_bench.quantized_tilings --rows 1 for each product of an 8B model on an H200."""
 _PROGRAMS_WANTED = 264
 """Two for each of an H200's 132 multiprocessors."""
-_MANTISSA_BITS = 23
-_DENORMAL_BITS = 149
-"""The smallest float32 is 2^-149."""
-_UNIT = tl.constexpr(2.0**-63)
-"""The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
-_WORDS_OF_A_WARP = 128
-"""16 bytes for each thread."""
-_BLOCK_N, _MAX_WARPS = 8, 4
-"""The best of -m text_generation_bench.quantized_tilings --rows 1 for each product of an 8B model on an H200."""
-_PROGRAMS_WANTED = 264
-"""Two for each of an H200's 132 multiprocessors."""
-_PLANES = (16, 8, 4)
-"""Words of a block; more are better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +46,7 @@ class PackedConfig:
 
 def config_for(outputs: int, inputs: int, bits: int, *, gated: bool = False) -> PackedConfig:
     """Return the tiling of a weight; if `gated`, `outputs` counts gate and up rows."""
-    columns, parts = outputs // (2 if gated else 1), inputs * bits // _WORD_BITS // _WORDS_OF_A_WARP
+    columns, parts = outputs // (2 if gated else 1), inputs * bits // WORD_BITS // _WORDS_OF_A_WARP
     block_n = _BLOCK_N
     while block_n > 1 and columns < block_n * _PROGRAMS_WANTED:
         block_n //= 2
@@ -261,7 +247,7 @@ def _sum_of_fours(values: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) ->
 @triton.constexpr_function
 def _shift(BITS: int, j: int) -> int:
     """Return the number of bits by which a word is shifted right, so that code j lies in the mantissa, its 23 lowest bits."""
-    return 0 if BITS * (j + 1) <= _MANTISSA_BITS else _WORD_BITS // 2
+    return 0 if BITS * (j + 1) <= _MANTISSA_BITS else WORD_BITS // 2
 
 
 @triton.constexpr_function
