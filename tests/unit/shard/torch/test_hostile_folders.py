@@ -86,8 +86,10 @@ def test_a_config_with_absurd_values_is_refused(tmp_path: Path, config: dict[str
 
 
 def test_sizes_far_beyond_the_checkpoint_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, random_tensors(), {"intermediate_size": 30_000, "num_hidden_layers": 200})
-    assert "config.json describes 1,156,138,368 weights, and the checkpoint has only" in refusal(tmp_path)
+    sizes = {"intermediate_size": 30_000, "num_hidden_layers": 200}
+    for quantization in (None, {"quant_method": "fp8"}):
+        write_checkpoint(tmp_path, random_tensors(), sizes | {"quantization_config": quantization})
+        assert "config.json describes 1,156,138,368 weights, and the checkpoint has only" in refusal(tmp_path)
 
 
 def huge(path: Path) -> None:
