@@ -25,7 +25,6 @@ import random
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +39,8 @@ import aiohttp
 import psutil
 
 from text_generation_bench.gpu_server import Server, last_lines, launched
+from text_generation_shard.gpu_watch import WatchedGpu
+from text_generation_shard.gpus import GpusUnreadable, nvml, read_gpus, visible_gpus
 
 WORDS = "time year people way day man thing woman life child world school state family student"
 CANCELLED = 0.3
@@ -240,23 +241,21 @@ def _sample_memory(server: Server, soak: Soak, until: float) -> None:
     shards = [
         child for child in launcher.children(recursive=True) if "text_generation_shard" in " ".join(child.cmdline())
     ]
+    gpus = _visible_gpus()
     while time.monotonic() < until:
         soak.shard_bytes.append(sum(shard.memory_info().rss for shard in shards if shard.is_running()))
-        if (used := _gpu_bytes()) is not None:
-            soak.gpu_bytes.append(used)
+        if gpus:
+            soak.gpu_bytes.append(sum(gpu.state().memory_used_bytes for gpu in gpus))
         time.sleep(SAMPLED_EVERY_S)
 
 
-def _gpu_bytes() -> float | None:
-    """Return the memory in use on the GPUs; None without a GPU."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command += ["--id", visible]
+def _visible_gpus() -> list[WatchedGpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names; none if they cannot be read."""
     try:
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return sum(map(float, out.split())) * 2**20
+        gpus = visible_gpus(read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return [WatchedGpu(nvml(), gpu) for gpu in gpus]
+    except GpusUnreadable:
+        return []
 
 
 def read_metric(url: str, name: str) -> float:
