@@ -125,6 +125,10 @@ class LogprobOptions:
     tokens: bool = parameter(False, openai="logprobs")  # noqa: FBT003
     """Report the log-probabilities of the chosen tokens. Some engines do more work for them."""
 
+    def without_prompt(self) -> LogprobOptions:
+        """Return the options without those for the prompt."""
+        return replace(self, prompt=False, prompt_top_n=0)
+
 
 SAMPLING_PARAMETERS = parameters_of(Sampling)
 STOPPING_PARAMETERS = parameters_of(Stopping)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence, Set
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -41,7 +40,7 @@ def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_ca
         min_new_tokens=max(0, request.min_new_tokens - generated),
     )
     # The prompt's log-probabilities are delivered before the first new token, so a resumed sequence has them.
-    logprobs = replace(request.logprobs, prompt=False, prompt_top_n=0) if generated else request.logprobs
+    logprobs = request.logprobs.without_prompt() if generated else request.logprobs
     return pb.NewSequence(
         slot=placement.slot,
         prompt=request.prompt + placement.generated,

@@ -189,7 +189,7 @@ def _unserved(request: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
 
 def _copies(sequence: NewSequence, count: int) -> tuple[NewSequence, ...]:
     """Return `count` copies with seeds of their own. Only the first has its prompt scored."""
-    unscored = replace(sequence, logprobs=replace(sequence.logprobs, prompt=False, prompt_top_n=0))
+    unscored = replace(sequence, logprobs=sequence.logprobs.without_prompt())
     return (
         sequence,
         *(replace(unscored, sampling=sequence.sampling.for_answer(index)) for index in range(1, count)),

@@ -94,10 +94,7 @@ class CompletionRoutes:
         requests = await serving.preparer.prepare(prompt, options, qos, body.n or 1)
         text = prompt if isinstance(prompt, str) else await serving.tokenizer_pool.decode(prompt, qos.tenant)
         if not body.stream:
-            requests[1:] = [
-                replace(request, logprobs=replace(request.logprobs, prompt=False, prompt_top_n=0))
-                for request in requests[1:]
-            ]
+            requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         return Prompt(text, requests)
 
     async def _whole(
