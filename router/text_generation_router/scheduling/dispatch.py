@@ -122,10 +122,11 @@ class Dispatcher:
         for over in [reason for reason in self._skipped if not _still_holds(reason)]:
             self._queue.unskip(self._skipped.pop(over))
         if self._without_adapter and self.has_room(len(self._queue)):
-            for adapter, waiting in self._without_adapter.items():
-                if _holders(self._roomy, adapter):
-                    self._queue.unskip(waiting[:MAX_SKIPPED])
-                    del waiting[:MAX_SKIPPED]
+            for adapter in [each for each in self._without_adapter if _holders(self._roomy, each)]:
+                waiting = self._without_adapter.pop(adapter)
+                self._queue.unskip(waiting[:MAX_SKIPPED])
+                if later := waiting[MAX_SKIPPED:]:
+                    self._without_adapter[adapter] = later
 
         skipped = 0
         while skipped < MAX_SKIPPED and (sequence := self._queue.peek()) is not None:

@@ -82,7 +82,7 @@ class Cluster:
             self.scheduler.expired += 1
             raise DeadlineExceeded("its time was over before it was queued")
         if not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter):
-            raise GenerationFailed("the KV cache is too small for this request now")
+            raise GenerationFailed("no replica can hold this request now")
         self._refuse_overload(request, now)
         self._listeners.add(request.id, listener)
         self.scheduler.submit(request, now)
