@@ -15,7 +15,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, ModelFolder
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.lora import lora_keywords
-from text_generation_shard.engines.tensorrt_llm.options import split_ranks
+from text_generation_shard.engines.tensorrt_llm.options import FLAG, split_ranks
 from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, EngineCapabilities
 from text_generation_shard.engines.tensorrt_llm.speculation import NAME, Speculation, read_speculation
 
@@ -70,15 +70,11 @@ def construct(
     speculation = read_speculation(library, options)
     if speculation is not None and speculation.kind != "NGram" and options.get("sampler_type") == CXX_SAMPLER:
         # TensorRT-LLM refuses it after the weights are loaded (validate_feature_combination).
-        raise EngineError(
-            f"--trtllm-options: sampler_type {CXX_SAMPLER} and {NAME} ({speculation.kind}) exclude each other"
-        )
+        raise EngineError(f"{FLAG}: sampler_type {CXX_SAMPLER} and {NAME} ({speculation.kind}) exclude each other")
     longest = model.max_sequence_length * model.rope_factor
     if _count(options, "max_seq_len", 1) > longest and not (library.calls_workers and os.environ.get(LONGER) == "1"):
         # TensorRT-LLM would reduce it with a warning, and requests would end early.
-        raise EngineError(
-            f"--trtllm-options: max_seq_len {options['max_seq_len']} exceeds the model's {longest:.0f} positions"
-        )
+        raise EngineError(f"{FLAG}: max_seq_len {options['max_seq_len']} exceeds the model's {longest:.0f} positions")
     tensor_parallel, stages = split_ranks(config.tensor_parallel, options)
     keywords: dict[str, Any] = {
         "max_batch_size": config.max_batch_size or MAX_BATCH_SIZE,
@@ -144,7 +140,7 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
     if config.dtype not in (None, built.dtype):
         raise EngineError(f"--dtype {config.dtype}: the engines in {config.model_path} were built for {built.dtype}")
     if fixed := sorted(options.keys() & FIXED_BY_BUILD):
-        raise EngineError(f"--trtllm-options: {fixed[0]} was fixed when the engines in {config.model_path} were built")
+        raise EngineError(f"{FLAG}: {fixed[0]} was fixed when the engines in {config.model_path} were built")
     keywords: dict[str, Any] = {
         "enable_chunked_prefill": built.paged_context_fmha,
         **({"max_batch_size": config.max_batch_size} if config.max_batch_size else {}),
@@ -178,7 +174,7 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
 def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, object]:
     given = options.get("kv_cache_config", {})
     if not isinstance(given, Mapping):
-        raise EngineError("--trtllm-options: kv_cache_config must be a mapping")
+        raise EngineError(f"{FLAG}: kv_cache_config must be a mapping")
     if "tokens_per_block" in given:
         _count(given, "tokens_per_block", 1)
     fraction = FREE_MEMORY_FRACTION if config.cuda_memory_fraction == 1 else config.cuda_memory_fraction
@@ -205,5 +201,5 @@ def _reserves_max_length(options: Mapping[str, object]) -> bool:
 def _count(keywords: Mapping[str, Any], name: str, default: int) -> int:
     value = keywords.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise EngineError(f"--trtllm-options: {name} must be a whole number above 0, not {value!r}")
+        raise EngineError(f"{FLAG}: {name} must be a whole number above 0, not {value!r}")
     return value

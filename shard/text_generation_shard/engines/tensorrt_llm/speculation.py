@@ -12,6 +12,7 @@ from typing import Any
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.library import DECODING_CONFIGS, Library, explain
+from text_generation_shard.engines.tensorrt_llm.options import FLAG
 
 NAME = "speculative_config"
 IN_MODEL = {
@@ -42,10 +43,10 @@ def read_speculation(library: Library, options: Mapping[str, object]) -> Specula
         return None
     kinds = ", ".join(DECODING_CONFIGS)
     if not isinstance(given, Mapping):
-        raise EngineError(f"--trtllm-options: {NAME} must be a mapping with decoding_type, one of {kinds}")
+        raise EngineError(f"{FLAG}: {NAME} must be a mapping with decoding_type, one of {kinds}")
     kind = str(given.get("decoding_type")).replace("_", "")  # 1.2: DraftTarget, 1.3: Draft_Target
     if kind not in DECODING_CONFIGS:
-        raise EngineError(f"--trtllm-options: {NAME}: decoding_type must be one of {kinds}, not {kind[:80]!r}")
+        raise EngineError(f"{FLAG}: {NAME}: decoding_type must be one of {kinds}, not {kind[:80]!r}")
     fields: dict[str, Any] = {str(name): value for name, value in given.items()}
     # 1.2 has one class for Eagle and Eagle3.
     cls = library.decoding_configs.get(kind) or library.decoding_configs.get("Eagle")
@@ -76,4 +77,4 @@ def _construct(cls: type[Any], fields: dict[str, Any], *, in_model: bool) -> obj
     try:
         return cls(**fields)
     except (ValueError, TypeError, AttributeError) as error:
-        raise EngineError(f"--trtllm-options: {NAME}: {explain(error)}") from error
+        raise EngineError(f"{FLAG}: {NAME}: {explain(error)}") from error
