@@ -95,7 +95,7 @@ def fused(product: Product, weights: list[PackedWeight], rows: int, config: Pack
 
 
 def humming_products(product: Product, rows: int) -> None:
-    """Print the times of humming, first with as served."""
+    """Print the times of humming, also of the tiling that is served."""
     parts = packed_parts(WEIGHTS, product, random_tensors(WEIGHTS, product.outputs, product.inputs))
     first = loaded(WEIGHTS, product, parts)
     layers = [first, *(loaded(WEIGHTS, product, parts) for _ in range(copies(first.weight.nbytes) - 1))]
@@ -164,6 +164,7 @@ def humming_tilings(rows: int) -> Iterator[dict[str, Any]]:
 
 
 def print_found(product: Product, rows: int, found: list[tuple[float, str]], size: int) -> None:
+    """Print times and bandwidths, the best first."""
     for us, name in sorted(found):
         print(f"{product.title:38} {rows:3} {us:8.1f} µs {size / us / 1e6:6.2f} TB/s  {name}", flush=True)
 

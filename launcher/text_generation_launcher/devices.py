@@ -51,6 +51,7 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
 
 
 def _device_files() -> int:
+    """Return the number of GPUs by their device files, which also drivers without a readable NVML have."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 

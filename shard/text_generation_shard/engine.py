@@ -82,7 +82,7 @@ class EngineInfo:
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that sequences may have."""
     retains: bool = False
-    """It keeps computed blocks by `Retention`."""
+    """True: sequences may have a `Retention`, by which the engine keeps their computed blocks."""
     pipeline_parallel: int = 1
     """Parts into which the layers are divided over GPUs."""
 

@@ -122,8 +122,8 @@ def driver_version() -> str:
 def visible_gpus(gpus: Sequence[Gpu], names: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs and slices that a value of CUDA_VISIBLE_DEVICES names; None: all.
 
-    A name is an index, or a UUID, or its first characters. Indices count as nvidia-smi does: CUDA's own order differs only on machines
-    with GPUs of several types.
+    A name is an index, a UUID, or the first characters of a UUID. An index is that of nvidia-smi: CUDA's own order differs only on
+    machines with GPUs of several types.
     """
     found: list[Gpu] = []
     for name in (str(gpu.index) for gpu in gpus) if names is None else (name.strip() for name in names.split(",")):

@@ -3,7 +3,8 @@
 isort:skip_file
 What trtllm_service.proto shares with the other engines' services of the same gateway. Names, numbers and types are those
 of smg-grpc-proto 0.4.28 (crates/grpc_client/proto/common.proto in lightseekorg/smg), and not ours to change; here stands
-what TrtllmService refers to. The comments are ours. Of KV events `stored` and `removed` are sent, of the load the fields that the shard knows.
+what TrtllmService refers to. The comments are ours. Of KV events `stored` and `removed` are sent, of the load the fields that
+the shard knows.
 """
 
 import abc

@@ -205,7 +205,7 @@ Global___TokenizedInput: typing_extensions.TypeAlias = TokenizedInput
 
 @typing.final
 class SamplingConfig(google.protobuf.message.Message):
-    """A field that is set and cannot be honoured is refused, whatever its value. Unset means neutral; temperature and top_p are
+    """A field that is set and cannot be honoured is refused with any value. Unset means neutral; temperature and top_p are
     then 1.0, so that an empty message samples. Greedy: temperature 0, top_k 1 or top_p 0.
     """
 
@@ -353,7 +353,7 @@ class OutputConfig(google.protobuf.message.Message):
     return_generation_logits: builtins.bool
     """refused"""
     exclude_input_from_output: builtins.bool
-    """the prompt is never part of the output, whatever is said here"""
+    """the prompt is never part of the output"""
     return_encoder_output: builtins.bool
     """refused"""
     return_perf_metrics: builtins.bool
@@ -679,7 +679,7 @@ class GenerateComplete(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     completion_tokens: builtins.int
     cached_tokens: builtins.int
-    """of the prompt; 0 if the engine did not tell"""
+    """of the prompt; 0 if unknown"""
     context_logits: builtins.bytes
     """not sent"""
     generation_logits: builtins.bytes
@@ -993,7 +993,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     version: builtins.str
     """of TensorRT-LLM where that is the engine, else of this package"""
     backend: builtins.str
-    """"tensorrt-llm", whatever the engine: what gateways expect here"""
+    """"tensorrt-llm" with any engine: gateways expect it"""
     tensor_parallel_size: builtins.int
     pipeline_parallel_size: builtins.int
     context_parallel_size: builtins.int

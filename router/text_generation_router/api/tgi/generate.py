@@ -131,7 +131,9 @@ def check_streamed(parameters: GenerateParameters) -> None:
 
 
 def to_options(parameters: GenerateParameters, *, shows_tokens: bool = False) -> GenerationOptions:
-    """Return the options; `shows_tokens`: the reply has every token. Raises InvalidRequest for rules 1 to 7, which TGI applies to neutral values too.
+    """Return the options; `shows_tokens`: the reply has every token.
+
+    Raises InvalidRequest for rules 1 to 7, which TGI applies to neutral values too.
 
     Sampling is greedy unless `do_sample` is set or a parameter that filters or scales has another value than its
     neutral one. Rule 1 counts any such parameter as sampling, also at its neutral value.

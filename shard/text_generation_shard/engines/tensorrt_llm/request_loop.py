@@ -30,6 +30,7 @@ from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 
 JOIN_TIMEOUT_S = 5.0
+"""Time for the thread of the loop to end."""
 PROBE_POLL_S = 0.2
 """Interval at which a waiting probe checks for a broken engine."""
 

@@ -105,7 +105,7 @@ class IterationStatistics:
             was_busy = is_busy
 
     def _take(self, method: str) -> Sequence[Any]:
-        """Return the entries that a method of the library has, or its asynchronous twin."""
+        """Return the entries that a method of the library has, or its asynchronous form."""
         if self._by_call:
             taken: Sequence[Any] = getattr(self._llm, method)(timeout=POLL_TIMEOUT_S)
             return taken
@@ -137,6 +137,7 @@ class IterationStatistics:
 
 
 async def _read(source: AsyncIterator[Any]) -> Sequence[Any]:
+    """Return the entries there are; those before an error count."""
     entries: list[Any] = []
     try:
         async for entry in source:

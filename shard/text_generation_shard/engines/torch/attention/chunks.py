@@ -1,8 +1,8 @@
 """Attention of prompt chunks over the paged cache.
 
-Heads of the usual sizes are served by FlashInfer's batched prefill, planned on the host once per step, all others by a kernel of
-ours. A plan of FlashInfer's is written to pinned memory and copied asynchronously. Two sets of buffers alternate: when a step is planned, the copy of
-the previous step may still be pending, but none before that.
+Heads of the usual sizes are served by FlashInfer's batched prefill, planned on the host once per step, all others by our own
+kernel, see kernels/chunk_attention.py. A plan of FlashInfer is written to pinned memory and copied asynchronously. Two sets of
+buffers alternate: when a step is planned, the copy of the previous step may still be pending, but none before that.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
     grammars = load_grammars(config.model_path, model_config.eos_token_ids) if config.rank == 0 else None
     info = engine_info(config, model_config, device, grammars)
     if device.type == "cuda" or config.world_size > 1:
-        return _build_on_cuda(config, model_config, info, dtype, grammars)
+        return _build_with_runner(config, model_config, info, dtype, grammars)
     keep_freed_memory()
     group = ParallelGroup(TensorParallelRank())
     model = TransformersModel(load_model(config, model_config, group, device, dtype))
@@ -77,14 +77,14 @@ def _check_division(model_config: TransformersConfig, config: ShardConfig) -> No
     divide(model, ParallelGroup(TensorParallelRank(config.rank, config.world_size)), torch.device("meta"))
 
 
-def _build_on_cuda(
+def _build_with_runner(
     config: ShardConfig,
     model_config: TransformersConfig,
     info: EngineInfo,
     dtype: torch.dtype,
     grammars: Grammars | None,
 ) -> Engine:
-    """Build the engine of a GPU or of a rank. A group on CPUs uses the reference kernels: slow, but the same results."""
+    """Build the engine of a GPU, or of a rank of a group. A group on CPUs uses the reference kernels, which are slow."""
     from text_generation_shard.engines.torch.cuda.build import prepare_device
     from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
     from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
@@ -137,12 +137,12 @@ def _with_states(info: EngineInfo, model: TransformersModel, memory: int) -> Eng
 
 
 def _head_dims(device: torch.device) -> tuple[int, ...]:
-    """Return the head sizes of the kernels; empty: all."""
+    """Return the head sizes to which smaller heads are widened; empty: none are."""
     if device.type == "cpu":
         return ()
     from text_generation_shard.engines.torch.attention.chunks import FLASHINFER_HEAD_DIMS
 
-    return tuple(FLASHINFER_HEAD_DIMS)
+    return FLASHINFER_HEAD_DIMS
 
 
 def _kernels(model: TransformersModel, shape: CacheShape, info: EngineInfo) -> Kernels:

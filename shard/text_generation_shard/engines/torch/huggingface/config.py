@@ -62,7 +62,10 @@ class TransformersConfig:
 
 
 def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig:
-    """Read config.json; `quantize` is the value of --quantize. Raises EngineError with a one-line message if transformers cannot run the model."""
+    """Read config.json; `quantize` is the value of --quantize.
+
+    Raises EngineError with a one-line message if transformers cannot run the model.
+    """
     check_version()
     raw = JsonObject.read(folder)
     model_type = raw.text("model_type")

@@ -46,7 +46,7 @@ class LibraryLayer:
     mlp: LayerMLP
     after_mlp: RMSNorm | None
     after_norm: Sequence[DenseLinear]
-    """The products of normed hidden states, but those of the library."""
+    """The products of normed hidden states, without those inside a LibraryMLP."""
     shape: LayerShape
     scale: float = 1.0
 

@@ -35,7 +35,8 @@ def add_rms_norm(  # noqa: PLR0913 – as flat as the kernel
 ) -> None:
     """residual = (residual + scale · update) · factor, in place; then `rms_norm`.
 
-    `update` [tokens, hidden] has any float dtype, `residual` is float32. With an `update_weight` [hidden], the update is normed before it is added.
+    `update` [tokens, hidden] has any float dtype, `residual` is float32. With an `update_weight` [hidden], the update is normed before
+    it is added.
     """
     _launch(update, residual, weight, eps, out, update_weight, scale, factor)
 

@@ -14,7 +14,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Return ids int32 and weights float32, [tokens, experts_each], for `logits` float32 [tokens, experts].
 
-    The weights are multiplied by the `expert_scale` [experts] of their experts. The ids are valid for any logits; a row with NaN gets weights of NaN.
+    The weights are multiplied by the `expert_scale` [experts] of their experts. The ids are valid for any logits; a row with NaN gets
+    weights of NaN.
     """
     tokens, experts = logits.shape
     ids = torch.empty(tokens, experts_each, dtype=torch.int32, device=logits.device)

@@ -24,7 +24,7 @@ class RMSNorm:
         self._factor = factor
 
     def process_weights_after_loading(self) -> None:
-        """Add the 1 of a zero-centered weight, and multiply with the factor.
+        """Add the 1 of a zero-centered weight, and multiply by the factor.
 
         The weight becomes float32: in bfloat16 the 1 would take its bits.
         """
@@ -35,7 +35,7 @@ class RMSNorm:
 
 
 class HeadNorms:
-    """The norms of each query head and each key head before the rotation; with `values`, of each value head too, without a weight."""
+    """The norms of each query head and each key head before the rotation; with `values`, also of each value head, without a weight."""
 
     def __init__(self, query: RMSNorm, key: RMSNorm, *, values: bool = False) -> None:
         self.query, self.key, self.values = query, key, values
