@@ -34,9 +34,15 @@ from text_generation_shard.engines.torch.kernels.tables import update_tables
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE
 
+Heads = tuple[int, int, int]
+"""Query heads, KV heads, head_dim."""
 
-class PlainKernels:
-    """The kernels without a workspace."""
+
+class TritonKernels:
+    """Implements `Kernels`. Holds the workspaces, for each kind of heads that the layers have.
+
+    `rules` are scale and softcap of the scores of each layer.
+    """
 
     update_tables = staticmethod(update_tables)
     embed = staticmethod(embed)
@@ -51,17 +57,6 @@ class PlainKernels:
     matvec_add = staticmethod(matvec_add)
     route = staticmethod(route)
     experts = staticmethod(experts)
-
-
-Heads = tuple[int, int, int]
-"""Query heads, KV heads, head_dim."""
-
-
-class TritonKernels(PlainKernels):
-    """Implements `Kernels`. Holds the workspaces, for each kind of heads that the layers have.
-
-    `rules` are scale and softcap of the scores of each layer.
-    """
 
     def __init__(
         self,

@@ -35,7 +35,6 @@ from text_generation_shard.engines.torch.quantization.formats.packed_integers im
 if TYPE_CHECKING:
     from humming.config import LayerConfig
 
-IntegerFormat = GptqFormat | AwqFormat | PackedIntegerFormat
 INTEGER_FORMATS = (GptqFormat, AwqFormat, PackedIntegerFormat)
 MAX_ROWS, MAX_COPIED = 96, 1 << 25
 """Rows from which on a dequantized copy is faster, for weights of at most MAX_COPIED values; larger ones have no copy."""
