@@ -117,11 +117,8 @@ def _with_weights(name: str, folder: Path, rank: int, config: ShardConfig) -> Lo
 
 
 def _decoder(config: ShardConfig) -> JsonObject:
-    """Return the part of the model's config.json that describes the decoder; empty without a model."""
-    try:
-        model = JsonObject.read(Path(config.model_path)) if config.model_path else JsonObject(Path(), {})
-    except (FileNotFoundError, NotADirectoryError):
-        return JsonObject(Path(), {})
+    """Return the part of the model's config.json that describes the decoder."""
+    model = JsonObject.read(Path(config.model_path))
     return model.inner("text_config") if "text_config" in model else model
 
 
