@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -298,18 +298,21 @@ class ServiceRoutes:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models: the served model, by each of its names, and its adapters."""
-        names = dict.fromkeys((*self._settings.model_names, *self._cluster.adapters))
-        answer: ModelsAnswer = {"object": "list", "data": [self._listed(name) for name in names]}
+        answer: ModelsAnswer = {"object": "list", "data": [self._listed(name) for name in self._names]}
         return json_response(answer)
 
     async def one_model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}: the served model, by any name that requests may give it."""
         name = request.match_info["model"]
-        settings = self._settings
-        listed = (*settings.model_names, *self._cluster.adapters)
-        if name not in listed:
-            settings.check_model(name)
-        return json_response(self._listed(name if name in listed else settings.model_id))
+        is_listed = name in self._names
+        if not is_listed:
+            self._settings.check_model(name)
+        return json_response(self._listed(name if is_listed else self._settings.model_id))
+
+    @property
+    def _names(self) -> Collection[str]:
+        """The names of the model and of its adapters."""
+        return dict.fromkeys((*self._settings.model_names, *self._cluster.adapters))
 
     def _listed(self, name: str) -> ModelAnswer:
         base = self._settings.model_id
