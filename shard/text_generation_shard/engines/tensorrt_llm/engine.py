@@ -35,9 +35,9 @@ from text_generation_shard.engine import (
     sequence_problem,
 )
 from text_generation_shard.engines.tensorrt_llm.api import LLM
-from text_generation_shard.engines.tensorrt_llm.library import Library
+from text_generation_shard.engines.tensorrt_llm.library import Library, explain
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
-from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop, first_line
+from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop
 from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics, Totals
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
@@ -207,7 +207,7 @@ class TensorRTEngine:
         try:
             self._llm.shutdown()
         except Exception as error:  # noqa: BLE001 - the shard exits anyway
-            log.warning("the engine did not shut down cleanly", reason=first_line(error))
+            log.warning("the engine did not shut down cleanly", reason=explain(error))
 
     # -------------------------------------------------------------------------------------------------------- requests
 
@@ -218,7 +218,7 @@ class TensorRTEngine:
         try:
             arguments = self._parameters.arguments(sequence)
         except (ValueError, TypeError) as error:
-            return self._refuse(slot, first_line(error))
+            return self._refuse(slot, explain(error))
         if not self._streams:
             # The engine may have been idle for hours. While other requests wait, another one is not a sign of life.
             # Set before the stream is stored, because the watchdog may check at any time.
@@ -333,7 +333,7 @@ class TensorRTEngine:
         try:
             capacity = self._library.kv_capacity(self._llm)
         except Exception as error:  # noqa: BLE001 - the statistics contain the same
-            log.warning("the size of the KV cache could not be read", reason=first_line(error))
+            log.warning("the size of the KV cache could not be read", reason=explain(error))
             capacity = None
         if capacity is not None:
             return self._to_blocks(*capacity)

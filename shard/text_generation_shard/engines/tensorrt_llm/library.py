@@ -48,6 +48,8 @@ class Library:
     engine_options: Mapping[str, Collection[str] | None] | None
     """The same for compiled engines; None if there is no such backend."""
     sampling_fields: frozenset[str]
+    lora_request: type[Any]
+    """The class LoRARequest."""
     retention: type[Any] | None
     """The class KvCacheRetentionConfig."""
     decoding_configs: Mapping[str, type[Any]]
@@ -135,6 +137,7 @@ def load_library() -> Library:
             request_error=cast("type[Exception]", utils.RequestError),
             options=_options(llmapi, llmapi.TorchLlmArgs),
             engine_options=_options(llmapi, llmapi.TrtLlmArgs) if compiled else None,
+            lora_request=llmapi.LoRARequest,
             retention=getattr(llmapi, "KvCacheRetentionConfig", None),
             sampling_fields=frozenset(field.name for field in dataclasses.fields(package.SamplingParams)),
             decoding_configs={

@@ -7,7 +7,6 @@ name (lora_manager.py). So the configuration is made of all adapters, and each o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -77,11 +76,8 @@ def lora_keywords(adapters: Sequence[LoraAdapter], options: Mapping[str, object]
     return keywords
 
 
-def lora_requests(adapters: Sequence[LoraAdapter]) -> dict[str, object]:
-    """Return the LoRARequest of each adapter, by name. Its number is its place in --lora-adapters, from 1."""
-    if not adapters:
-        return {}
-    request = import_module("tensorrt_llm.llmapi").LoRARequest
+def lora_requests(adapters: Sequence[LoraAdapter], request: type[Any]) -> dict[str, object]:
+    """Return the LoRARequest, `request`, of each adapter, by name. Its number is its place in --lora-adapters, from 1."""
     return {
         adapter.name: request(adapter.name, number, str(adapter.folder)) for number, adapter in enumerate(adapters, 1)
     }

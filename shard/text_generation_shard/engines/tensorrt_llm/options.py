@@ -98,10 +98,10 @@ def split_ranks(gpus: int, options: Mapping[str, object]) -> tuple[int, int]:
     return gpus // stages, stages
 
 
-def check_nested(options: Mapping[str, object], *, keeps_events: bool) -> None:
-    """Raise EngineError for an option whose effect harms the server. `keeps_events`: those of the KV cache pile up unread (1.2)."""
+def check_events(options: Mapping[str, object], *, pile_up: bool) -> None:
+    """Raise EngineError if the KV cache is to make events. `pile_up`: the library keeps those that are not read (1.2)."""
     cache = options.get("kv_cache_config")
-    if keeps_events and isinstance(cache, Mapping) and cache.get("event_buffer_max_size"):
+    if pile_up and isinstance(cache, Mapping) and cache.get("event_buffer_max_size"):
         raise EngineError(
             f"{FLAG}: kv_cache_config: event_buffer_max_size needs TensorRT-LLM 1.3: before, events that are not read fill "
             "the memory"

@@ -27,6 +27,7 @@ import structlog
 
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engines.tensorrt_llm.api import LLM
+from text_generation_shard.engines.tensorrt_llm.library import explain
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 
 JOIN_TIMEOUT_S = 5.0
@@ -91,7 +92,7 @@ class RequestLoop:
                 future.cancel()
                 return reason
         if (error := future.exception()) is not None:
-            return f"{type(error).__name__}: {first_line(error)}"
+            return f"{type(error).__name__}: {explain(error)}"
         return None if future.result() else "a request ended without a token"
 
     def collect(self, timeout_s: float) -> dict[Stream, StreamUpdate]:
@@ -149,7 +150,7 @@ class RequestLoop:
                     break
         except self._request_errors as error:
             code = FailureCode.STEP if submitted else FailureCode.INVALID
-            self._deliver(stream, stream.fail(code, first_line(error)))
+            self._deliver(stream, stream.fail(code, explain(error)))
         except Exception as error:  # noqa: BLE001 - every error ends the stream with a failure
             self._fail(stream, error, submitted=submitted)
         else:
@@ -163,8 +164,8 @@ class RequestLoop:
         # Aborting may itself raise in a request (1.2.1 asserts that every token has log-probabilities).
         if not refused and not stream.dropped:
             log.error("the engine failed", exc_info=error)
-            self._on_broken(f"{type(error).__name__}: {first_line(error)}")
-        self._deliver(stream, stream.fail(FailureCode.INVALID if refused else FailureCode.STEP, first_line(error)))
+            self._on_broken(f"{type(error).__name__}: {explain(error)}")
+        self._deliver(stream, stream.fail(FailureCode.INVALID if refused else FailureCode.STEP, explain(error)))
 
     async def _count_tokens(self, arguments: Mapping[str, Any]) -> int:
         tokens = 0
@@ -173,13 +174,13 @@ class RequestLoop:
         return tokens
 
     def _abort(self, stream: Stream) -> None:
-        if stream.result is None or stream.waiting or stream.ended_by_engine or not stream.may_abort:
-            return  # never submitted, aborted later, over, or left to run
-        stream.may_abort = False
+        if stream.result is None or stream.waiting or stream.ended_by_engine or stream.aborted or not stream.may_abort:
+            return  # never submitted, aborted later, over, aborted already, or left to run
+        stream.aborted = True
         try:
             stream.result.abort()
         except Exception as error:  # noqa: BLE001 - the engine is shutting down, which is reported elsewhere
-            log.warning("a request could not be aborted", reason=first_line(error))
+            log.warning("a request could not be aborted", reason=explain(error))
 
     def _deliver(self, stream: Stream, update: StreamUpdate | None) -> None:
         self.last_output_at = time.monotonic()
@@ -196,9 +197,3 @@ class RequestLoop:
                     earlier.extend(update)
             self._lock.notify()
         self._updates.clear()
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the message; the name of the type if the message is empty."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -63,6 +63,7 @@ class Stream:
         "_prompt_reported",
         "_reported",
         "_scored",
+        "aborted",
         "dropped",
         "ended",
         "ended_by_engine",
@@ -75,7 +76,8 @@ class Stream:
     def __init__(self, sequence: NewSequence, *, may_abort: bool = True) -> None:
         self.sequence = sequence
         self.may_abort = may_abort
-        """False: aborted already, or the request must run to its end."""
+        """False: the request must run to its end."""
+        self.aborted = False
         self.result: RequestOutput | None = None
         """The return value of `generate_async`; None before the call."""
         self.dropped = False
