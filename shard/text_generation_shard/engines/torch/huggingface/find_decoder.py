@@ -54,7 +54,7 @@ PROBE_PLACES = (0.0, 0.001, 0.1, 0.5, 1.0)
 """Positions of the random tokens, as parts of the last one."""
 PROBE_SIZE = 0.02
 """Size of the random input: so small that the eps of norms counts."""
-MOST_DIFFERENCE = 1e-4
+MOST_LAYER_DIFFERENCE = 1e-4
 """Largest relative error between the outputs of two layers in float32."""
 
 log = structlog.get_logger()
@@ -106,20 +106,20 @@ class _Finder:
             raise UnusualError("norms have several eps")
         head, divisor, final_softcap = self._head()
         return LibraryDecoder(
-            layers,
-            rotary,
-            self._embedding,
-            embedding_scale,
-            norm,
-            head,
-            divisor,
-            final_softcap,
-            self._scale,
-            self._softcap,
-            self._residual_scale,
-            self._max_sequence_length,
-            self._final_precision(layers, norm, head),
-            self._group,
+            layers=layers,
+            rotary=rotary,
+            embedding=self._embedding,
+            embedding_scale=embedding_scale,
+            norm=norm,
+            head=head,
+            logits_divisor=divisor,
+            final_softcap=final_softcap,
+            attention_scale=self._scale,
+            attention_softcap=self._softcap,
+            residual_scale=self._residual_scale,
+            max_sequence_length=self._max_sequence_length,
+            precision=self._final_precision(layers, norm, head),
+            group=self._group,
         )
 
     def _final_precision(self, layers: Sequence[LibraryLayer], norm: RMSNorm, head: DenseLinear) -> Precision:
@@ -181,22 +181,21 @@ class _Finder:
 
     def _run_own(self, layer: LibraryLayer, rotation: Rotation, probe: Tensor) -> Tensor:
         """Return the output of our layer for the same input."""
-        norm = layer.input_norm
         decoder = LibraryDecoder(
-            [layer],
-            [rotation.rotary],
-            probe,
-            1.0,
-            norm,
-            DenseLinear(probe, None, torch.float32),
-            1.0,
-            None,
-            self._scale,
-            self._softcap,
-            self._residual_scale,
-            self._max_sequence_length,
-            Precision.uniform(torch.float32),
-            self._group,
+            layers=[layer],
+            rotary=[rotation.rotary],
+            embedding=probe,
+            embedding_scale=1.0,
+            norm=layer.input_norm,  # any norm: only the residual stream is read
+            head=DenseLinear(probe, None, torch.float32),
+            logits_divisor=1.0,
+            final_softcap=None,
+            attention_scale=self._scale,
+            attention_softcap=self._softcap,
+            residual_scale=self._residual_scale,
+            max_sequence_length=self._max_sequence_length,
+            precision=Precision.uniform(torch.float32),
+            group=self._group,
         ).on(ReferenceKernels(self._scale, self._softcap))
         buffers = decoder.activations(len(probe))
         decoder.forward(LoneTokens(self._positions, layer.shape, self._max_sequence_length), buffers)
@@ -227,17 +226,17 @@ class _Finder:
         sinks = getattr(attention, "sinks", None)
         qkv = self._qkv(attention, rotation.order)
         return LibraryLayer(
-            input_norm,
-            qkv,
-            self._head_norms(attention, rotation.order),
-            None if sinks is None else sinks.data,
-            self._linear(_linears(attention, OUTPUT_NAMES)),
-            after_attention,
-            mlp_norm,
-            own_mlp,
-            after_mlp,
-            (qkv, *gate_up),
-            shape,
+            input_norm=input_norm,
+            qkv=qkv,
+            head_norms=self._head_norms(attention, rotation.order),
+            sinks=None if sinks is None else sinks.data,
+            output=self._linear(_linears(attention, OUTPUT_NAMES)),
+            after_attention=after_attention,
+            mlp_norm=mlp_norm,
+            mlp=own_mlp,
+            after_mlp=after_mlp,
+            after_norm=(qkv, *gate_up),
+            shape=shape,
         )
 
     def _qkv(self, attention: LibraryModule, order: list[int] | None) -> DenseLinear:
@@ -331,7 +330,7 @@ def _ratio(hidden: Tensor, rows: Tensor) -> float:
 
 def _is_close(result: Tensor, expected: Tensor, probe: Tensor) -> bool:
     """Return True if two layers add the same to their input."""
-    return bool((result - expected).norm() <= MOST_DIFFERENCE * (expected - probe).norm())
+    return bool((result - expected).norm() <= MOST_LAYER_DIFFERENCE * (expected - probe).norm())
 
 
 def _with_random_norms(layer: LibraryModule) -> LibraryModule:

@@ -25,8 +25,10 @@ from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 TABLE_CHUNK = 4096
 """Positions whose rotations are computed at once."""
 EPS_NAMES = ("variance_epsilon", "eps")
+"""Names of the attribute of a norm."""
 MOST_DIFFERENCE = {torch.float32: 1e-5}
 MOST_DIFFERENCE_OF_16_BITS = 1e-2
+"""Largest relative errors between two results of one part of a model. Those of a whole model are in check.py."""
 
 
 class UnusualError(Exception):
