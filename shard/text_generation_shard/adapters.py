@@ -26,6 +26,7 @@ from text_generation_shard.json_object import JsonObject
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 1024
+"""Limit of `r`, and of the rank of each matrix."""
 FROM_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"})
 """Modules whose input is the hidden state."""
 REFUSED = {
