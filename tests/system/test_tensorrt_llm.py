@@ -91,7 +91,8 @@ async def test_adapters_and_cached_tokens(server: Server, session: aiohttp.Clien
         status, answer = await server.post(session, "/v1/chat/completions", chat | {"model": model})
         assert status == 200, answer
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
-    request = await server.arrival(session, "/generate", {"inputs": WORDS, "parameters": {"adapter_id": "sql"}})
+    parameters = {"adapter_id": "sql", "max_new_tokens": 4}
+    request = await server.arrival(session, "/generate", {"inputs": WORDS, "parameters": parameters})
     assert request["lora"][:2] == ["sql", 1]
     for route, body in (("/generate", {"inputs": "a", "parameters": {"adapter_id": "other"}}), ("/v1/completions", {})):
         assert (await server.post(session, route, {"model": "other", "prompt": "a", **body}))[0] == 404
