@@ -14,6 +14,8 @@ class Capacity:
     def __init__(self) -> None:
         self._specs: dict[int, ReplicaSpec] = {}
         self._removed: int | None = None
+        self.adapters: Collection[str] = ()
+        """The LoRA adapters of all replicas, in the order of their flags."""
 
     def joined(self, replica: int, spec: ReplicaSpec) -> None:
         """Record the spec of a replica that joins."""
@@ -21,11 +23,13 @@ class Capacity:
             self._specs.pop(self._removed, None)
             self._removed = None
         self._specs[replica] = spec
+        self._find_adapters()
 
     def removed(self, replica: int) -> None:
         """Forget a replica, unless it is the last one whose spec is known."""
         if len(self._specs) > 1:
             self._specs.pop(replica, None)
+            self._find_adapters()
         elif replica in self._specs:
             self._removed = replica
 
@@ -33,11 +37,6 @@ class Capacity:
         """Return True if a request of this size could run alone on a replica that holds its adapter."""
         longest = prompt_tokens + max_new_tokens - 1
         return any(longest <= spec.num_tokens and spec.holds(adapter) for spec in self._specs.values())
-
-    @property
-    def adapters(self) -> Collection[str]:
-        """The adapters of all replicas, in the order of their flags."""
-        return dict.fromkeys(name for spec in self._specs.values() for name in spec.adapters)
 
     def queue_limit(self, policy: Policy) -> int | None:
         """Return the most tokens of work that may wait; None: no limit."""
@@ -49,3 +48,6 @@ class Capacity:
     def block_size(self) -> int:
         """Tokens per KV block; 0 before the first replica joined."""
         return next((spec.block_size for spec in self._specs.values()), 0)
+
+    def _find_adapters(self) -> None:
+        self.adapters = dict.fromkeys(name for spec in self._specs.values() for name in spec.adapters)
