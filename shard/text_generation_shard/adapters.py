@@ -58,10 +58,14 @@ class LoraAdapter:
 
 def read_adapters(config: ShardConfig) -> tuple[LoraAdapter, ...]:
     """Return the adapters of the settings, checked against the model's config.json. Raises EngineError."""
-    return tuple(_read(source, config) for source in parse_adapters(config.lora_adapters))
+    sources = parse_adapters(config.lora_adapters)
+    if not sources:
+        return ()
+    model = _decoder(config)
+    return tuple(_read(source, config, model) for source in sources)
 
 
-def _read(source: AdapterSource, config: ShardConfig) -> LoraAdapter:
+def _read(source: AdapterSource, config: ShardConfig, model: JsonObject) -> LoraAdapter:
     folder = Path(source.source)
     try:
         settings = JsonObject.read(folder, CONFIG)
@@ -85,12 +89,11 @@ def _read(source: AdapterSource, config: ShardConfig) -> LoraAdapter:
     base = settings.optional_text("base_model_name_or_path")
     if base is not None and config.model_id and base != config.model_id:
         log.warning("the LoRA adapter was trained on another model", adapter=source.name, trained_on=base)
-    return _with_weights(source.name, folder, rank, config)
+    return _with_weights(source.name, folder, rank, model)
 
 
-def _with_weights(name: str, folder: Path, rank: int, config: ShardConfig) -> LoraAdapter:
+def _with_weights(name: str, folder: Path, rank: int, model: JsonObject) -> LoraAdapter:
     path = folder / WEIGHTS
-    model = _decoder(config)
     hidden = model.count("hidden_size") if "hidden_size" in model else None
     layers = model.count("num_hidden_layers") if "num_hidden_layers" in model else None
     modules: dict[str, set[str]] = {}
