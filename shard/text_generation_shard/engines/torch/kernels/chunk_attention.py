@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
-from text_generation_shard.engines.torch.kernels.decode_attention import LOG2_E, NO_WINDOW
+from text_generation_shard.engines.torch.kernels.decode_attention import LOG2_E, NO_WINDOW, sink_weights
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 MAX_HEAD_DIM = 512
@@ -218,6 +218,6 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
         mean = tl.dot(weights.to(value.dtype), value, mean * decay[:, None])
         maximum = new_maximum
     if sinks is not None:
-        total += tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - maximum)
+        total += sink_weights(sinks, heads, maximum)
     mean = mean / total[:, None]
     tl.store(out + lines[:, None] * out_stride + places, mean.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim)

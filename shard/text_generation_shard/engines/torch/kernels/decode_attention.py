@@ -355,7 +355,12 @@ def _merge(  # noqa: PLR0913 – called from kernels only, whose arguments are f
 
 @triton.jit
 def _sink_weights(sinks: tl.tensor, heads: tl.tensor, GROUP: tl.constexpr, maximum: tl.tensor) -> tl.tensor:
-    """Return the weights of the sinks relative to `maximum`, which is in units of log 2; rows beyond the group get any."""
+    """Return `sink_weights` of the heads of a group; rows beyond the group get any."""
     first = tl.min(heads, axis=0)
-    scores = tl.load(sinks + tl.minimum(heads, first + GROUP - 1)).to(tl.float32)
-    return tl.exp2(scores * 1.4426950408889634 - maximum)
+    return sink_weights(sinks, tl.minimum(heads, first + GROUP - 1), maximum)
+
+
+@triton.jit
+def sink_weights(sinks: tl.tensor, heads: tl.tensor, maximum: tl.tensor) -> tl.tensor:
+    """Return the weights of the sinks of `heads` relative to `maximum`, which is in units of log 2."""
+    return tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - maximum)

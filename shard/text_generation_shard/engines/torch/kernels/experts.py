@@ -19,11 +19,10 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
 from text_generation_shard.engines.torch.kernels.expert_rows import activate_rows, gated, gathered, weighted_sum
+from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 from text_generation_shard.engines.torch.ops.activation import GatedActivation
 from text_generation_shard.engines.torch.ops.experts import Activation, ExpertLinear
 
-_PROGRAMS_WANTED = 264
-"""Two for each of an H200's 132 multiprocessors."""
 HOPPER = 9
 """The major compute capability for which torch has a kernel for bfloat16 that does not wait for the host."""
 ALIGNMENT = 8
@@ -70,7 +69,7 @@ def tiling_for(groups: ExpertGroups, columns: int, inputs: int, dtype: torch.dty
         return ExpertTiling(64, 64, 64, num_warps=4, num_stages=4, group=8)
     # Bound by reading the weights: enough programs for all multiprocessors.
     block_n = 32 if dtype == torch.float32 else 64
-    while block_n > 16 and groups.max_blocks * triton.cdiv(columns, block_n) < _PROGRAMS_WANTED:
+    while block_n > 16 and groups.max_blocks * triton.cdiv(columns, block_n) < PROGRAMS_WANTED:
         block_n //= 2
     return ExpertTiling(rows, block_n, 32 if dtype == torch.float32 else 64, num_warps=4, num_stages=4)
 

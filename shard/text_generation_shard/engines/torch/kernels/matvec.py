@@ -23,6 +23,7 @@ from text_generation_shard.engines.torch.kernels.norm import norm_scale
 from text_generation_shard.engines.torch.kernels.packed_matvec import packed_matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
+from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
 MAX_ROWS = 4
 """Above this, a matrix product is faster."""
@@ -31,8 +32,6 @@ Order = Literal["free", "ahead", "pdl"]
 
 _ELEMENTS_PER_LOAD = 8
 """16 bytes of a 16-bit weight."""
-_PROGRAMS_WANTED = 264
-"""Two for each of an H200's 132 multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def config_for(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> 
     num_warps = min(max(loads_of_a_row // 4, 1), 16)
     parts = 2 if gated else 1
     block_n = max((16 if rows == 1 else 8) * num_warps // loads_of_a_row // parts, 1)
-    while block_n > 1 and outputs // parts < block_n * _PROGRAMS_WANTED:
+    while block_n > 1 and outputs // parts < block_n * PROGRAMS_WANTED:
         block_n //= 2
     return MatvecConfig(block_n, num_warps, "pdl" if rows == 1 else "free")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.packed_weight import WORD_BITS, PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
+from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
 _MANTISSA_BITS = 23
 _DENORMAL_BITS = 149
@@ -29,8 +30,6 @@ _WORDS_OF_A_WARP = 128
 """16 bytes for each thread."""
 _BLOCK_N, _MAX_WARPS = 8, 4
 """The best of -m text_generation_bench.quantized_tilings --rows 1 for each product of an 8B model on an H200."""
-_PROGRAMS_WANTED = 264
-"""Two for each of an H200's 132 multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def config_for(outputs: int, inputs: int, bits: int, *, gated: bool = False) -> 
     """Return the tiling of a weight; if `gated`, `outputs` counts gate and up rows."""
     columns, parts = outputs // (2 if gated else 1), inputs * bits // WORD_BITS // _WORDS_OF_A_WARP
     block_n = _BLOCK_N
-    while block_n > 1 and columns < block_n * _PROGRAMS_WANTED:
+    while block_n > 1 and columns < block_n * PROGRAMS_WANTED:
         block_n //= 2
     return PackedConfig(block_n, min(max(triton.next_power_of_2(parts), 1), _MAX_WARPS))
 

@@ -29,7 +29,7 @@ SHAPES = [full(5, 24), (3, 577), (8, 512), full(7, 1536)]
 @pytest.fixture(params=[264, 1], autouse=True, ids=["one row per program", "several rows per program"])
 def programs_wanted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are tiled into single rows, unless fewer programs are wanted."""
-    monkeypatch.setattr(kernels, "_PROGRAMS_WANTED", request.param)
+    monkeypatch.setattr(kernels, "PROGRAMS_WANTED", request.param)
 
 
 class Make(NamedTuple):
@@ -148,4 +148,4 @@ def test_tilings_fit_the_registers_and_use_all_multiprocessors(
             elements = parts * config.block_n * inputs / (32 * config.num_warps)
             room = 128 if rows == 1 else 64  # elements; two per register, of which a thread has 255
             assert config.block_n == 1 or elements <= room
-            assert config.block_n == 1 or outputs // parts // config.block_n >= kernels._PROGRAMS_WANTED
+            assert config.block_n == 1 or outputs // parts // config.block_n >= kernels.PROGRAMS_WANTED
