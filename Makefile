@@ -60,6 +60,24 @@ node-packages: ## Install the JavaScript clients for the tests, if there is npm
 		&& cp $(NODE)/package-lock.json $(NODE)/.installed; }; }; \
 	else echo "node-packages: npm not found: the JavaScript clients are not tested"; fi
 
+BROWSER := .cache/browser
+
+.PHONY: browser-packages
+browser-packages: ## Install a browser and its packages for the tests of the dashboard, if there is npm
+	@if command -v npm > /dev/null; then \
+		mkdir -p $(BROWSER) && cp tests/browser/package.json tests/browser/package-lock.json $(BROWSER)/ \
+		&& { cmp -s $(BROWSER)/package-lock.json $(BROWSER)/.installed || { npm ci --prefix $(BROWSER) --ignore-scripts --no-audit --no-fund \
+		&& cp $(BROWSER)/package-lock.json $(BROWSER)/.installed; }; }; \
+	else echo "browser-packages: npm not found: the dashboard is not tested in a browser"; fi
+
+UPLOT := $(BROWSER)/node_modules/uplot
+STATIC := router/text_generation_router/dashboard/static
+
+.PHONY: uplot
+uplot: browser-packages ## Copy the charting library uPlot into the router, in the version of tests/browser/package.json
+	cp $(UPLOT)/dist/uPlot.iife.min.js $(UPLOT)/dist/uPlot.min.css $(STATIC)/
+	cp $(UPLOT)/LICENSE $(STATIC)/uPlot.LICENSE
+
 # Threads that wait at a barrier do not spin: tests share the cores with the servers they start.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 
@@ -68,7 +86,7 @@ test: check model node-packages ## Run the checks and the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
+test-all: check model node-packages browser-packages ## Run the checks and the tests with full grids and long property runs
 	$(PY) scripts/prepare_demo_model.py .cache/models/gemma3-270m
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-helm test-observability test-systemd test-image test-rolling test-members test-routers test-ray test-trtllm
