@@ -148,7 +148,7 @@ LIMITS_INTRODUCTION = """\
 Generated from `scripts/limits.txt` and the code by `make docs`; do not edit.
 
 Every limit on what a client, a process or a file may take, with the answer beyond it and the test that holds it. A limit with
-a flag is a setting; the others are constants.
+a flag is a setting; the others are constants. Where the answer is 422, OpenAI's and Anthropic's routes answer 400.
 """
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import Enum, Flag, auto
 
+OPEN_STATUSES = {422: 400, 424: 500}
+"""Statuses of OpenAI's and Anthropic's routes where TGI's differ: TGI's → theirs. Their clients know no 422 and no 424."""
+
 
 class Operation(Flag):
     """The operations of a route. The OpenAPI document derives the errors of a route from them."""

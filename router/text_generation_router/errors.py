@@ -5,7 +5,7 @@ follow from the class attributes. Texts and types are TGI's, because its clients
 
     ServingError
     ├── ClientError                      the client must change the request
-    │   ├── BodyRejected …               while its body is read
+    │   ├── BodyRejected …               while its body is read: api/http/body_errors.py
     │   └── InvalidRequest …             a validation rule is broken
     ├── Overloaded, Draining, CannotKeepUp, Unhealthy   refused now; a retry may succeed
     └── DeadlineExceeded, GenerationFailed, IncompleteGeneration, ClientLeft
@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from text_generation_router.error_attributes import Operation, Outcome, TgiBody
+from text_generation_router.error_attributes import OPEN_STATUSES, Operation, Outcome, TgiBody
 
 MAX_RETRY_AFTER_S = 3600.0
 """Upper bound of Retry-After. Estimates further ahead are not reliable."""
@@ -30,6 +30,9 @@ class ServingError(Exception):
     """
 
     status: ClassVar[int]
+    """Status on TGI's routes."""
+    open_status: ClassVar[int]
+    """Status on OpenAI's and Anthropic's routes."""
     error_type: ClassVar[str]
     """TGI's `error_type`."""
     tgi_body: ClassVar[TgiBody] = TgiBody.JSON
@@ -60,12 +63,24 @@ class ServingError(Exception):
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "error_type") and not hasattr(cls, "openai_code"):
             cls.openai_code = cls.error_type.replace(" ", "_")
+        if hasattr(cls, "status"):
+            cls.open_status = OPEN_STATUSES.get(cls.status, cls.status)
 
     def __init__(self, message: str | None = None, retry_after_s: float | None = None) -> None:
         """`retry_after_s`: estimated wait of a request that arrives now; None: that of the class."""
         super().__init__(self.prefix + (self.message if message is None else message))
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
+
+    @property
+    def openai_text(self) -> str:
+        """The text on OpenAI's routes."""
+        return str(self)
+
+    @property
+    def anthropic_text(self) -> str:
+        """The text on Anthropic's routes."""
+        return str(self)
 
     @property
     def retry_after(self) -> int | None:
@@ -89,64 +104,6 @@ class ClientError(ServingError):
     openai_type = "invalid_request_error"
     anthropic_type = "invalid_request_error"
     metric_label = "validation"
-
-
-class BodyRejected(ClientError):
-    """The body of a request cannot be read."""
-
-    tgi_body = TgiBody.TEXT
-
-
-class InvalidJson(BodyRejected):
-    """The body is not valid JSON."""
-
-    status = 400
-    error_type = "invalid_json"
-
-
-class UnsupportedTransferCoding(BodyRejected):
-    """The body is transferred in a coding other than chunked."""
-
-    status = 400
-    error_type = "unsupported_transfer_coding"
-    message = "Failed to buffer the request body: of `Transfer-Encoding` only chunked is supported"
-    closes_connection = True
-
-
-class BodyTooLarge(BodyRejected):
-    """The body is larger than the limit."""
-
-    status = 413
-    error_type = "payload_too_large"
-    message = "Failed to buffer the request body: length limit exceeded"
-    anthropic_type = "request_too_large"
-    closes_connection = True  # the client may still be sending
-
-
-class BodyTimeout(BodyRejected):
-    """The body arrives too slowly."""
-
-    status = 408
-    error_type = "request_timeout"
-    message = "Failed to buffer the request body: it arrives too slowly"
-    closes_connection = True
-
-
-class UnsupportedMediaType(BodyRejected):
-    """The content type of the body is not JSON."""
-
-    status = 415
-    error_type = "unsupported_media_type"
-    message = "Expected request with `Content-Type: application/json`"
-
-
-class InvalidBody(BodyRejected):
-    """The body does not match the schema of the route."""
-
-    status = 422
-    error_type = "invalid_body"
-    openai_code = None
-    prefix = "Failed to deserialize the JSON body into the target type: "
 
 
 class Unauthorized(ClientError):
@@ -200,10 +157,36 @@ class InvalidRequest(ClientError):
 
     status = 422
     error_type = "validation"
-    openai_code = None
+    openai_code: ClassVar[str | None] = None
     prefix = "Input validation error: "
     responses_code = "invalid_prompt"
     operations = Operation.GENERATE | Operation.TOKENIZE
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt is too long.
+
+    OpenAI's clients find this error by its code or its words, Anthropic's by its words; then they shorten the prompt.
+    """
+
+    openai_code = "context_length_exceeded"
+    message = "`inputs` must have less than 1024 tokens. Given: 2000"
+    operations = Operation.GENERATE
+
+    def __init__(
+        self, message: str | None = None, *, tokens: str = "2000", limit: int = 1024, context: int = 2048
+    ) -> None:
+        """`tokens`: the length of the prompt; `limit`: its longest length in this request; `context`: with new tokens."""
+        super().__init__(message)
+        self._tokens, self._limit, self._context = tokens, limit, context
+
+    @property
+    def openai_text(self) -> str:
+        return f"{self}. This model's maximum context length is {self._context} tokens"
+
+    @property
+    def anthropic_text(self) -> str:
+        return f"prompt is too long: {self._tokens} tokens > {self._limit} maximum. {self}"
 
 
 class NotUtf8(InvalidRequest):

@@ -91,9 +91,9 @@ def test_streamed_tools(client: Anthropic) -> None:
 
 
 def test_errors(client: Anthropic, server: Server) -> None:
-    with pytest.raises(anthropic.UnprocessableEntityError) as refused:
+    with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(**GREEDY | {"messages": []})
-    assert (refused.value.type, refused.value.status_code) == ("invalid_request_error", 422)
+    assert (refused.value.type, refused.value.status_code) == ("invalid_request_error", 400)
     assert "`messages` cannot be empty" in str(refused.value)
     with server.full(), pytest.raises(anthropic.RateLimitError) as full:
         client.messages.create(**GREEDY)

@@ -16,21 +16,19 @@ HI: dict[str, Any] = {"model": "tgi", "messages": [{"role": "user", "content": "
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_invalid_request(openai_client: OpenAI, stream: bool) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as refused:
+    with pytest.raises(openai.BadRequestError) as refused:
         openai_client.chat.completions.create(**HI | {"temperature": -1}, stream=stream)
     error = refused.value
-    assert (error.status_code, error.type) == (422, "invalid_request_error")
+    assert (error.status_code, error.type) == (400, "invalid_request_error")
     assert "`temperature` must be strictly positive" in error.message
     assert error.request_id
 
 
 def test_too_long_a_prompt(openai_client: OpenAI) -> None:
     too_long = r"`inputs` tokens \+ `max_new_tokens` must be <= 1024\. Given: 1000 `inputs` tokens and 100"
-    with pytest.raises(openai.UnprocessableEntityError, match=too_long):
+    with pytest.raises(openai.BadRequestError, match=too_long):
         openai_client.completions.create(model="tgi", prompt=[1] * 1000, max_tokens=100)
-    with pytest.raises(
-        openai.UnprocessableEntityError, match=r"`inputs` must have less than 1023 tokens\. Given: 1024"
-    ):
+    with pytest.raises(openai.BadRequestError, match=r"`inputs` must have less than 1023 tokens\. Given: 1024"):
         openai_client.completions.create(model="tgi", prompt=[1] * 1024)
 
 

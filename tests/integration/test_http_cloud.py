@@ -48,7 +48,7 @@ class TestSageMaker:
             status, reply = await post(stack, "/invocations", {**form, "max_tokens": 3})
             assert (status, reply["object"]) == (200, kind)
         status, reply = await post(stack, "/invocations", {**messages, "max_tokens": 0})
-        assert (status, reply["error"]["type"]) == (422, "invalid_request_error")
+        assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
 
     async def test_inputs_come_first(self, stack: Stack) -> None:
         body = {"prompt": "a", "messages": [], "inputs": "a", "parameters": FEW}

@@ -76,17 +76,17 @@ async def test_every_reference_resolves_and_every_operation_has_an_id(stack: Sta
         ("post", "/vertex", {"instances": [HELLO]}, 200),
         ("post", "/vertex", {"instances": []}, 422),
         ("post", "/v2/models/a/versions/1/infer", INFER, 200),
-        ("post", "/v1/chat/completions", {"messages": []}, 422),
+        ("post", "/v1/chat/completions", {"messages": []}, 400),
         ("post", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}, 200),
         ("post", "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "echo": True, "logprobs": 1}, 200),
         ("post", "/v1/responses", {"input": "Hello"}, 200),
-        ("post", "/v1/responses", {"input": "Hello", "background": True}, 422),
+        ("post", "/v1/responses", {"input": "Hello", "background": True}, 400),
         ("post", "/v1/messages", {**CHAT, "model": "tgi"}, 200),
-        ("post", "/v1/messages", {**CHAT, "model": "tgi", "messages": []}, 422),
+        ("post", "/v1/messages", {**CHAT, "model": "tgi", "messages": []}, 400),
         ("post", "/v1/messages/count_tokens", {**CHAT, "model": "tgi"}, 200),
         ("get", "/v1/responses/resp_1", None, 404),
         ("post", "/invocations", CHAT, 200),
-        ("post", "/v1/completions", {"prompt": 1}, 422),
+        ("post", "/v1/completions", {"prompt": 1}, 400),
     ],
 )
 async def test_responses_match_their_schema(
@@ -178,7 +178,7 @@ async def test_every_body_has_a_size_limit_and_must_be_json(stack: Stack) -> Non
     assert len(taking) > 10
     headers = {"content-type": "application/json"}
     for path in (known.replace("{name}", "a").replace("{version}", "1") for known in taking):
-        for body, status in ((b" " * 2_000_001, 413), (b"{", 400), (b"[]", 422)):
+        for body, status in ((b" " * 2_000_001, 413), (b"{", 400), (b"[]", 400 if path.startswith("/v1/") else 422)):
             async with stack.client.post(path, data=io.BytesIO(body), headers=headers) as response:
                 assert (path, response.status) == (path, status)
         async with stack.client.post(path, data=b"{}", headers={"content-type": "text/plain"}) as response:

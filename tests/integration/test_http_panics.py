@@ -65,7 +65,7 @@ async def test_a_text_that_cannot_be_read_is_refused_and_holds_nothing_up(stack:
         watching = tasks.create_task(longest_gap())
         status, reply = await post(stack, asking.path, asking.body(PANICS_WHEN_READ, 3))
         watching.cancel()
-    assert status == 422
+    assert status == asking.invalid
     assert b"tokenizer error" in reply
     assert b"Regex" not in reply or len(reply) < 500
     assert (await post(stack, asking.path, asking.body(HARMLESS, 3)))[0] == 200
@@ -76,7 +76,7 @@ async def test_a_text_that_cannot_be_read_is_refused_and_holds_nothing_up(stack:
 async def test_it_cannot_be_tokenized_either(stack: Stack, path: str) -> None:
     body = {"inputs": PANICS_WHEN_READ, "messages": [{"role": "user", "content": PANICS_WHEN_READ}]}
     status, reply = await post(stack, path, body)
-    assert status == 422
+    assert status == (400 if path.startswith("/v1/") else 422)
     assert b"tokenizer error" in reply
 
 
@@ -85,7 +85,7 @@ async def test_a_token_that_cannot_be_written_ends_its_stream_alone(stack: Stack
     async with asyncio.TaskGroup() as tasks:
         other = tasks.create_task(stack.generate(HARMLESS, max_new_tokens=200))
         status, reply = await post(stack, asking.path, asking.streamed(PANICS_WHEN_WRITTEN, 40))
-    assert status == 200 or status == 424
+    assert status in (200, 424 if asking.is_tgi else 500)
     assert b"internal error" in reply
     assert len(other.result()["generated_text"]) > 100
     await stack.assert_empty()

@@ -102,7 +102,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": []}, "Input validation error: Empty array detected.", None),
     (CHATS, CHAT | {"tools": TOOLS} | JSON_OBJECT, "Tool error: Grammar and tools are mutually exclusive", "tool_error"),
     (CHATS, CHAT | {"tools": TOOLS, "tool_choice": "g"}, "Tool error: Tool with name g not found", "tool_error"),
-    (CHATS, LONG_CHAT, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20.", None),
+    (CHATS, LONG_CHAT, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20.", "context_length_exceeded"),
     (CHATS, IMAGE, "Input validation error: image modality is not supported", None),
     (CHATS, {"messages": []}, "Input validation error: `messages` cannot be empty", None),
 ]  # fmt: skip
@@ -115,7 +115,7 @@ async def test_openais_routes_report_tgis_causes_in_openais_format(
     for stream in (False, True):
         async with stack.client.post(path, json=body | {"stream": stream}) as response:
             reply = await response.json()
-            assert response.status == 422, reply
+            assert response.status == 400, reply
         assert reply["error"]["message"].startswith(message)
         assert reply["error"]["type"] == "invalid_request_error"
         assert code in (None, reply["error"]["code"])

@@ -24,6 +24,15 @@ class Asking:
     error_word: Callable[[Json], str]
     """Return the error type in the JSON of an error."""
 
+    @property
+    def is_tgi(self) -> bool:
+        return self.error_word is _tgi_word
+
+    @property
+    def invalid(self) -> int:
+        """The status of an invalid request."""
+        return 422 if self.is_tgi else 400
+
     def streamed(self, text: str, tokens: int) -> Json:
         return {**self.body(text, tokens), "stream": True}
 

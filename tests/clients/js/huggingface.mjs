@@ -42,7 +42,7 @@ await run({
 
   async errors() {
     const saying = (text) => (error) => {
-      assert.equal(error.httpResponse.status, 422);
+      assert.equal(error.httpResponse.status, 400);
       assert.ok(error.httpResponse.body.error.message.includes(text));
       return true;
     };

@@ -7,13 +7,13 @@ from typing import TypeVar
 from aiohttp import web
 
 from text_generation_router.api.http.bodies import Body, parse_json, validate
+from text_generation_router.api.http.body_errors import InvalidBody
 from text_generation_router.api.http.dialects import DIALECT, Dialect
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import CompatGenerateBody
-from text_generation_router.errors import InvalidBody
 
 BodyT = TypeVar("BodyT", bound=Body)
 

@@ -28,7 +28,7 @@ from text_generation_proto.values import (
     Sampling,
 )
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import ContextLengthExceeded, InvalidRequest
 from text_generation_router.request import Request, TokenId
 
 MAX_STOP_TOKENS = 64
@@ -156,14 +156,19 @@ def check_token_ids(name: str, ids: Sequence[TokenId], limits: Limits) -> None:
 
 
 def new_tokens(input_tokens: int, options: GenerationOptions, limits: Limits) -> int:
-    """Check rules 15 and 16 and return the number of tokens to generate. Raises InvalidRequest.
+    """Check rules 15 and 16 and return the number of tokens to generate. Raises ContextLengthExceeded, InvalidRequest.
 
     TGI generates in legs of 1024 tokens and judges only the first: it accepts `max_new_tokens` of 100000 where 1024 fit,
     and the text may be as long as fits. So here, but in one generation.
     """
     check_total(input_tokens, options, limits, given=str(input_tokens))
     if input_tokens > limits.max_input_tokens:
-        raise InvalidRequest(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_tokens}")
+        raise ContextLengthExceeded(
+            f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_tokens}",
+            tokens=str(input_tokens),
+            limit=limits.max_input_tokens,
+            context=limits.max_total_tokens,
+        )
     granted = min(_wanted(input_tokens, options, limits), limits.max_total_tokens - input_tokens)
     if options.min_new_tokens > granted:
         raise InvalidRequest(f"`min_tokens` must be <= `max_tokens`. Given: {options.min_new_tokens} and {granted}")
@@ -171,12 +176,15 @@ def new_tokens(input_tokens: int, options: GenerationOptions, limits: Limits) ->
 
 
 def check_total(input_tokens: int, options: GenerationOptions, limits: Limits, *, given: str) -> None:
-    """Check rule 15; `given` is the prompt's length as the message has it. Raises InvalidRequest."""
+    """Check rule 15; `given` is the prompt's length as the message has it. Raises ContextLengthExceeded."""
     wanted = min(_wanted(input_tokens, options, limits), MAX_JUDGED_TOKENS)
     if input_tokens + wanted > limits.max_total_tokens:
-        raise InvalidRequest(
+        raise ContextLengthExceeded(
             f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
-            f"Given: {given} `inputs` tokens and {wanted} `max_new_tokens`"
+            f"Given: {given} `inputs` tokens and {wanted} `max_new_tokens`",
+            tokens=given,
+            limit=max(limits.max_total_tokens - wanted, 0),
+            context=limits.max_total_tokens,
         )
 
 

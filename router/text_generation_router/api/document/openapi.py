@@ -15,7 +15,7 @@ from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.parameters import CALLER_HEADERS
 from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import JSON
-from text_generation_router.api.http.dialects import ERROR_ANSWERS, Dialect, error_answer
+from text_generation_router.api.http.dialects import ERROR_ANSWERS, Dialect, error_answer, status_of
 from text_generation_router.api.http.routes import Route
 from text_generation_router.error_attributes import Operation, TgiBody
 from text_generation_router.errors import MAX_RETRY_AFTER_S, ServingError, Unauthorized
@@ -180,8 +180,9 @@ def _good(route: Route, schemas: _Schemas) -> Json:
 
 def _add_error(responses: dict[int, Json], dialect: Dialect, error: type[ServingError], schema: Json) -> None:
     text = (error.__doc__ or "").partition("\n")[0]
-    known = responses.get(error.status)
-    response = responses[error.status] = known or _response(text)
+    status = status_of(dialect, error)
+    known = responses.get(status)
+    response = responses[status] = known or _response(text)
     if known is not None and text not in known["description"]:
         known["description"] += " " + text
     example = error()

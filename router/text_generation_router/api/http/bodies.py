@@ -27,11 +27,11 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType, TypedDict
 
+from text_generation_router.api.http.body_errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
 from text_generation_router.api.http.body_reader import BODIES, MAX_INLINE
 from text_generation_router.api.http.content_encoding import encoding_of
 from text_generation_router.api.http.structure import check_structure
 from text_generation_router.aside import aside
-from text_generation_router.errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
 
 JSON = "application/json"
 

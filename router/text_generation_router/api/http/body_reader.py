@@ -13,9 +13,9 @@ from contextlib import ExitStack
 
 from aiohttp import web
 
+from text_generation_router.api.http.body_errors import BodyTimeout, BodyTooLarge
 from text_generation_router.api.http.content_encoding import IDENTITY, decoded
 from text_generation_router.api.http.tenant import tenant_of
-from text_generation_router.errors import BodyTimeout, BodyTooLarge
 from text_generation_router.preparation import Preparation, WorkerQueue
 
 MIN_RATE = 10_000

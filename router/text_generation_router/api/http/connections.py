@@ -27,7 +27,7 @@ from typing import Protocol, cast
 
 from aiohttp import web
 
-from text_generation_router.errors import BodyTimeout
+from text_generation_router.api.http.body_errors import BodyTimeout
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 
 READ_RATE = 1000

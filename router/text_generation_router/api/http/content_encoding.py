@@ -9,8 +9,13 @@ import zlib
 
 from aiohttp import hdrs, web
 
+from text_generation_router.api.http.body_errors import (
+    BodyTooLarge,
+    InvalidJson,
+    UnsupportedMediaType,
+    UnsupportedTransferCoding,
+)
 from text_generation_router.aside import aside
-from text_generation_router.errors import BodyTooLarge, InvalidJson, UnsupportedMediaType, UnsupportedTransferCoding
 
 IDENTITY = "identity"
 """Not encoded."""

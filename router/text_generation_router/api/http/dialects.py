@@ -1,6 +1,6 @@
 """The dialects, and how each of them writes an error.
 
-The status depends only on the error, never on the route (`errors.py` has both). The bodies differ:
+The status depends only on the error and on the dialect (`errors.py` has both). The bodies differ:
 
     TGI        {"error": text, "error_type": type}                   plain text or nothing where TGI's framework answers
     OpenAI     {"error": {"message", "type", "param", "code"}}       in a stream, [DONE] follows
@@ -101,6 +101,11 @@ def dialect_of_path(path: str) -> Dialect:
     return Dialect.OPENAI if path.startswith("/v1/") else Dialect.TGI
 
 
+def status_of(dialect: Dialect, error: ServingError | type[ServingError]) -> int:
+    """The status of an error in a dialect."""
+    return error.status if dialect is Dialect.TGI else error.open_status
+
+
 def error_answer(dialect: Dialect, error: ServingError) -> ErrorAnswer | OpenAIErrorAnswer | AnthropicErrorAnswer:
     """The error object of a dialect."""
     match dialect:
@@ -109,15 +114,15 @@ def error_answer(dialect: Dialect, error: ServingError) -> ErrorAnswer | OpenAIE
         case Dialect.OPENAI:
             return {
                 "error": {
-                    "message": str(error),
+                    "message": error.openai_text,
                     "type": error.openai_type,
                     "param": None,
                     "code": error.openai_code,
-                    "http_status_code": error.status,
+                    "http_status_code": status_of(dialect, error),
                 }
             }
         case Dialect.ANTHROPIC:
-            inner: AnthropicError = {"type": error.anthropic_type, "message": str(error)}
+            inner: AnthropicError = {"type": error.anthropic_type, "message": error.anthropic_text}
             if error.anthropic_details is not None:
                 inner["details"] = dict(error.anthropic_details)
             return {"type": "error", "error": inner}
@@ -128,7 +133,7 @@ def error_response(dialect: Dialect, error: ServingError) -> web.Response:
     headers = dict(error.headers)
     if error.retry_after is not None:
         headers[hdrs.RETRY_AFTER] = str(error.retry_after)
-    response = web.Response(status=error.status, headers=headers)
+    response = web.Response(status=status_of(dialect, error), headers=headers)
     if dialect is not Dialect.TGI or error.tgi_body is TgiBody.JSON:
         response.body = orjson.dumps(error_answer(dialect, error))
         response.content_type = JSON

@@ -9,9 +9,10 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from text_generation_router.api.http.bodies import JSON, expect_continue
+from text_generation_router.api.http.body_errors import BodyRejected
 from text_generation_router.api.http.dialects import ROUTE_DIALECTS, Dialect, dialect_of_path
 from text_generation_router.error_attributes import Operation
-from text_generation_router.errors import BodyRejected, ServingError, error_classes
+from text_generation_router.errors import ServingError, error_classes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

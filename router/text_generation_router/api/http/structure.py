@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from text_generation_router.errors import InvalidJson
+from text_generation_router.api.http.body_errors import InvalidJson
 
 MAX_CONTAINERS = 1 << 15
 """Objects and arrays of one body: a chat of 10,000 messages with a content part each."""

@@ -18,13 +18,13 @@ from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.bodies import Body, validate
+from text_generation_router.api.http.body_errors import InvalidBody
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ServiceRoutes
-from text_generation_router.errors import InvalidBody
 
 LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
 LARGE = 1_800_000

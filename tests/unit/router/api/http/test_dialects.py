@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from text_generation_router.api.http.body_errors import BodyRejected, BodyTooLarge, InvalidBody
 from text_generation_router.api.http.dialects import (
     Dialect,
     anthropic_error_event,
@@ -15,12 +16,10 @@ from text_generation_router.api.http.dialects import (
     tgi_error_event,
 )
 from text_generation_router.errors import (
-    BodyRejected,
-    BodyTooLarge,
+    ContextLengthExceeded,
     DeadlineExceeded,
     Draining,
     GenerationFailed,
-    InvalidBody,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
@@ -33,6 +32,9 @@ from text_generation_router.errors import (
     UnknownRoute,
     error_classes,
 )
+
+OPEN = {422: 400, 424: 500}
+"""Statuses of OpenAI's and Anthropic's routes where TGI's differ."""
 
 
 def body(dialect: Dialect, error: ServingError) -> Any:  # noqa: ANN401
@@ -62,7 +64,7 @@ def body(dialect: Dialect, error: ServingError) -> Any:  # noqa: ANN401
 )
 def test_status_and_retry_after(dialect: Dialect, error: ServingError, status: int, seconds: str | None) -> None:
     response = error_response(dialect, error)
-    assert response.status == status
+    assert response.status == (status if dialect is Dialect.TGI else OPEN.get(status, status))
     assert response.headers.get("retry-after") == seconds
     assert response.headers.get("x-should-retry") == ("false" if status == 408 else None)
 
@@ -86,8 +88,25 @@ def test_openai_and_anthropic_have_their_own_types(
     error: ServingError, openai: tuple[str, str | None], anthropic: str
 ) -> None:
     answer = body(Dialect.OPENAI, error)["error"]
-    assert (answer["type"], answer["code"], answer["http_status_code"]) == (*openai, error.status)
+    assert (answer["type"], answer["code"], answer["http_status_code"]) == (
+        *openai,
+        OPEN.get(error.status, error.status),
+    )
     assert body(Dialect.ANTHROPIC, error)["error"] == {"type": anthropic, "message": str(error)}
+
+
+def test_a_prompt_that_is_too_long_is_known_by_code_and_words() -> None:
+    text = "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20. Given: 30 `inputs` tokens"
+    error = ContextLengthExceeded(text.partition(": ")[2], tokens="30", limit=15, context=20)
+    assert body(Dialect.TGI, error) == {"error": text, "error_type": "validation"}
+    answer = body(Dialect.OPENAI, error)["error"]
+    assert answer["message"] == f"{text}. This model's maximum context length is 20 tokens"
+    assert (answer["type"], answer["code"]) == ("invalid_request_error", "context_length_exceeded")
+    answer = body(Dialect.ANTHROPIC, error)["error"]
+    assert answer == {
+        "type": "invalid_request_error",
+        "message": f"prompt is too long: 30 tokens > 15 maximum. {text}",
+    }
 
 
 def test_anthropics_clients_learn_that_threads_are_not_stored() -> None:

@@ -13,12 +13,13 @@ from text_generation_router.api.cloud.kserve import InferBody
 from text_generation_router.api.cloud.vertex import TextInstance, VertexBody
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.bodies import validate
+from text_generation_router.api.http.body_errors import InvalidBody
 from text_generation_router.api.http.caller import Caller, QosFields, TieredFields, quality_of_service
 from text_generation_router.api.http.keys import KeyHolder
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
-from text_generation_router.errors import InvalidBody, InvalidRequest
+from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
 from text_generation_router.scheduling.queue import due_time
 

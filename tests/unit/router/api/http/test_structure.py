@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from text_generation_router.api.http.body_errors import InvalidJson
 from text_generation_router.api.http.structure import MAX_CONTAINERS, MAX_DEPTH, check_structure
-from text_generation_router.errors import InvalidJson
 
 TRICKY = st.text(alphabet='[]{}"\\,:n/u0 é', max_size=12)
 
