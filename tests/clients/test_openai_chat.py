@@ -95,6 +95,7 @@ def test_stream_helper(openai_client: OpenAI) -> None:
         final = stream.get_final_completion()
     assert "".join(deltas) == ANSWER
     assert (final.choices[0].message.content, final.choices[0].finish_reason) == (ANSWER, "stop")
+    assert final.choices[0].message.role == "assistant"
 
 
 def test_continued_answer(openai_client: OpenAI) -> None:

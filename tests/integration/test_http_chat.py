@@ -128,17 +128,28 @@ async def test_an_answer_is_parsed_and_streamed_as_it_is_returned_whole(
     assert joined(await chunks(stack.client, CHAT, body)) == answer
 
 
-async def test_the_first_chunk_has_the_role_and_a_call_begins_with_its_name(stack: Stack) -> None:
+async def test_every_delta_has_the_role_and_a_call_begins_with_its_name(stack: Stack) -> None:
     body = await asking(stack, f"{CALL}STOP", tools=TOOLS, stop="STOP")
     stream = await chunks(stack.client, CHAT, body)
     deltas = [chunk["choices"][0]["delta"] for chunk in stream]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert all("role" not in delta for delta in deltas[1:])
+    assert {delta["role"] for delta in deltas} == {"assistant"}
     first_call = next(delta for delta in deltas if "tool_calls" in delta)["tool_calls"][0]
     assert first_call.pop("id").startswith("call_")
     assert first_call == {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}}
     assert stream[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert len({chunk["id"] for chunk in stream}) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": True}])
+async def test_the_stream_helper_of_openais_client_gets_the_role_once(stack: Stack, options: Json) -> None:
+    """It joins the roles of all deltas to one text. Others, such as TGI's clients, need one in each delta."""
+    body = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3, "stream": True, **options}
+    for helper in ("chat.completions.stream", None):
+        headers = {} if helper is None else {"x-stainless-helper-method": helper}
+        async with stack.client.post(CHAT, json=body, headers=headers) as response:
+            text = await response.text()
+        assert text.count('"role":"assistant"') == (text.count('"delta":') if helper is None else 1)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, "clock"])

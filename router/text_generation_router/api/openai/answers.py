@@ -142,7 +142,7 @@ class Delta(ResponseBody):
     """More of a message."""
 
     role: NotRequired[Literal["assistant"]]
-    """In the first chunk."""
+    """In every chunk; for the stream helper of OpenAI's Python client, which joins the roles, only in the first."""
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[CallDelta]]

@@ -31,6 +31,9 @@ from text_generation_router.api.openai.parameters import asked_grammar, chat_opt
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, StreamOptions
 from text_generation_router.request import QualityOfService
 
+STREAM_HELPER = "x-stainless-helper-method"
+"""Header of the helpers of OpenAI's Python client. Its stream helper joins the roles of all deltas to one text."""
+
 
 class ChatRoutes:
     """Handlers of chats in OpenAI's dialect."""
@@ -89,6 +92,7 @@ class ChatRoutes:
         stream = serving.stream(request, serving.cost_headers(len(chat.prompt)), openai_error_event)
         options = body.stream_options or StreamOptions()
         shown = Shown(
+            role_once=STREAM_HELPER in request.headers,
             logprobs=bool(body.logprobs),
             usage=bool(options.include_usage),
             running_usage=bool(options.continuous_usage_stats),

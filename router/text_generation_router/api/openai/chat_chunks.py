@@ -1,6 +1,6 @@
 """Writers of a streamed chat: ChatChunk events, exact to the byte.
 
-The first chunk of a choice has the role, its last one the finish reason. After every choice has ended follow the usage, if
+Every delta has the role: some of TGI's clients need it. The last chunk of a choice has the finish reason. After every choice has ended follow the usage, if
 requested, and [DONE].
 """
 
@@ -35,6 +35,8 @@ from text_generation_router.text.tokenizer import Tokenizer
 class Shown:
     """The optional parts of a stream."""
 
+    role_once: bool = False
+    """Only the first delta of a choice has the role."""
     logprobs: bool = False
     usage: bool = False
     """A last chunk with the token counts."""
@@ -102,6 +104,9 @@ class ChatChoiceStream:
         self._send = chat.stream.send
         self._record = record
         self._head = chat.head(index)
+        self._role: Delta = {} if chat.shown.role_once else {"role": "assistant"}
+        self._text_head = self._head + orjson.dumps(self._role | {"content": ""}).removesuffix(b'""}')
+        """A chunk of text, up to the text."""
         self._plain = not (chat.shown.logprobs or chat.shown.running_usage)
         self._count = 0
         self._ids: list[str] = []
@@ -122,8 +127,8 @@ class ChatChoiceStream:
             if not output.delta:
                 return
             self._send(
-                b'%b%b{"content":%b},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
-                % (self._first, self._head, orjson.dumps(output.delta))
+                b'%b%b%b},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+                % (self._first, self._text_head, orjson.dumps(output.delta))
             )
             self._first = b""
             return
@@ -187,7 +192,7 @@ class ChatChoiceStream:
         unscored, self._unscored = self._unscored, []
         return b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
             self._head,
-            orjson.dumps(delta),
+            orjson.dumps({**self._role, **delta}),
             orjson.dumps(content_logprobs(unscored, self._chat.tokenizer) if unscored else None),
             orjson.dumps(finish),
             self._usage(self._count),

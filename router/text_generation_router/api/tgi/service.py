@@ -30,6 +30,8 @@ from text_generation_router.metrics import CONTENT_TYPE, Metrics
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
+TGI_VERSION = "3.3.7"
+"""The last release of TGI, whose clients are served."""
 MAX_IDS = 1 << 18
 """Tokens that /detokenize takes."""
 
@@ -125,6 +127,9 @@ class InfoAnswer(ResponseBody):
     max_client_batch_size: int
     router: str
     version: str
+    """A version of TGI, for clients that decide by it."""
+    server_version: str
+    """The version of this server. Not part of TGI."""
     sha: str | None
     """Always null; present because TGI has it."""
     docker_label: str | None
@@ -232,7 +237,8 @@ class ServiceRoutes:
             "validation_workers": config.validation_workers,
             "max_client_batch_size": config.max_client_batch_size,
             "router": "text-generation-router",
-            "version": self._settings.version,
+            "version": TGI_VERSION,
+            "server_version": self._settings.version,
             "sha": None,
             "docker_label": config.docker_label or None,
             # TGI had the next two up to version 2, and never the others.
