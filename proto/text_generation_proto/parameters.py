@@ -21,6 +21,7 @@ class Api(StrEnum):
     TGI = "tgi"
     CHAT = "chat"
     COMPLETIONS = "completions"
+    RESPONSES = "responses"
     MESSAGES = "anthropic"
 
 
@@ -92,10 +93,10 @@ def parameter(
 ) -> T:
     """Define a dataclass field that is a request parameter.
 
-    `names` has the keys tgi, chat, completions and anthropic; `openai` stands for chat and completions.
+    `names` has the keys tgi, chat, completions, responses and anthropic; `openai` stands for the middle three.
     """
     if (openai := names.pop("openai", None)) is not None:
-        names |= {"chat": openai, "completions": openai}
+        names = {"chat": openai, "completions": openai, "responses": openai} | names
     by_api = {Api(api): name for api, name in names.items()}
     metadata = {"range": values, "names": by_api, "samples": samples, "off": off}
     defined: T = field(default=neutral, metadata=metadata)

@@ -116,13 +116,13 @@ class Stopping:
 class LogprobOptions:
     """Log-probabilities to report."""
 
-    top_n: int = parameter(0, tgi="top_n_tokens", chat="top_logprobs", completions="logprobs")
+    top_n: int = parameter(0, tgi="top_n_tokens", openai="top_logprobs", completions="logprobs")
     """The most probable tokens of each position to report."""
     prompt: bool = parameter(False, tgi="decoder_input_details", completions="`echo` with `logprobs`")  # noqa: FBT003
     """Report the log-probabilities of the prompt's tokens."""
     prompt_top_n: int = parameter(0, completions="`echo` with `logprobs` above 0")
     """With `prompt`: the most probable tokens of each prompt position to report."""
-    tokens: bool = parameter(False, openai="logprobs")  # noqa: FBT003
+    tokens: bool = parameter(False, openai="logprobs", responses="`include` of message.output_text.logprobs")  # noqa: FBT003
     """Report the log-probabilities of the chosen tokens. Some engines do more work for them."""
 
     def without_prompt(self) -> LogprobOptions:

@@ -92,8 +92,9 @@ class RouterSettings(HangSettings, ShardAccess):
     """Largest value of `best_of`."""
     max_stop_sequences: NonNegativeInt = 4
     """Most stop sequences of a request."""
-    max_top_n_tokens: NonNegativeInt = 5
-    """Largest value of `top_n_tokens`."""
+    max_top_n_tokens: NonNegativeInt | None = None
+    """Largest value of `top_n_tokens`, and of OpenAI's `top_logprobs` and `logprobs`. Default: 5 in TGI's dialect, 20 in
+    OpenAI's."""
     max_input_tokens: PositiveInt | None = None
     """Longest prompt, in tokens; default: max_total_tokens - 1."""
     max_total_tokens: PositiveInt | None = None
@@ -128,7 +129,7 @@ class RouterSettings(HangSettings, ShardAccess):
     """Longest time from the arrival of a request to its end, in seconds; 0: no limit."""
     max_request_moves: NonNegativeInt = 3
     """Most consecutive replica losses, without a new token in between, that a running request survives."""
-    max_client_batch_size: PositiveInt = 4
+    max_client_batch_size: PositiveInt = 128
     """Most prompts in one OpenAI completion request."""
     validation_workers: PositiveInt = 2
     """Threads that tokenize, and processes for long texts; at least two of each."""

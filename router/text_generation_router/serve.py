@@ -50,6 +50,8 @@ from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 log = structlog.get_logger()
 
 VERSION = version("text-generation-trtllm")
+TGI_TOP_N_TOKENS, OPENAI_TOP_LOGPROBS = 5, 20
+"""The default of `--max-top-n-tokens` in each dialect: its own."""
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
 
@@ -245,13 +247,17 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
     if config.token_logprobs == "never":
         names = [parameter.field for parameter in LOGPROB_PARAMETERS]
         unsupported |= dict.fromkeys(names, "the server runs with --token-logprobs never")
-    most_tops = config.max_top_n_tokens
-    if "top_n" not in unsupported:  # else the engine's reason is more useful than a limit of 0
-        most_tops = min(most_tops, model.info.max_top_n_tokens)
+
+    def most_tops(default: int) -> int:
+        asked = default if config.max_top_n_tokens is None else config.max_top_n_tokens
+        # If the engine has none, its reason is more useful than a limit of 0.
+        return asked if "top_n" in unsupported else min(asked, model.info.max_top_n_tokens)
+
     return Limits(
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
-        max_top_n_tokens=most_tops,
+        max_top_n_tokens=most_tops(TGI_TOP_N_TOKENS),
+        max_top_logprobs=most_tops(OPENAI_TOP_LOGPROBS),
         max_input_tokens=longest,
         max_total_tokens=total,
         vocab_size=model.info.vocab_size,

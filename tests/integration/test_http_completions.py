@@ -158,7 +158,9 @@ async def test_a_text_follows_its_regular_expression(stack: Stack) -> None:
     [
         ({"prompt": [1 << 30]}, "`prompt` has a token id that is not one of"),
         ({"prompt": "a", "best_of": 3}, "`best_of` must be 1 or equal to `n`"),
-        ({"prompt": "a", "logprobs": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+        ({"prompt": "a", "logprobs": 21}, "`logprobs` must be >= 0 and <= 20. Given: 21"),
+        ({"prompt": "a", "max_tokens": 0}, "`max_tokens` must be strictly positive"),
+        ({"prompt": ""}, "`prompt` cannot be empty"),
         *(({"prompt": "a", "n": n}, "") for n in (0, 129, 10**9, 2**63)),
     ],
 )

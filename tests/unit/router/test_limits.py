@@ -27,6 +27,12 @@ def test_limits_say_what_the_engine_cannot_honour() -> None:
     assert (limits.max_total_tokens, limits.max_top_n_tokens, limits.vocab_size) == (160, 3, 100)
 
 
+def test_the_dialects_have_limits_of_their_own_unless_the_operator_sets_one() -> None:
+    for asked, expected in ((None, (5, 20)), (7, (7, 7)), (0, (0, 0)), (30, (25, 25))):
+        limits = resolve_limits(RouterConfig(max_top_n_tokens=asked), a_shard(tops=25))
+        assert (limits.max_top_n_tokens, limits.max_top_logprobs) == expected
+
+
 def test_where_there_are_no_top_tokens_the_reason_is_told_and_not_a_limit_of_none() -> None:
     assert resolve_limits(RouterConfig(max_top_n_tokens=5), a_shard("top_n", tops=0)).max_top_n_tokens == 5
 

@@ -32,6 +32,7 @@ def to_options(body: MessagesBody) -> GenerationOptions:
         api=Api.MESSAGES,
         sampling=open_sampling(body, Api.MESSAGES),
         max_new_tokens=body.max_tokens,
+        length_field="max_tokens",
         stop_sequences=tuple(text for text in body.stop_sequences or () if text),
     )
 

@@ -184,7 +184,7 @@ class RequestPreparer:
         if options.truncate is not None:
             ids = ids[-options.truncate :]
         if not ids:  # the tokenizer dropped the whole text and added nothing
-            raise InvalidRequest("`inputs` cannot be empty")
+            options.check_prompt(ids)
         return ids
 
     async def _refuse_far_too_long(self, inputs: str, options: GenerationOptions, tenant: TenantId) -> None:

@@ -37,7 +37,17 @@ MIN_REPETITION_PENALTY = 1e-6
 MAX_JUDGED_TOKENS = 1024
 """New tokens that rule 15 judges; see `new_tokens`."""
 
+_INPUTS = {
+    Api.TGI: "inputs",
+    Api.CHAT: "messages",
+    Api.COMPLETIONS: "prompt",
+    Api.RESPONSES: "input",
+    Api.MESSAGES: "messages",
+}
+"""The field of the prompt in each API."""
+
 _TGI_SAMPLING = [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI in parameter.names]
+_TOP_N = next(parameter for parameter in LOGPROB_PARAMETERS if parameter.field == "top_n")
 _OTHER_SAMPLING = [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI not in parameter.names]
 
 
@@ -63,6 +73,8 @@ class GenerationOptions:
     """The seed is None if the client gave none."""
     max_new_tokens: int | None = None
     """None: as many as fit after the prompt."""
+    length_field: str = "max_new_tokens"
+    """The client's name of `max_new_tokens`."""
     min_new_tokens: int = 0
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
@@ -80,6 +92,11 @@ class GenerationOptions:
     """False for chats: the template writes special tokens itself."""
     visible_special: frozenset[TokenId] = frozenset()
     """Special tokens that are part of the text."""
+
+    def check_prompt(self, prompt: str | Sequence[TokenId]) -> None:
+        """Raise InvalidRequest if the prompt is empty."""
+        if not prompt:
+            raise InvalidRequest(f"`{_INPUTS[self.api]}` cannot be empty")
 
 
 def given_sampling(body: object, api: Api) -> dict[str, Any]:
@@ -112,16 +129,17 @@ def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, l
     sampling, top_n = options.sampling, options.logprobs.top_n
     _check_ranges(options, _TGI_SAMPLING)
     if options.max_new_tokens == 0:
-        raise InvalidRequest("`max_new_tokens` must be strictly positive")
+        raise InvalidRequest(f"`{options.length_field}` must be strictly positive")
     if len(options.stop_sequences) > limits.max_stop_sequences:
         given = len(options.stop_sequences)
-        raise InvalidRequest(f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {given}")
+        field = "stop_sequences" if options.api is Api.MESSAGES else "stop"
+        raise InvalidRequest(f"`{field}` supports up to {limits.max_stop_sequences} stop sequences. Given: {given}")
     if options.best_of > 1 and sampling.seed is not None:
         raise InvalidRequest("`seed` must not be set when `best_of` > 1")
-    if top_n > limits.max_top_n_tokens:
-        raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}")
-    if not inputs:
-        raise InvalidRequest("`inputs` cannot be empty")
+    most_tops = limits.max_top_n_tokens if options.api is Api.TGI else limits.max_top_logprobs
+    if top_n > most_tops:
+        raise InvalidRequest(f"{_TOP_N.label(options.api)} must be >= 0 and <= {most_tops}. Given: {top_n}")
+    options.check_prompt(inputs)
     if options.truncate is not None and not 0 < options.truncate <= limits.max_input_tokens:
         raise InvalidRequest(
             f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. Given: {options.truncate}"
@@ -171,7 +189,9 @@ def new_tokens(input_tokens: int, options: GenerationOptions, limits: Limits) ->
         )
     granted = min(_wanted(input_tokens, options, limits), limits.max_total_tokens - input_tokens)
     if options.min_new_tokens > granted:
-        raise InvalidRequest(f"`min_tokens` must be <= `max_tokens`. Given: {options.min_new_tokens} and {granted}")
+        raise InvalidRequest(
+            f"`min_tokens` must be <= `{options.length_field}`. Given: {options.min_new_tokens} and {granted}"
+        )
     return granted
 
 

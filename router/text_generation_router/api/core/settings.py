@@ -25,6 +25,8 @@ class Limits:
     max_top_n_tokens: int
     max_input_tokens: int
     max_total_tokens: int
+    max_top_logprobs: int = 20
+    """The limit of `top_n_tokens` for OpenAI's names of it."""
     vocab_size: int = 1 << 20
     """Token ids that clients name are below this."""
     unsupported: Mapping[str, str] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
     with_config,
 )
+from pydantic_core import ErrorDetails
 from typing_extensions import TypeAliasType, TypedDict
 
 from text_generation_router.api.http.body_errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
@@ -181,11 +182,35 @@ def _loads(raw: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def validate(value: object, schema: type[BodyT]) -> BodyT:
-    """Return a JSON value as a validated body. Raises InvalidBody."""
+    """Return a JSON value as a validated body. Raises InvalidBody.
+
+    2.0 is an integer, as in JSON Schema. Such numbers are rare: they are looked for in a body that is refused otherwise.
+    """
     try:
         return schema.model_validate(value)
     except ValidationError as error:
+        if not any(_is_whole(detail) for detail in error.errors(include_url=False, include_context=False)):
+            raise InvalidBody(_first_reason(error)) from None
+    try:
+        return schema.model_validate(_with_integers(value))
+    except ValidationError as error:
         raise InvalidBody(_first_reason(error)) from None
+
+
+def _is_whole(detail: ErrorDetails) -> bool:
+    """Return True if a value was refused that is an integer written as 2.0."""
+    return detail["type"] == "int_type" and isinstance(detail["input"], float) and detail["input"].is_integer()
+
+
+def _with_integers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a JSON value with each number such as 2.0 as an integer. `check_structure` limits its depth."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_integers(item) for key, item in value.items()}
+    return value
 
 
 def json_response(value: object) -> web.Response:

@@ -203,15 +203,18 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
     }
 
 
-def content_logprobs(outputs: Iterable[TokenOutput], tokenizer: Tokenizer) -> ChatLogprobs:
-    """The `logprobs` of a choice. The token that ended the text is not part of its content."""
+def content_logprobs(outputs: Iterable[TokenOutput], tokenizer: Tokenizer, tops: int) -> ChatLogprobs:
+    """The `logprobs` of a choice, with at most `tops` alternatives; the engine gives more if some are equally probable.
+
+    The token that ended the text is not part of its content.
+    """
     content: list[ContentLogprob] = []
     for output in outputs:
         if not output.special:
             # Null is correct here: a generated token was possible, but the engine does not know how probable.
             chosen = _token(output.token_id, orjson.Fragment(output.logprob), tokenizer)
-            tops = [_token(token_id, alternative(logprob), tokenizer) for token_id, logprob in output.top]
-            content.append({**chosen, "top_logprobs": tops})
+            alternatives = [_token(other, alternative(logprob), tokenizer) for other, logprob in output.top[:tops]]
+            content.append({**chosen, "top_logprobs": alternatives})
     return {"content": content, "refusal": None}
 
 

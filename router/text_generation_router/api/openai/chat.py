@@ -21,6 +21,7 @@ from text_generation_router.api.openai.answers import (
     CHAT_FINISH,
     AssistantMessage,
     ChatChoice,
+    ChatLogprobs,
     content_logprobs,
     usage,
     whole_answer,
@@ -122,9 +123,13 @@ class ChatRoutes:
                 {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in answer.calls
             ]
+        logprobs: ChatLogprobs | None = None
+        if body.logprobs:
+            tops = collector.request.logprobs.top_n
+            logprobs = content_logprobs(collector.take_outputs(), self._serving.tokenizer, tops)
         return {
             "index": index,
             "message": message,
-            "logprobs": content_logprobs(collector.take_outputs(), self._serving.tokenizer) if body.logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": CHAT_FINISH[answer.finish],
         }

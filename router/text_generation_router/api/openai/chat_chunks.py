@@ -19,6 +19,7 @@ from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.answers import (
     CHAT_FINISH,
     ChatFinish,
+    ChatLogprobs,
     Delta,
     FunctionDelta,
     content_logprobs,
@@ -58,7 +59,7 @@ class ChatStream:
     ) -> None:
         self.stream = stream
         self.shown = shown
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._chat = chat
         self._records = records
         self._head = named.head("chat.completion.chunk")
@@ -75,6 +76,10 @@ class ChatStream:
     def head(self, index: int) -> bytes:
         """The start of a chunk, up to its delta."""
         return b'data: %b,"choices":[{"index":%d,"delta":' % (self._head, index)
+
+    def logprobs(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs:
+        """The log-probabilities of tokens."""
+        return content_logprobs(outputs, self._tokenizer, self._chat.requests[0].logprobs.top_n)
 
     def usage(self, generated: int) -> bytes:
         """The token counts as JSON."""
@@ -193,7 +198,7 @@ class ChatChoiceStream:
         return b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
             self._head,
             orjson.dumps({**self._role, **delta}),
-            orjson.dumps(content_logprobs(unscored, self._chat.tokenizer) if unscored else None),
+            orjson.dumps(self._chat.logprobs(unscored) if unscored else None),
             orjson.dumps(finish),
             self._usage(self._count),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import Grammar, LogprobOptions
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
@@ -13,9 +15,11 @@ from text_generation_router.request import TokenId
 
 def chat_options(body: ChatBody) -> GenerationOptions:
     """Return the options of a chat; as in TGI, `top_logprobs` counts without `logprobs` too. Raises InvalidRequest."""
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    is_new = body.max_completion_tokens is not None
+    max_tokens = body.max_completion_tokens if is_new else body.max_tokens
     top_n = body.top_logprobs or 0
-    return _options(body, Api.CHAT, max_tokens, LogprobOptions(top_n, tokens=bool(body.logprobs) or top_n > 0))
+    options = _options(body, Api.CHAT, max_tokens, LogprobOptions(top_n, tokens=bool(body.logprobs) or top_n > 0))
+    return replace(options, length_field="max_completion_tokens") if is_new else options
 
 
 def completion_options(body: CompletionBody) -> GenerationOptions:
@@ -67,6 +71,7 @@ def _options(
         api=api,
         sampling=open_sampling(body, api, _logit_bias(body)),
         max_new_tokens=max_tokens,
+        length_field="max_tokens",
         min_new_tokens=body.min_tokens or 0,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),

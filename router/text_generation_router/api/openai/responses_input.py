@@ -27,7 +27,10 @@ LOGPROBS = "message.output_text.logprobs"
 def to_options(body: ResponsesBody) -> GenerationOptions:
     """Return the options of a body."""
     return GenerationOptions(
-        api=Api.CHAT, sampling=open_sampling(body, Api.CHAT), max_new_tokens=body.max_output_tokens
+        api=Api.RESPONSES,
+        sampling=open_sampling(body, Api.RESPONSES),
+        max_new_tokens=body.max_output_tokens,
+        length_field="max_output_tokens",
     )
 
 

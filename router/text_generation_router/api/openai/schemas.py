@@ -59,6 +59,11 @@ TemplateArguments = TypeAliasType(
 )
 
 
+def _as_count(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return `logprobs` of a completion: some clients send that of a chat, true or false."""
+    return {True: 1, False: None}[value] if isinstance(value, bool) else value
+
+
 class StreamOptions(Body):
     """Options of a stream."""
 
@@ -258,8 +263,8 @@ class CompletionBody(OpenAIBody):
     """Refused."""
     echo: bool | None = None
     """Repeat the prompt before the text."""
-    logprobs: UInt32 | None = None
-    """Report the log-probabilities of the tokens and of so many most probable ones at each position."""
+    logprobs: Annotated[UInt32 | None, BeforeValidator(_as_count)] = None
+    """Report the log-probabilities of the tokens and of so many most probable ones at each position; true: of one."""
     best_of: UInt64 | None = None
     """Must be 1 or equal `n`."""
     add_special_tokens: bool | None = None

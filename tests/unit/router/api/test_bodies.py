@@ -22,6 +22,7 @@ from text_generation_router.api.http.body_errors import InvalidBody
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
+from text_generation_router.api.openai.schemas import CompletionBody
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ServiceRoutes
@@ -55,6 +56,24 @@ def bodies() -> list[type[Body]]:
     ]
     taken = [route.body for route in table if route.body is not None]
     return list(dict.fromkeys(model for body in taken for model in (get_args(body) or (body,))))
+
+
+@pytest.mark.parametrize("number", [2.0, -0.0, 1e300, 2.5, "2", True, 2**70])
+def test_a_number_without_a_fraction_is_an_integer(number: object) -> None:
+    """As in JSON Schema. Texts and truth values are no numbers."""
+    ids = {"prompt": [[1, number]], "max_tokens": 2.0}
+    if number in (2.0, 0.0) and not isinstance(number, bool):
+        body = validate(ids, CompletionBody)
+        assert (body.prompt, body.max_tokens) == ([[1, number]], 2)
+        assert not any(isinstance(token, float) for tokens in body.prompt for token in tokens)  # type: ignore[union-attr]
+    else:
+        with pytest.raises(InvalidBody, match="prompt"):
+            validate(ids, CompletionBody)
+
+
+@pytest.mark.parametrize(("given", "count"), [(True, 1), (False, None), (0, 0), (3, 3), (None, None)])
+def test_the_logprobs_of_a_completion_may_be_those_of_a_chat(given: object, count: int | None) -> None:
+    assert validate({"prompt": "a", "logprobs": given}, CompletionBody).logprobs == count
 
 
 CONTENT = frozenset(

@@ -149,10 +149,13 @@ def test_every_parameter_of_openais_bodies_reaches_the_options() -> None:
         stop_token_ids=(5,),
         ignore_eos=True,
         stop_sequences=("a",),
+        length_field="max_tokens",
     )
     assert chat(**fields) == expected
+    newer = replace(expected, length_field="max_completion_tokens")
+    assert chat(**fields | {"max_completion_tokens": 9, "max_tokens": 1}) == newer
     assert completion(**fields) == replace(expected, api=Api.COMPLETIONS)
-    assert chat() == GenerationOptions(Api.CHAT, Sampling(greedy=False, seed=None))
+    assert chat() == GenerationOptions(Api.CHAT, Sampling(greedy=False, seed=None), length_field="max_tokens")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,9 @@ def test_every_parameter_of_anthropics_bodies_reaches_the_options() -> None:
     fields = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "max_tokens": 9, "stop_sequences": ["a", ""]}
     body = MessagesBody.model_validate({"messages": [], **fields})
     sampling = Sampling(greedy=False, temperature=0.5, top_p=0.75, top_k=7, seed=None)
-    assert message_options(body) == GenerationOptions(Api.MESSAGES, sampling, max_new_tokens=9, stop_sequences=("a",))
+    assert message_options(body) == GenerationOptions(
+        Api.MESSAGES, sampling, max_new_tokens=9, length_field="max_tokens", stop_sequences=("a",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,8 +223,8 @@ def test_every_parameter_of_anthropics_bodies_reaches_the_options() -> None:
         ({"stop_token_ids": [100]}, "`stop_token_ids` has a token id that is not one of 100"),
         ({"stop_token_ids": [1] * 65}, "`stop_token_ids` supports up to 64 tokens. Given: 65"),
         ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
-        ({"max_tokens": 0}, "`max_new_tokens` must be strictly positive"),
-        ({"top_logprobs": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+        ({"max_tokens": 0}, "`max_tokens` must be strictly positive"),
+        ({"top_logprobs": 21}, "`top_logprobs` must be >= 0 and <= 20. Given: 21"),
         ({"min_tokens": 4, "max_tokens": 3}, "`min_tokens` must be <= `max_tokens`. Given: 4 and 3"),
     ],
 )
