@@ -13,15 +13,14 @@ import importlib
 import inspect
 import json
 import sys
-import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
-
-from pydantic.fields import FieldInfo
 
 from text_generation_launcher.config import LauncherConfig
 from text_generation_proto.exit_codes import ExitCode
-from text_generation_proto.settings import ProcessConfig
+from text_generation_proto.options import Option, options_by_topic
+from text_generation_proto.topics import Topic
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS
@@ -33,33 +32,9 @@ CHART = ROOT / "deploy" / "helm" / "text-generation"
 NOT_IN_FLAGS = (
     "model_id revision port management_port parts shards peers peer_name shard_hostname shard_tcp_port shard_uds_path health_port "
     "insecure shard_token shard_token_file shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name api_key api_key_file api_keys_file "
-    "sharded env nodes node_rank leader_address places"
+    "sharded env print_config nodes node_rank leader_address places"
 )
 """Settings that the chart decides, or that have a value of their own in it."""
-
-TOPICS = {
-    "Model": "model_id served_model_name revision huggingface_hub_cache engine model_impl dtype quantize load_format device tokenizer_config_path chat_template "
-    "tool_call_parser split_reasoning trust_remote_code",
-    "Replicas and shards": "parts num_replicas num_shard sharded places nodes node_rank leader_address max_shard_restarts "
-    "shard_uds_path shard_tcp_port shard_hostname shards peers peer_name shard_connect_timeout health_port drain_timeout shutdown_timeout hang_timeout dispatch max_request_moves",
-    "Access to the shards": "shard_token shard_token_file shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name insecure",
-    "HTTP": "hostname port management_port api_key api_keys_file open_metrics cors_allow_origin payload_limit max_connections "
-    "max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout compute_type docker_label "
-    "aip_predict_route aip_health_route",
-    "Limits of a request": "max_input_tokens max_input_length max_total_tokens max_best_of max_stop_sequences "
-    "max_top_n_tokens max_client_batch_size disable_grammar_support token_logprobs enable_prefill_logprobs",
-    "Queue and overload": "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights max_priority trust_caller_headers "
-    "validation_workers",
-    "Batching and KV cache": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms "
-    "waiting_served_ratio max_waiting_tokens prefix_caching prefix_cache_per_tenant cuda_memory_fraction "
-    "cpu_memory_fraction num_threads",
-    "TensorRT-LLM": "lora_adapters trtllm_options trtllm_launch trtllm_hosts gateway",
-    "Logs and debugging": "json_output log_level env reflection trace_steps usage_stats prometheus_port "
-    "disable_custom_kernels",
-    "Echo engine (tests)": "echo_step_ms echo_prefill_us echo_decode_us echo_self_scheduling echo_tokens_per_report "
-    "echo_blocks echo_max_sequence_length echo_fail_token echo_fail_step_token echo_hang_token",
-}
-"""The settings of the launcher, by topic."""
 
 INTRODUCTION = """\
 # Flags
@@ -81,17 +56,15 @@ A process that was killed by a signal has the exit code that the operating syste
 
 
 def flags_page() -> str:
-    """Return the text of docs/flags.md. Raises ValueError if a setting has no topic or a topic an unknown setting."""
-    listed = [name for names in TOPICS.values() for name in names.split()]
-    if difference := set(listed) ^ set(LauncherConfig.model_fields):
-        raise ValueError(f"TOPICS and the launcher's settings differ: {', '.join(sorted(difference))}")
+    """Return the text of docs/flags.md. Raises ValueError if a setting has no topic."""
     parts = [INTRODUCTION]
-    parts += [_table(topic, LauncherConfig, names.split()) for topic, names in TOPICS.items()]
-    for title, config in (("Router alone", RouterConfig), ("Shard alone", ShardConfig)):
-        own = [name for name in config.model_fields if name not in LauncherConfig.model_fields]
+    parts += [_table(topic.value, options.values()) for topic, options in options_by_topic(LauncherConfig).items()]
+    for topic, config in ((Topic.ROUTER, RouterConfig), (Topic.SHARD, ShardConfig)):
+        found = {name: option for options in options_by_topic(config).values() for name, option in options.items()}
+        own = [option for name, option in found.items() if name not in LauncherConfig.model_fields]
         program = config.model_config.get("cli_prog_name")
         lead = f"Additional flags of `{program}`, which the launcher sets for the processes it starts.\n\n"
-        parts.append(_table(title, config, own, lead))
+        parts.append(_table(topic.value, own, lead))
     rows = [
         f"| {code.value} | `{code.name}` | {text} |\n" for code, text in zip(ExitCode, _exit_code_texts(), strict=True)
     ]
@@ -99,39 +72,18 @@ def flags_page() -> str:
     return "\n".join(parts)
 
 
-def _table(title: str, config: type[ProcessConfig], names: list[str], lead: str = "") -> str:
-    rows = [_row(config, name, config.model_fields[name]) for name in names]
-    return f"## {title}\n\n{lead}| flag | environment | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+def _table(title: str, options: Iterable[Option], lead: str = "") -> str:
+    rows = "".join(map(_row, options))
+    return f"## {title}\n\n{lead}| flag | environment | default | meaning |\n|---|---|---|---|\n{rows}"
 
 
-def _row(config: type[ProcessConfig], name: str, field: FieldInfo) -> str:
-    shortcut = (config.model_config.get("cli_shortcuts") or {}).get(name.replace("_", "-"))
-    flag = f"`--{name.replace('_', '-')}`" + (f", `-{shortcut}`" if shortcut else "")
-    variable = "" if name in config.flag_only else f"`{name.upper()}`"
-    meaning = " ".join((field.description or "").split())
-    choices = _choices(field.annotation)
-    if choices and not all(choice in meaning for choice in choices):
-        meaning += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
-    return f"| {flag} | {variable} | {_default(field)} | {meaning} |\n"
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if value in (None, "", (), {}):
-        return ""
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, tuple):
-        value = ",".join(value)
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
-
-
-def _choices(annotation: object) -> tuple[str, ...]:
-    if typing.get_origin(annotation) is typing.Literal:
-        return typing.get_args(annotation)
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return tuple(choice for part in typing.get_args(annotation) for choice in _choices(part))
-    return ()
+def _row(option: Option) -> str:
+    flag = f"`{option.flag}`" + (f", `{option.shortcut}`" if option.shortcut else "")
+    meaning = option.meaning
+    if option.choices and not all(choice in meaning for choice in option.choices):
+        meaning += f" One of {', '.join(f'`{choice}`' for choice in option.choices)}."
+    variable, default = (f"`{text}`" if text else "" for text in (option.variable, option.default))
+    return f"| {flag} | {variable} | {default} | {meaning} |\n"
 
 
 def _exit_code_texts() -> list[str]:

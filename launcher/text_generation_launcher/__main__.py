@@ -7,15 +7,18 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Mapping
 
 import structlog
 
-from text_generation_launcher.config import read_config
+from text_generation_launcher.config import COMMANDS, LauncherConfig, read_config
 from text_generation_launcher.init import fork_from_init
 from text_generation_proto.descriptors import raise_descriptor_limit
+from text_generation_proto.effective import print_config
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.logs import configure_logging
 from text_generation_proto.secrets import erase, is_secret
+from text_generation_proto.settings import exit_with_usage_error, print_to_end
 
 
 def main() -> None:
@@ -26,6 +29,9 @@ def main() -> None:
     if os.getpid() == 1:
         fork_from_init()
     argv = sys.argv[1:]
+    if argv[:1] == ["completion"]:
+        _print_completion(argv[1:])
+        return
     only_env = argv[:1] == ["env"]
     config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
     configure_logging(config, "launcher")
@@ -38,6 +44,8 @@ def main() -> None:
 
         sys.stdout.write(f"{asyncio.run(environment_report(config, environ))}\n")
         return
+    if config.print_config:
+        sys.exit(_print_config(config, environ))
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
     try:
@@ -50,6 +58,29 @@ def main() -> None:
             structlog.get_logger().exception("a bug ended the launcher")
             code = ExitCode.BUG
     sys.exit(code)
+
+
+def _print_config(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
+    from text_generation_launcher.effective import effective_settings
+    from text_generation_launcher.launch import START_ERRORS, log_start_error
+
+    try:
+        processes = asyncio.run(effective_settings(config, environ))
+    except START_ERRORS as error:
+        return log_start_error(error)
+    print_config(processes, json_output=config.json_output)
+    return ExitCode.STOPPED
+
+
+def _print_completion(arguments: list[str]) -> None:
+    from text_generation_launcher.completion import completion_script
+
+    try:
+        if len(arguments) != 1:
+            raise ValueError(f"expected {COMMANDS['completion'][0]}")
+        print_to_end(completion_script(arguments[0]))
+    except ValueError as error:
+        exit_with_usage_error(LauncherConfig, str(error))
 
 
 def memory_is_out(error: BaseException) -> bool:

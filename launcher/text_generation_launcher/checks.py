@@ -1,4 +1,4 @@
-"""Check the settings of the TensorRT-LLM engine before a model is downloaded or a shard started.
+"""Check ports and the settings of the TensorRT-LLM engine before a model is downloaded or a shard started.
 
 Imports nothing of TensorRT-LLM; the shard checks the rest.
 """
@@ -12,10 +12,12 @@ from importlib.util import find_spec
 
 from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.plan import PlanError
+from text_generation_launcher.devices import Devices
+from text_generation_launcher.plan import PlanError, count_processes
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options, split_ranks
 
+LAST_PORT = 65535
 PROGRAMS = {
     "mpirun": "it comes with Open MPI (openmpi-bin)",
     "trtllm-llmapi-launch": "it comes with TensorRT-LLM",
@@ -67,3 +69,21 @@ def _check_mpirun(config: LauncherConfig, environ: Mapping[str, str]) -> None:
         raise PlanError(
             f"--trtllm-launch mpirun: the path of Python, {sys.executable!r}, has characters that a shell changes"
         )
+
+
+def check_ports(config: LauncherConfig, devices: Devices) -> None:
+    """Check that each shard has ports of its own if --shard-tcp-port or --health-port is set. Raises PlanError."""
+    shards = config.num_replicas * count_processes(config, devices)
+    taken = dict.fromkeys((config.port, config.management_port), "is the router's")
+    for name in ("shard_tcp_port", "health_port"):
+        if not (first := getattr(config, name)):
+            continue
+        last = first + shards - 1
+        if last > LAST_PORT:
+            raise PlanError(f"`{name}`({first}) for {shards} shards: there is no port {last}")
+        for port in range(first, last + 1):
+            if port in taken:
+                raise PlanError(f"`{name}`({first}) for {shards} shards: {port} {taken[port]}")
+            taken[port] = f"is of `{name}`"
+    if config.management_port == config.port:
+        raise PlanError(f"`management_port` and `port` are both {config.port}")

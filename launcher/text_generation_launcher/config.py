@@ -16,6 +16,7 @@ from pydantic_settings import CliExplicitFlag
 from text_generation_proto.lora import parse_adapters
 from text_generation_proto.settings import ProcessConfig, exit_with_usage_error, parse_config
 from text_generation_proto.sockets import join_host_port, split_host_port
+from text_generation_proto.topics import Topic
 from text_generation_router.config import CommaList, RouterSettings
 from text_generation_shard.config import ShardSettings
 
@@ -56,6 +57,14 @@ GROUP_VARIABLES = {
 """Variables of a LeaderWorkerSet's pods, by the setting that takes its default from them."""
 
 
+COMMANDS = {
+    "check": ("check MODEL [flags]", "Print how a model would be served, or why not."),
+    "env": ("env [flags]", "Print versions, devices, packages and settings."),
+    "completion": ("completion bash|zsh|fish", "Print the script that completes this command in a shell."),
+}
+"""The commands of the launcher beside serving, with their forms and meanings."""
+
+
 class LauncherConfig(
     RouterSettings,
     ShardSettings,
@@ -65,6 +74,15 @@ class LauncherConfig(
     """Serve a model: start the shards and the router, restart shards that die, stop them in order."""
 
     flag_only: ClassVar[frozenset[str]] = frozenset({"env"})
+    topics: ClassVar[Mapping[Topic, str]] = {
+        Topic.MODEL: "model_id served_model_name revision huggingface_hub_cache trust_remote_code",
+        Topic.REPLICAS: "parts num_replicas num_shard sharded places nodes node_rank leader_address max_shard_restarts "
+        "shard_uds_path shard_tcp_port shard_hostname shards peers peer_name",
+        Topic.REQUESTS: "max_input_tokens max_input_length",
+        Topic.TENSORRT_LLM: "lora_adapters trtllm_options trtllm_launch trtllm_hosts",
+        Topic.LOGS: "env usage_stats prometheus_port disable_custom_kernels",
+    }
+    usages: ClassVar[Sequence[str]] = ("--model-id MODEL [flags]", *(form for form, _ in COMMANDS.values()))
 
     model_id: str = ""
     """Model to serve: a folder, or an id on the Hugging Face hub. Required."""
@@ -240,12 +258,17 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
                 LauncherConfig,
                 f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it{instead}",
             )
+    given = {word.partition("=")[0] for word in argv}
+    variables = {}
     for name, variable in GROUP_VARIABLES.items():
-        if environ.get(variable) and not environ.get(name.upper()):
-            argv = [f"--{name.replace('_', '-')}", environ[variable], *argv]
+        flag = f"--{name.replace('_', '-')}"
+        if environ.get(variable) and not environ.get(name.upper()) and flag not in given:
+            variables[name] = variable
+            argv = [*argv, flag, environ[variable]]
     if port := environ.get("AIP_HTTP_PORT"):  # set by Vertex AI
+        variables["port"] = "AIP_HTTP_PORT"
         argv = [*argv, "--port", port]
-    return parse_config(LauncherConfig, argv)
+    return parse_config(LauncherConfig, argv, variables)
 
 
 def child_settings(config: LauncherConfig, child: type[ProcessConfig]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices, find_devices
-from text_generation_proto.secrets import is_secret
+from text_generation_proto.effective import masked
 from text_generation_shard.gpus import Gpu, core_list
 
 _PACKAGES = (
@@ -51,12 +51,7 @@ def _describe(gpu: Gpu, devices: Devices) -> dict[str, object]:
 
 async def environment_report(config: LauncherConfig, environ: Mapping[str, str]) -> str:
     """Return the report as lines `name: value`, or as one line of JSON with --json-output. Secrets are masked."""
-    report = describe_environment(await find_devices(environ)) | {
-        "settings": {
-            name: "***" if value and is_secret(name) else value
-            for name, value in config.model_dump(mode="json").items()
-        }
-    }
+    report = describe_environment(await find_devices(environ)) | {"settings": masked(config)}
     return json.dumps(report) if config.json_output else "\n".join(_lines(report))
 
 

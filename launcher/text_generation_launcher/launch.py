@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from text_generation_launcher.checks import check_engine
+from text_generation_launcher.checks import check_engine, check_ports
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices, find_devices
@@ -25,7 +25,6 @@ from text_generation_launcher.plan import (
     LaunchPlan,
     PlanError,
     ShardSpec,
-    check_ports,
     count_partitions,
     count_processes,
     gpus_per_shard,
@@ -55,6 +54,10 @@ class PortInUse(Exception):
     """The port of the router or of a shard is taken."""
 
 
+START_ERRORS = (PlanError, CannotServe, ModelError, SocketInUse, PortInUse)
+"""Errors of settings, machine and model that are no bugs."""
+
+
 async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
     """Serve until a signal arrives or serving fails; return the exit code."""
     notifier = Notifier(environ)
@@ -76,12 +79,8 @@ async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str]
             await stop.requested.wait()
             notifier.stopping()
             work.cancel()
-    except* PlanError as errors:
-        log.error("settings refused", reason=_first_message(errors))
-        code = ExitCode.USAGE
-    except* (CannotServe, ModelError, SocketInUse, PortInUse) as errors:
-        log.error("cannot start", reason=_first_message(errors))
-        code = ExitCode.FAILED
+    except* START_ERRORS as errors:
+        code = log_start_error(_first(errors))
     except* ChildFailed:
         code = ExitCode.FAILED
     except* ChildLost:
@@ -97,22 +96,12 @@ async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str]
 async def _serve(
     config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, notifier: Notifier
 ) -> None:
-    devices = await _devices_for_shards(config, environ)
+    devices = await devices_for_shards(config, environ)
     stop.listen()  # again: Ray replaces the handlers
     if config.env:
         log.info("environment", **describe_environment(devices))
-    engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
-    token = config.shard_token or (secrets.token_hex(32) if config.parts == "all" else "")
-    config = config.model_copy(update={"engine": engine, "shard_token": token})
-    used = count_partitions(config, devices)  # before a download that may take an hour
-    check_ports(config, devices)
-    if config.parts != "router":
-        check_engine(config, environ)
-    if config.shard_tls_cert:
-        try:
-            read_certificates(config)
-        except OSError as error:
-            raise PlanError(f"the certificates for the shards cannot be read: {error}") from error
+    config = check_settings(config, environ, devices)  # before a download that may take an hour
+    used = count_partitions(config, devices)
     if used < devices.count and config.parts != "router":
         log.warning("not all devices are used", devices=devices.count, used=used)
     if config.input_limit != config.max_input_tokens:
@@ -133,10 +122,10 @@ async def _serve(
 
             places = RayPlaces(count_processes(config, devices), gpus_per_shard(config, devices))
             run_shard, members_file = places.run_to_end, places.members_file
-        with _socket_folder(environ) as folder:
+        with socket_folder(environ) as folder:
             context = LaunchContext(
                 devices,
-                _cpus(),
+                local_cpus(),
                 model_path,
                 folder,
                 lifeline_fd,
@@ -151,7 +140,24 @@ async def _serve(
             await Supervisor(plan, stop, restarts, notifier, run_shard, json_output=config.json_output).run()
 
 
-async def _devices_for_shards(config: LauncherConfig, environ: Mapping[str, str]) -> Devices:
+def check_settings(config: LauncherConfig, environ: Mapping[str, str], devices: Devices) -> LauncherConfig:
+    """Return the settings with the engine chosen and a token for the shards. Raises PlanError if they cannot be met."""
+    engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
+    token = config.shard_token or (secrets.token_hex(32) if config.parts == "all" else "")
+    config = config.model_copy(update={"engine": engine, "shard_token": token})
+    count_partitions(config, devices)
+    check_ports(config, devices)
+    if config.parts != "router":
+        check_engine(config, environ)
+    if config.shard_tls_cert:
+        try:
+            read_certificates(config)
+        except OSError as error:
+            raise PlanError(f"the certificates for the shards cannot be read: {error}") from error
+    return config
+
+
+async def devices_for_shards(config: LauncherConfig, environ: Mapping[str, str]) -> Devices:
     """Return the devices for shards: those of this host, or of the Ray cluster. Raises PlanError, CannotServe."""
     if config.places == "local":
         return await find_devices(environ)
@@ -162,7 +168,7 @@ async def _devices_for_shards(config: LauncherConfig, environ: Mapping[str, str]
     return await ray_places.connect()
 
 
-def _cpus() -> int:
+def local_cpus() -> int:
     """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -192,7 +198,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 @contextmanager
-def _socket_folder(environ: Mapping[str, str]) -> Iterator[Path]:
+def socket_folder(environ: Mapping[str, str]) -> Iterator[Path]:
     """Yield the path of a private socket folder: the first shard creates it; the last one, or this function, removes it."""
     # tempfile.gettempdir() would write a file, which fails on a full disk; sockets take no space.
     base = environ.get("TMPDIR", "/tmp")
@@ -205,8 +211,17 @@ def _socket_folder(environ: Mapping[str, str]) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _first_message(errors: BaseExceptionGroup[Exception]) -> str:
+def log_start_error(error: BaseException) -> ExitCode:
+    """Log the reason why the server cannot start; return the exit code."""
+    if isinstance(error, PlanError):
+        log.error("settings refused", reason=str(error))
+        return ExitCode.USAGE
+    log.error("cannot start", reason=str(error))
+    return ExitCode.FAILED
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:
     first: BaseException = errors
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
-    return str(first)
+    return first

@@ -60,7 +60,7 @@ async def _resolve(
     stop: GracefulShutdown,
     lifeline_fd: int,
 ) -> Path:
-    if (folder := _local_folder(model_id)) is not None:
+    if (folder := local_folder(model_id)) is not None:
         return folder
     read_fd, write_fd = os.pipe()
     try:
@@ -79,7 +79,8 @@ async def _resolve(
         os.close(read_fd)
 
 
-def _local_folder(model_id: str) -> Path | None:
+def local_folder(model_id: str) -> Path | None:
+    """Return the folder with this path; None for an id on the hub. Raises ModelError."""
     try:
         folder = Path(model_id).expanduser()
         if folder.is_dir():

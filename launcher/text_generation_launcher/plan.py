@@ -19,14 +19,12 @@ from text_generation_launcher.devices import Devices, nth_visible
 from text_generation_proto import notify
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.secrets import is_secret
-from text_generation_proto.settings import ProcessConfig
+from text_generation_proto.settings import ChildConfig, ProcessConfig
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig, shard_name
 
 STOP_MARGIN = 5.0
 """Seconds beyond its own timeout after which a stopping child is killed."""
-
-LAST_PORT = 65535
 
 
 class PlanError(Exception):
@@ -44,6 +42,8 @@ class ChildSpec:
     inherited_fds: tuple[int, ...]
     stop_timeout: float
     """Seconds between SIGTERM and SIGKILL."""
+    config: ProcessConfig = dataclasses.field(default_factory=ChildConfig.of, kw_only=True)
+    """The settings in `argv`."""
     hang_timeout: float = dataclasses.field(default=0.0, kw_only=True)
     """Seconds without a heartbeat after which it is aborted; 0: never."""
 
@@ -213,24 +213,6 @@ def _on_one_node(config: LauncherConfig, shards: int) -> int:
     return shards // config.hosts
 
 
-def check_ports(config: LauncherConfig, devices: Devices) -> None:
-    """Check that each shard has ports of its own if --shard-tcp-port or --health-port is set. Raises PlanError."""
-    shards = config.num_replicas * count_processes(config, devices)
-    taken = dict.fromkeys((config.port, config.management_port), "is the router's")
-    for name in ("shard_tcp_port", "health_port"):
-        if not (first := getattr(config, name)):
-            continue
-        last = first + shards - 1
-        if last > LAST_PORT:
-            raise PlanError(f"`{name}`({first}) for {shards} shards: there is no port {last}")
-        for port in range(first, last + 1):
-            if port in taken:
-                raise PlanError(f"`{name}`({first}) for {shards} shards: {port} {taken[port]}")
-            taken[port] = f"is of `{name}`"
-    if config.management_port == config.port:
-        raise PlanError(f"`management_port` and `port` are both {config.port}")
-
-
 def compute_type(partitions: int, devices: Devices) -> str:
     """Return the default x-compute-type header: number of partitions over all replicas and device, as `1-nvidia-h200`, `2-cpu`."""
     if devices.count == 0:
@@ -302,9 +284,11 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
     if size > 1:
         # torch.distributed would log stack traces for every consequence of a peer's death.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    shard_config = ShardConfig.of(**settings)
     spec = ShardSpec(
         name=shard_name(replica, rank, size),
-        argv=child_argv("text_generation_shard", ShardConfig.of(**settings)),
+        argv=child_argv("text_generation_shard", shard_config),
+        config=shard_config,
         env=env,
         inherited_fds=context.inherited_fds,
         stop_timeout=config.drain_timeout + config.shutdown_timeout + STOP_MARGIN,
@@ -390,9 +374,11 @@ def _router(
     env = child_env(context.environ, RouterConfig) | config.environ
     if config.api_key:
         env["API_KEY"] = ",".join(config.api_key)
+    router_config = RouterConfig.of(**settings)
     return ChildSpec(
         name="router",
-        argv=child_argv("text_generation_router", RouterConfig.of(**settings)),
+        argv=child_argv("text_generation_router", router_config),
+        config=router_config,
         env=env,
         inherited_fds=context.inherited_fds,
         stop_timeout=config.shutdown_delay + config.graceful_termination_timeout + STOP_MARGIN,

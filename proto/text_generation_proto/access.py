@@ -6,12 +6,14 @@ without a restart. Unix sockets carry no TLS: their mode is 0600.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from text_generation_proto.settings import ProcessConfig
+from text_generation_proto.topics import Topic
 
 TOKEN_KEY = "x-shard-token"
 """Metadata key of the token."""
@@ -22,6 +24,11 @@ MAX_TOKEN_BYTES = 4096
 
 class ShardAccess(ProcessConfig):
     """The settings for access to shards. `ShardAccess()` reads them from the environment."""
+
+    files: ClassVar[Mapping[str, str]] = {"shard_token": "shard_token_file"}
+    topics: ClassVar[Mapping[Topic, str]] = {
+        Topic.ACCESS: "shard_token shard_token_file shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name"
+    }
 
     shard_token: Annotated[str, Field(pattern="^[!-~]*$", repr=False)] = ""
     """Token that every gRPC call to a shard must carry. The launcher makes a random one by default. A shard started alone

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -22,6 +23,7 @@ from pydantic_settings import (
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.secrets import is_secret
+from text_generation_proto.topics import Topic
 
 
 class ProcessConfig(BaseSettings):
@@ -42,7 +44,15 @@ class ProcessConfig(BaseSettings):
     )
 
     flag_only: ClassVar[frozenset[str]] = frozenset()
-    """Settings that are not read from the environment."""
+    """Settings of this class that are not read from the environment."""
+    topics: ClassVar[Mapping[Topic, str]] = {Topic.LOGS: "json_output log_level"}
+    """The names of the settings of this class, by topic."""
+    usages: ClassVar[Sequence[str]] = ("[flags]",)
+    """Forms of the command line, without the name of the program, for --help."""
+    files: ClassVar[Mapping[str, str]] = {}
+    """Settings that are read from files, with the settings that name the files."""
+
+    _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     json_output: bool = False
     """Log JSON objects, one per line."""
@@ -59,7 +69,17 @@ class ProcessConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read values from arguments and environment; pydantic-settings itself puts the command line first."""
-        return init_settings, _Environment(settings_cls, cls.flag_only)
+        return init_settings, _Environment(settings_cls, cls.without_variable())
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """The source of each setting that was given: flag, a variable of the environment, or a file. The others have defaults."""
+        return self._sources
+
+    @classmethod
+    def without_variable(cls) -> frozenset[str]:
+        """Return the settings that only a flag can set."""
+        return frozenset().union(*(vars(base).get("flag_only", ()) for base in cls.__mro__))
 
     @classmethod
     def of(cls, **values: object) -> Self:
@@ -71,9 +91,14 @@ class ProcessConfig(BaseSettings):
         return cls(**(defaults | values))
 
 
-class HangSettings(ProcessConfig):
-    """The setting that launcher, router and shards share."""
+class SharedSettings(ProcessConfig):
+    """The settings that launcher, router and shards share."""
 
+    flag_only: ClassVar[frozenset[str]] = frozenset({"print_config"})
+    topics: ClassVar[Mapping[Topic, str]] = {Topic.LOGS: "print_config", Topic.REPLICAS: "hang_timeout"}
+
+    print_config: bool = False
+    """Print the effective settings and the source of each, without secrets, and end. With --json-output as JSON. A flag only."""
     hang_timeout: Annotated[float, Field(ge=0)] = HANG_TIMEOUT_S
     """Seconds without progress after which a replica counts as hung: its sequences move to other replicas, and the launcher
     logs the stacks of its threads, kills and restarts it. A step with prompt tokens has 10 minutes more. The launcher
@@ -84,6 +109,7 @@ class ChildConfig(ProcessConfig):
     """Settings of a process that the launcher starts."""
 
     flag_only: ClassVar[frozenset[str]] = frozenset({"lifeline_fd", "log_drops_fd"})
+    topics: ClassVar[Mapping[Topic, str]] = {Topic.LOGS: "lifeline_fd log_drops_fd"}
 
     lifeline_fd: int = -1
     """Inherited pipe whose end of file means that the parent died; set by the launcher."""
@@ -105,16 +131,63 @@ class _Environment(EnvSettingsSource):
 Config = TypeVar("Config", bound=ProcessConfig)
 
 
-def parse_config(config: type[Config], argv: Sequence[str] | None = None) -> Config:
-    """Return the settings from command line and environment. Invalid ones: one line and exit code USAGE."""
+def parse_config(
+    config: type[Config], argv: Sequence[str] | None = None, variables: Mapping[str, str] | None = None
+) -> Config:
+    """Return the settings from command line and environment. Invalid ones: one line and exit code USAGE.
+
+    --help prints the help and exits. `variables` names the source of settings whose flags stand for other variables.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if (word := _asked_help(argv)) is not None:
+        _print_help(config, word)
     # Where the case of flags does not matter, pydantic-settings cuts values at line breaks.
     source: CliSettingsSource[Any] = CliSettingsSource(config, case_sensitive=True, cli_exit_on_error=False)
     try:
-        return CliApp.run(config, cli_args=list(sys.argv[1:] if argv is None else argv), cli_settings_source=source)
+        parsed = CliApp.run(config, cli_args=argv, cli_settings_source=source)
     except ValidationError as error:
         exit_with_usage_error(config, "; ".join(_message(detail) for detail in error.errors()))
     except SettingsError as error:
         exit_with_usage_error(config, str(error).removeprefix("error parsing CLI: "))
+    from_environment = _Environment(config, config.without_variable())()
+    sources = {name: f"environment {name.upper()}" for name in from_environment} | dict.fromkeys(source(), "flag")
+    sources |= {name: f"environment {variable}" for name, variable in (variables or {}).items()}
+    for name, file in config.files.items():
+        if file in sources:
+            sources[name] = f"file of --{file.replace('_', '-')}"
+    parsed._sources = sources
+    return parsed
+
+
+def _asked_help(argv: Sequence[str]) -> str | None:
+    """Return the word after --help, "" without one; None if help is not asked for."""
+    for index, argument in enumerate(argv):
+        flag, equals, word = argument.partition("=")
+        if flag in ("-h", "--help"):
+            following = argv[index + 1] if index + 1 < len(argv) else "-"
+            return word if equals else "" if following.startswith("-") else following
+    return None
+
+
+def _print_help(config: type[ProcessConfig], word: str) -> NoReturn:
+    from text_generation_proto.help import help_page  # not needed otherwise
+
+    try:
+        page = help_page(config, word)
+    except ValueError as error:
+        exit_with_usage_error(config, str(error))
+    print_to_end(page)
+    raise SystemExit(0)
+
+
+def print_to_end(text: str) -> None:
+    """Write to standard output, for a reader that may leave early, such as a pager."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Otherwise Python would report the error again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_with_usage_error(config: type[ProcessConfig], message: str) -> NoReturn:

@@ -9,6 +9,7 @@ import sys
 import structlog
 
 from text_generation_proto.descriptors import raise_descriptor_limit
+from text_generation_proto.effective import print_own_config
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
@@ -26,6 +27,9 @@ that parses large bodies, each time that it wakes."""
 def main() -> None:
     """Run a router until a stop signal; exit with an ExitCode."""
     config = parse_config(RouterConfig)
+    if config.print_config:
+        print_own_config("router", config)
+        return
     erase({"API_KEY", "SHARD_TOKEN"})
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     faulthandler.enable(2)  # sys.stderr may be None; the launcher ends a router that hangs with SIGABRT

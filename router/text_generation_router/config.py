@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, WrapValidator
 from pydantic_settings import NoDecode
 
 from text_generation_proto.access import ShardAccess
-from text_generation_proto.settings import ChildConfig, HangSettings
+from text_generation_proto.settings import ChildConfig, SharedSettings
+from text_generation_proto.topics import Topic
 
 
 def _split(value: object) -> object:
@@ -73,8 +75,22 @@ ToolCallFormat = Literal[
 ]  # fmt: skip
 
 
-class RouterSettings(HangSettings, ShardAccess):
+class RouterSettings(SharedSettings, ShardAccess):
     """The settings of the router that a user may give to the launcher."""
+
+    topics: ClassVar[Mapping[Topic, str]] = {
+        Topic.MODEL: "model_id served_model_name revision tokenizer_config_path chat_template tool_call_parser split_reasoning",
+        Topic.REPLICAS: "dispatch max_request_moves shards peers peer_name shard_connect_timeout",
+        Topic.HTTP: "hostname port management_port api_key api_keys_file open_metrics cors_allow_origin payload_limit "
+        "max_connections max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout compute_type "
+        "docker_label aip_predict_route aip_health_route",
+        Topic.REQUESTS: "max_input_tokens max_total_tokens max_best_of max_stop_sequences max_top_n_tokens "
+        "max_client_batch_size disable_grammar_support token_logprobs enable_prefill_logprobs",
+        Topic.QUEUE: "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights max_priority "
+        "trust_caller_headers validation_workers",
+        Topic.BATCHING: "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms waiting_served_ratio "
+        "max_waiting_tokens prefix_caching prefix_cache_per_tenant",
+    }
 
     model_id: str = ""
     """Name to report for the model; default: the folder."""
@@ -198,6 +214,8 @@ class RouterSettings(HangSettings, ShardAccess):
 
 class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-router"):
     """Serve HTTP in front of the shards: text, queue, continuous batching."""
+
+    topics: ClassVar[Mapping[Topic, str]] = {Topic.ROUTER: "model_path shard_address"}
 
     model_path: str = ""
     """Folder with tokenizer.json (and config.json)."""

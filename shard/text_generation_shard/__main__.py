@@ -10,6 +10,7 @@ import sys
 import structlog
 
 from text_generation_proto.descriptors import raise_descriptor_limit
+from text_generation_proto.effective import print_own_config
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging, drain_logs, share_dropped_lines
@@ -33,6 +34,9 @@ that writes its reports."""
 def main() -> None:
     """Run a shard until a signal stops it."""
     config = parse_config(ShardConfig)
+    if config.print_config:
+        print_own_config(config.process_name, config)
+        return
     erase({"SHARD_TOKEN"})
     # Rank 0 also listens for its group while that connects.
     served = (config.address,) if config.rank else (config.group_address, config.address)

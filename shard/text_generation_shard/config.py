@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.lora import parse_adapters
-from text_generation_proto.settings import ChildConfig, HangSettings
+from text_generation_proto.settings import ChildConfig, SharedSettings
 from text_generation_proto.sockets import is_local, socket_path, split_host_port
+from text_generation_proto.topics import Topic
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -33,8 +35,19 @@ Quantize = Literal[
 """The values of TGI's flag, and the formats that it does not know."""
 
 
-class ShardSettings(HangSettings, ShardAccess):
+class ShardSettings(SharedSettings, ShardAccess):
     """The settings of a shard that a user may give to the launcher."""
+
+    topics: ClassVar[Mapping[Topic, str]] = {
+        Topic.MODEL: "model_id engine model_impl dtype quantize load_format device",
+        Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
+        Topic.ACCESS: "insecure",
+        Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads",
+        Topic.TENSORRT_LLM: "lora_adapters trtllm_options gateway",
+        Topic.LOGS: "reflection trace_steps",
+        Topic.ECHO: "echo_step_ms echo_prefill_us echo_decode_us echo_self_scheduling echo_tokens_per_report echo_blocks "
+        "echo_max_sequence_length echo_fail_token echo_fail_step_token echo_hang_token",
+    }
 
     model_id: str = ""
     """Name to report for the model; default: the folder."""
@@ -117,6 +130,11 @@ class ShardSettings(HangSettings, ShardAccess):
 
 class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-shard"):
     """Serve one engine on one device over gRPC."""
+
+    topics: ClassVar[Mapping[Topic, str]] = {
+        Topic.SHARD: "model_path address replica rank world_size group_address group_gpus tensor_parallel gpus_per_node",
+        Topic.BATCHING: "max_batch_size",
+    }
 
     model_path: str = ""
     """Folder with config.json and *.safetensors. Not needed by the echo engine."""

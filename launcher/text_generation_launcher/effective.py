@@ -1,0 +1,59 @@
+"""The settings of launcher, router and shards as a start would use them, for --print-config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.launch import check_settings, devices_for_shards, local_cpus, socket_folder
+from text_generation_launcher.model import local_folder
+from text_generation_launcher.plan import ChildSpec, LaunchContext, make_plan
+from text_generation_proto.effective import DEFAULT, Effective
+
+DERIVED = "launcher"
+"""The source of a setting that the launcher derives from others, from the machine or from the model."""
+NO_SECRET = ("shard_token", "api_key")
+"""Settings that children read from their environment, which the launcher fills."""
+
+
+async def effective_settings(config: LauncherConfig, environ: Mapping[str, str]) -> dict[str, Effective]:
+    """Return the settings of each process by its name. Raises what a start raises: PlanError, CannotServe, ModelError."""
+    devices = await devices_for_shards(config, environ)
+    checked = check_settings(config.model_copy(update={"print_config": False}), environ, devices)
+    with socket_folder(environ) as folder:
+        context = LaunchContext(
+            devices,
+            local_cpus(),
+            # The folder of a download is known once it has ended.
+            local_folder(config.model_id) or Path(f"<download of {config.model_id}>"),
+            folder,
+            lifeline_fd=-1,
+            log_drops_fd=-1,
+            environ=environ,
+        )
+        plan = make_plan(checked, context)
+    sources = dict(config.sources) | _changes(config, checked)
+    del sources["print_config"]
+    children = [*plan.shards, *([] if plan.router is None else [plan.router])]
+    return {"launcher": Effective(checked, sources)} | {
+        child.name: _of_child(child, checked, sources) for child in children
+    }
+
+
+def _changes(before: LauncherConfig, after: LauncherConfig) -> dict[str, str]:
+    return {name: DERIVED for name in type(before).model_fields if getattr(before, name) != getattr(after, name)}
+
+
+def _of_child(child: ChildSpec, parent: LauncherConfig, sources: Mapping[str, str]) -> Effective:
+    config = child.config.model_copy(
+        update={name: getattr(parent, name) for name in NO_SECRET if hasattr(child.config, name)}
+    )
+    found = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name in type(parent).model_fields and value == getattr(parent, name):
+            found[name] = sources.get(name, DEFAULT)
+        elif value != field.get_default(call_default_factory=True, validated_data={}):
+            found[name] = DERIVED
+    return Effective(config, found)

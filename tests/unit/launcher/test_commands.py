@@ -1,0 +1,99 @@
+"""The commands of the launcher beside serving, and --print-config, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from text_generation_launcher.completion import completion_script
+
+PROGRAM = "text-generation-launcher"
+BARE = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+COMPLETE = {
+    "bash": """
+        source "$1"
+        complete() { [[ $1 = -p ]] || command complete "$@"; }
+        COMP_WORDS=({words}) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+        COMP_LINE="${COMP_WORDS[*]}" COMP_POINT=${#COMP_LINE}
+        _shtab_text_generation_launcher x "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """,
+    "fish": "source $argv[1]; complete -C '{line}'",
+    "zsh": """
+        zmodload zsh/zpty
+        zpty shell zsh -f -i
+        zpty -w shell "PROMPT=; autoload -U compinit; compinit -u -d /dev/null; zstyle ':completion:*' list-prompt ''"
+        zpty -w shell "LISTMAX=10000; eval \\"\\$(cat $1)\\"; print re''ady"
+        zpty -r -m shell out "*ready*"
+        zpty -w -n shell $'{line}\\t\\C-aprint -r -- \\n'
+        zpty -w shell exit
+        while zpty -r shell out; do print -rn -- "$out"; done
+    """,
+}
+"""Programs that print the completions of a line by a script."""
+
+
+def launcher(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "text_generation_launcher", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=BARE | environ, check=False)
+
+
+@pytest.mark.parametrize("shell", COMPLETE)
+def test_a_shell_completes_commands_flags_and_values(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    script = tmp_path / "completion"
+    script.write_text(completion_script(shell), encoding="utf-8")
+
+    def completions(line: str) -> str:
+        words = " ".join(f"'{word}'" for word in line.split(" "))
+        program = COMPLETE[shell].replace("{words}", words).replace("{line}", line)
+        source = [program] if shell == "fish" else [program, shell]
+        done = subprocess.run([shell, "-c", *source, str(script)], capture_output=True, text=True, check=True, env=BARE)
+        return done.stdout
+
+    assert "check" in completions(f"{PROGRAM} ch")
+    assert "--max-batch-size" in completions(f"{PROGRAM} --max-batch-s")
+    assert "tensorrt-llm" in completions(f"{PROGRAM} --engine te")
+    assert "--quantize" in completions(f"{PROGRAM} check /model --quan")
+
+
+def test_the_command_prints_the_script_of_a_shell_that_it_knows() -> None:
+    assert launcher("completion", "bash").stdout == completion_script("bash")
+    done = launcher("completion", "ksh")
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+
+
+def test_the_configuration_of_all_processes_with_sources_and_without_secrets(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t0ken", encoding="ascii")
+    flags = ["--model-id", str(tmp_path), "--engine", "echo", "--print-config", "--json-output", "--port", "1"]
+    done = launcher(*flags, "--shard-token-file", str(token), API_KEY="k3y", MAX_BEST_OF="7", AIP_HTTP_PORT="8080")
+    assert done.returncode == 0
+    assert "t0ken" not in done.stdout
+    assert "k3y" not in done.stdout
+    found = json.loads(done.stdout)
+    assert found.keys() == {"launcher", "router", "shard-0"}
+    assert found["router"]["max_best_of"] == {"value": 7, "source": "environment MAX_BEST_OF"}
+    assert found["router"]["port"] == {"value": 8080, "source": "environment AIP_HTTP_PORT"}
+    assert found["router"]["api_key"] == {"value": "***", "source": "environment API_KEY"}
+    assert found["router"]["queue_timeout"] == {"value": 0.0, "source": "default"}
+    assert found["shard-0"]["engine"] == {"value": "echo", "source": "flag"}
+    assert found["shard-0"]["model_path"] == {"value": str(tmp_path), "source": "launcher"}
+    assert found["shard-0"]["shard_token"] == {"value": "***", "source": "file of --shard-token-file"}
+    refused = launcher(*flags, "--num-shard", "2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "the echo engine has no model to split" in refused.stderr
+
+
+@pytest.mark.parametrize("program", ["router", "shard"])
+def test_router_and_shard_print_their_configuration(program: str) -> None:
+    command = [sys.executable, "-m", f"text_generation_{program}", "--print-config", "--log-level=error"]
+    done = subprocess.run(command, capture_output=True, text=True, env=BARE, check=True)
+    assert ["log_level", '"error"', "flag"] in [line.split() for line in done.stdout.splitlines()]
