@@ -182,7 +182,9 @@ class ContextLengthExceeded(InvalidRequest):
 
     @property
     def openai_text(self) -> str:
-        return f"{self}. This model's maximum context length is {self._context} tokens"
+        limit = f"This model's maximum context length is {self._context} tokens"
+        # The second sentence is the one that LangChain knows.
+        return f"{self}. {limit}. Input tokens exceed the configured limit of {self._limit} tokens"
 
     @property
     def anthropic_text(self) -> str:

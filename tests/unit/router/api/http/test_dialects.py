@@ -100,7 +100,8 @@ def test_a_prompt_that_is_too_long_is_known_by_code_and_words() -> None:
     error = ContextLengthExceeded(text.partition(": ")[2], tokens="30", limit=15, context=20)
     assert body(Dialect.TGI, error) == {"error": text, "error_type": "validation"}
     answer = body(Dialect.OPENAI, error)["error"]
-    assert answer["message"] == f"{text}. This model's maximum context length is 20 tokens"
+    known = "This model's maximum context length is 20 tokens. Input tokens exceed the configured limit of 15 tokens"
+    assert answer["message"] == f"{text}. {known}"
     assert (answer["type"], answer["code"]) == ("invalid_request_error", "context_length_exceeded")
     answer = body(Dialect.ANTHROPIC, error)["error"]
     assert answer == {
