@@ -90,6 +90,15 @@ def test_streamed_tools(client: Anthropic) -> None:
     jsonschema.validate(use.input, PLACE)
 
 
+def test_models(client: Anthropic, server: Server) -> None:
+    (model,) = client.models.list(limit=1)
+    assert (model.id, model.type, model.display_name) == (server.model, "model", server.model)
+    assert client.models.retrieve(server.model) == model
+    with pytest.raises(anthropic.NotFoundError, match="The model `gpt-5` does not exist") as refused:
+        client.models.retrieve("gpt-5")
+    assert refused.value.type == "not_found_error"
+
+
 def test_errors(client: Anthropic, server: Server) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(**GREEDY | {"messages": []})

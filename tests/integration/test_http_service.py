@@ -95,6 +95,41 @@ async def test_models_lists_the_served_model(stack: Stack) -> None:
         assert (error["message"], error["code"]) == ("The model `some/other` does not exist", "model_not_found")
 
 
+async def test_anthropics_clients_get_the_models_and_errors_in_its_form(stack: Stack) -> None:
+    async def get(path: str) -> tuple[int, dict[str, Any]]:
+        async with stack.client.get(path, headers={"anthropic-version": "2023-06-01"}) as response:
+            assert "request-id" in response.headers
+            return response.status, await response.json()
+
+    def card(name: str) -> dict[str, object]:
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+            "max_input_tokens": 1024,
+            "max_tokens": 2048,
+        }
+
+    both = {"data": [card("echo"), card("nick/name")], "has_more": False, "first_id": "echo", "last_id": "nick/name"}
+    first = {"data": [card("echo")], "has_more": True, "first_id": "echo", "last_id": "echo"}
+    last = {"data": [card("nick/name")], "has_more": False, "first_id": "nick/name", "last_id": "nick/name"}
+    assert await get("/v1/models") == (200, both)
+    assert await get("/v1/models?limit=1") == (200, first)
+    assert await get("/v1/models?limit=1&after_id=echo") == (200, last)
+    assert await get("/v1/models?before_id=nick/name") == (200, first | {"has_more": False})
+    assert await get("/v1/models/tgi") == (200, card("echo"))
+    for path, status, kind in (
+        ("/v1/models/other", 404, "not_found_error"),
+        ("/v1/nowhere", 404, "not_found_error"),
+        ("/v1/models?limit=0", 400, "invalid_request_error"),
+        ("/v1/models?after_id=other", 400, "invalid_request_error"),
+    ):
+        refused, error = await get(path)
+        assert (refused, error["type"], error["error"]["type"]) == (status, "error", kind)
+
+
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 BY_MODEL: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": HI,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from text_generation_router.api.anthropic.messages import MessagesRoutes
+from text_generation_router.api.anthropic.models import ModelPageRoutes
 from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
@@ -19,6 +20,7 @@ from text_generation_router.api.http.middleware import Cors, add_request_id, ans
 from text_generation_router.api.http.routes import add_routes
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
+from text_generation_router.api.openai.models import ModelRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
@@ -37,7 +39,9 @@ def create_app(
     table = [
         *service_routes(service, settings),
         *tgi_routes(generate, chat, service),
-        *openai_routes(chat, completions, ResponsesRoutes(serving, chats), service),
+        *openai_routes(
+            chat, completions, ResponsesRoutes(serving, chats), ModelRoutes(serving), ModelPageRoutes(serving)
+        ),
         *anthropic_routes(MessagesRoutes(serving, chats)),
         *cloud_routes(
             SageMakerRoutes(generate, chat, completions),

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from text_generation_router.api.anthropic import events as anthropic
 from text_generation_router.api.anthropic.messages import MessagesRoutes
+from text_generation_router.api.anthropic.models import ModelCard, ModelPage, ModelPageRoutes
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
 from text_generation_router.api.cloud.kserve import InferAnswer, InferBody, KServeRoutes, LiveAnswer, ServerMetadata
 from text_generation_router.api.cloud.sagemaker import InvocationBody, SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexAnswer, VertexBody, VertexRoutes
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.tokens import ChatTokenizeAnswer, SimpleToken, TokenIdsAnswer
-from text_generation_router.api.http.dialects import Dialect
+from text_generation_router.api.http.dialects import Dialect, by_dialect
 from text_generation_router.api.http.routes import Route
 from text_generation_router.api.openai import answers as openai
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
+from text_generation_router.api.openai.models import ModelAnswer, ModelRoutes, ModelsAnswer
 from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.openai.responses_events import ResponseAnswer, ResponseEvent
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
@@ -117,9 +119,14 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
 
 
 def openai_routes(
-    chat: ChatRoutes, completions: CompletionRoutes, responses: ResponsesRoutes, service: ServiceRoutes
+    chat: ChatRoutes,
+    completions: CompletionRoutes,
+    responses: ResponsesRoutes,
+    models: ModelRoutes,
+    pages: ModelPageRoutes,
 ) -> list[Route]:
-    """OpenAI's routes."""
+    """OpenAI's routes; the list of models is Anthropic's too."""
+    both = (Dialect.OPENAI, Dialect.ANTHROPIC)
     return [
         Route(
             "POST",
@@ -153,13 +160,21 @@ def openai_routes(
         ),
         Route("GET", "/v1/responses/{id}", responses.stored, "OpenAI", operations=Operation.FIND),
         Route("DELETE", "/v1/responses/{id}", responses.stored, "OpenAI", operations=Operation.FIND),
-        Route("GET", "/v1/models", service.models, "OpenAI", answer=about.ModelsAnswer),
+        Route(
+            "GET",
+            "/v1/models",
+            by_dialect(models.models, pages.models),
+            "OpenAI",
+            answer=ModelsAnswer | ModelPage,
+            speaks=both,
+        ),
         Route(
             "GET",
             "/v1/models/{model:.+}",
-            service.one_model,
+            by_dialect(models.one_model, pages.one_model),
             "OpenAI",
-            answer=about.ModelAnswer,
+            answer=ModelAnswer | ModelCard,
+            speaks=both,
             operations=Operation.FIND,
         ),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
@@ -103,6 +103,18 @@ class Serving:
             return str(model)
         self.settings.check_model(model)
         return ""
+
+    @property
+    def model_names(self) -> Collection[str]:
+        """The names of the model and of its adapters, as they are listed."""
+        return dict.fromkeys((*self.settings.model_names, *self.cluster.adapters))
+
+    def listed_name(self, name: str) -> str:
+        """Return the listed name of the model that a request names. Raises ModelNotFound."""
+        if name in self.model_names:
+            return name
+        self.settings.check_model(name)
+        return self.settings.model_id
 
     def check_adapter(self, name: str | None) -> None:
         """Raise ModelNotFound if a request of TGI's dialect names an adapter that is not loaded. "" and None name none."""

@@ -15,7 +15,7 @@ from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.parameters import CALLER_HEADERS
 from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import JSON
-from text_generation_router.api.http.dialects import ERROR_ANSWERS, Dialect, error_answer, status_of
+from text_generation_router.api.http.dialects import ANTHROPIC_VERSION, ERROR_ANSWERS, Dialect, error_answer, status_of
 from text_generation_router.api.http.routes import Route
 from text_generation_router.error_attributes import Operation, TgiBody
 from text_generation_router.errors import MAX_RETRY_AFTER_S, ServingError, Unauthorized
@@ -43,6 +43,13 @@ _OWN_HEADERS: Json = {
     }
 }
 """Headers of some responses only."""
+_ANTHROPIC_VERSION: Json = {
+    "name": ANTHROPIC_VERSION,
+    "in": "header",
+    "required": False,
+    "description": "Its presence asks for Anthropic's form of the response.",
+    "schema": {"type": "string"},
+}
 _VARIABLE = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 _NAME = r"\1"
 _NO_WORD = re.compile(r"\W+")
@@ -137,6 +144,8 @@ def _parameters(route: Route) -> list[Json]:
         for name in _VARIABLE.findall(route.path)
     ]
     headers = CALLER_HEADERS if Operation.GENERATE in route.operations else ()
+    if set(route.dialects) >= {Dialect.OPENAI, Dialect.ANTHROPIC}:
+        variables.append(_ANTHROPIC_VERSION)
     return [*variables, *({"$ref": f"#/components/parameters/{name}"} for name in headers)]
 
 

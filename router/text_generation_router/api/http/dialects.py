@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import wraps
 from typing import Any, Literal, NotRequired
 
 import orjson
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
 
 from text_generation_router.api.http.bodies import JSON, ResponseBody
 from text_generation_router.error_attributes import TgiBody
@@ -82,16 +84,31 @@ ERROR_ANSWERS: dict[Dialect, Any] = {
 
 DIALECT = web.RequestKey("dialect", Dialect)
 """Set by a handler that serves several dialects."""
-ROUTE_DIALECTS = web.AppKey("route_dialects", dict[web.AbstractRoute, Dialect])
-"""Routes whose dialect does not follow from their path."""
+ROUTE_DIALECTS = web.AppKey("route_dialects", dict[web.AbstractRoute, tuple[Dialect, ...]])
+"""The dialects of each route, the default first."""
+ANTHROPIC_VERSION = "anthropic-version"
+"""Header of every request of Anthropic's clients."""
 
 
 def dialect_of(request: web.Request) -> Dialect:
     """The dialect of the response to this request."""
     if DIALECT in request:
         return request[DIALECT]
-    own = request.app.get(ROUTE_DIALECTS, {})
-    return own.get(request.match_info.route) or dialect_of_path(request.path)
+    spoken = request.app.get(ROUTE_DIALECTS, {}).get(request.match_info.route)
+    usual = dialect_of_path(request.path) if spoken is None else spoken[0]
+    # An unknown route below /v1 may be OpenAI's or Anthropic's.
+    may_be_anthropic = usual is Dialect.OPENAI if spoken is None else Dialect.ANTHROPIC in spoken
+    return Dialect.ANTHROPIC if may_be_anthropic and ANTHROPIC_VERSION in request.headers else usual
+
+
+def by_dialect(openai: Handler, anthropic: Handler) -> Handler:
+    """A handler for a route that both dialects have."""
+
+    @wraps(openai)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await (anthropic if dialect_of(request) is Dialect.ANTHROPIC else openai)(request)
+
+    return answer
 
 
 def dialect_of_path(path: str) -> Dialect:

@@ -82,7 +82,6 @@ def add_routes(app: web.Application, table: Iterable[Route]) -> dict[web.Abstrac
         methods = (hdrs.METH_GET, hdrs.METH_HEAD) if route.method == hdrs.METH_GET else (route.method,)
         for method in methods:
             added = resources[route.path].add_route(method, route.handler, expect_handler=expect_continue)
-            if route.speaks:
-                dialects[added] = route.speaks[0]
+            dialects[added] = route.dialects
             rows[added] = route
     return rows

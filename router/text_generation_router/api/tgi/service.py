@@ -1,8 +1,8 @@
-"""Routes about the service: /health, /info, /metrics, /v1/models, /tokenize, /detokenize, /tokenizer_info."""
+"""Routes about the service: /health, /info, /metrics, /tokenize, /detokenize, /tokenizer_info."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -146,27 +146,6 @@ class InfoAnswer(ResponseBody):
     prefix_cache: PrefixCacheAnswer
 
 
-class ModelAnswer(ResponseBody):
-    """A served model."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    """0, as in TGI."""
-    owned_by: str
-    root: str
-    """The model that computes it."""
-    parent: str | None
-    """The model that an adapter changes; null for the model itself."""
-
-
-class ModelsAnswer(ResponseBody):
-    """The served models."""
-
-    object: Literal["list"]
-    data: list[ModelAnswer]
-
-
 # --------------------------------------------------------------------------------------------------------------- handlers
 
 
@@ -301,29 +280,6 @@ class ServiceRoutes:
             "model_max_length": self._limits.max_total_tokens,
         }
         return json_response(answer)
-
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models: the served model, by each of its names, and its adapters."""
-        answer: ModelsAnswer = {"object": "list", "data": [self._listed(name) for name in self._names]}
-        return json_response(answer)
-
-    async def one_model(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models/{model}: the served model, by any name that requests may give it."""
-        name = request.match_info["model"]
-        is_listed = name in self._names
-        if not is_listed:
-            self._settings.check_model(name)
-        return json_response(self._listed(name if is_listed else self._settings.model_id))
-
-    @property
-    def _names(self) -> Collection[str]:
-        """The names of the model and of its adapters."""
-        return dict.fromkeys((*self._settings.model_names, *self._cluster.adapters))
-
-    def _listed(self, name: str) -> ModelAnswer:
-        base = self._settings.model_id
-        parent = base if name in self._cluster.adapters else None
-        return {"id": name, "object": "model", "created": 0, "owned_by": base, "root": base, "parent": parent}
 
 
 def tokenize_body(value: object) -> TokenizeBody:

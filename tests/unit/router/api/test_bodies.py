@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from typing_extensions import TypeAliasType
 
 from text_generation_router.api.anthropic.messages import MessagesRoutes
+from text_generation_router.api.anthropic.models import ModelPageRoutes
 from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
@@ -21,6 +22,7 @@ from text_generation_router.api.http.bodies import Body, validate
 from text_generation_router.api.http.body_errors import InvalidBody
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
+from text_generation_router.api.openai.models import ModelRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.openai.schemas import CompletionBody
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
@@ -44,7 +46,13 @@ def bodies() -> list[type[Body]]:
     table = [
         *service_routes(service, api_settings(LIMITS)),
         *tgi_routes(generate, chat, service),
-        *openai_routes(chat, completions, ResponsesRoutes.__new__(ResponsesRoutes), service),
+        *openai_routes(
+            chat,
+            completions,
+            ResponsesRoutes.__new__(ResponsesRoutes),
+            ModelRoutes.__new__(ModelRoutes),
+            ModelPageRoutes.__new__(ModelPageRoutes),
+        ),
         *anthropic_routes(MessagesRoutes.__new__(MessagesRoutes)),
         *cloud_routes(
             SageMakerRoutes.__new__(SageMakerRoutes),
