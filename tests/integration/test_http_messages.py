@@ -183,7 +183,7 @@ async def test_unsupported_fields_are_refused_by_name(
 ) -> None:
     stack, client = stack_and_client
     for stream in (False, True):
-        with pytest.raises(anthropic.UnprocessableEntityError) as refused:
+        with pytest.raises(anthropic.BadRequestError) as refused:
             asked = {"messages": HI, "max_tokens": 5, "stream": stream, **body}
             await client.post("/v1/messages", body=asked, cast_to=Message)
         assert message in str(refused.value)
@@ -199,5 +199,5 @@ async def test_counting_takes_no_permit_and_refuses_threads(demo_model: Path) ->
             assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
             with pytest.raises(anthropic.RateLimitError):
                 await client.messages.create(model="tgi", messages=HI, max_tokens=5, extra_body={"thread": None})
-            with pytest.raises(anthropic.UnprocessableEntityError, match="thread_unsupported_request"):
+            with pytest.raises(anthropic.BadRequestError, match="thread_unsupported_request"):
                 await client.messages.count_tokens(model="tgi", messages=HI, extra_body={"thread": "x"})

@@ -107,6 +107,27 @@ async def test_nothing_is_stored(stack_and_client: Both) -> None:
         await client.responses.delete(response.id)
 
 
+@pytest.mark.parametrize("tops", [0, 2])
+async def test_log_probabilities_stand_beside_the_text_whole_and_streamed(stack_and_client: Both, tops: int) -> None:
+    _, client = stack_and_client
+    asked: Any = {"model": "tgi", "input": "Hello there, you", "max_output_tokens": 5}
+    asked |= {"top_logprobs": tops} if tops else {"include": ["message.output_text.logprobs"]}
+    response = await client.responses.create(**asked)
+    assert (response.output_text, response.top_logprobs) == ("[user]Hello there", tops)
+    [part] = response.output[0].content  # type: ignore[union-attr]
+    scores: list[Any] = part.logprobs  # type: ignore[union-attr, assignment]
+    assert "".join(score.token for score in scores) == response.output_text
+    assert all(score.logprob <= 0 and len(score.top_logprobs) == tops for score in scores)
+    streamed: list[Any] = []
+    async for event in await client.responses.create(**asked, stream=True):
+        if event.type == "response.output_text.delta":
+            assert "".join(score.token for score in event.logprobs) == event.delta
+            streamed += event.logprobs
+        if event.type == "response.completed":
+            assert event.response.output[0].content[0].logprobs == scores  # type: ignore[union-attr]
+    assert [(score.token, score.logprob) for score in streamed] == [(score.token, score.logprob) for score in scores]
+
+
 def called(**fields: object) -> dict[str, Any]:
     return {"input": [{"type": "function_call", **fields}]}
 
@@ -118,8 +139,7 @@ def called(**fields: object) -> dict[str, Any]:
         ({"conversation": "conv_1"}, "`conversation` is not supported"),
         ({"conversation": {"id": "conv_1"}}, "`conversation` is not supported"),
         ({"prompt": {"id": "pmpt_1"}}, "`prompt` is not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "ask /v1/chat/completions"),
-        ({"top_logprobs": 2}, "`top_logprobs` is not supported"),
+        ({"top_logprobs": 21}, "`top_logprobs` must be >= 0 and <= 20. Given: 21"),
         ({"background": True}, "`background` is not supported"),
         ({"tools": [{"type": "funktion", "name": "f"}]}, "tools of type 'funktion' are not supported"),
         ({"tools": [{"type": "function"}]}, "has no `name`"),
@@ -144,7 +164,7 @@ async def test_unsupported_fields_are_refused_by_name(
 ) -> None:
     stack, client = stack_and_client
     for stream in (False, True):
-        with pytest.raises(openai.UnprocessableEntityError) as refused:
+        with pytest.raises(openai.BadRequestError) as refused:
             await client.post("/responses", body={"input": "Hi", "stream": stream, **body}, cast_to=Response)
         assert message in str(refused.value)
         assert refused.value.type == "invalid_request_error"

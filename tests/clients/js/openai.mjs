@@ -104,13 +104,13 @@ await run({
 
   async errors() {
     await assert.rejects(client.chat.completions.create({ ...greedy, temperature: -1 }), (error) => {
-      assert.ok(error instanceof OpenAI.UnprocessableEntityError);
+      assert.ok(error instanceof OpenAI.BadRequestError);
       assert.equal(error.type, "invalid_request_error");
       assert.match(error.message, /`temperature` must be strictly positive/);
       return true;
     });
     // More answers than there are places: to try again would be no use.
-    await assert.rejects(client.chat.completions.create({ ...greedy, n: 9 }), OpenAI.UnprocessableEntityError);
+    await assert.rejects(client.chat.completions.create({ ...greedy, n: 9 }), OpenAI.BadRequestError);
   },
 
   async responses() {

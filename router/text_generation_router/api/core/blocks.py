@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import ServingError
+from text_generation_router.generation import TokenOutput
 
 BlockT = TypeVar("BlockT")
 """A block as the whole reply has it."""
@@ -38,6 +39,9 @@ class Script(ABC, Generic[BlockT]):
     Every method returns whole events for the stream; `end` or `failed` is the last call.
     """
 
+    scored = False
+    """True if the answer has log-probabilities: `score` is called with each token before its text or its events."""
+
     def __init__(self) -> None:
         self.blocks: list[BlockT] = []
         """The closed blocks of the whole reply."""
@@ -55,6 +59,10 @@ class Script(ABC, Generic[BlockT]):
         opening = self._switch_to(Kind.TEXT)
         self._parts.append(delta)
         return opening + self.text_delta(delta)
+
+    def score(self, output: TokenOutput) -> None:
+        """Take the next token."""
+        raise NotImplementedError
 
     def events(self, events: Sequence[Event]) -> bytes:
         """Add the events of a parser."""

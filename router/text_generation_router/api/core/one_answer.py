@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
@@ -11,16 +12,18 @@ from aiohttp import web
 from text_generation_router.api.core.blocks import CachedTokens, Script
 from text_generation_router.api.core.chat import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
 from text_generation_router.api.core.parameters import GenerationOptions
-from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.http.bodies import beside
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
-from text_generation_router.api.http.sse import EventStream
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.events import Event
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import GenerationResult, Sink, TokenOutput
 from text_generation_router.request import LogprobJson, TopToken
+
+REPLAYED_AT_ONCE = 64
+"""Tokens of a whole reply that are written without a pause if it has log-probabilities."""
 
 
 async def answer(
@@ -45,7 +48,10 @@ async def answer(
             with serving.run(chat.requests, records, [script_sink(events, script, chat, records[0])]):
                 return await events.run()
         [collector] = await serving.collect(chat.requests, records)
-        read_whole(script, chat, collector.ended.result())
+        if script.scored:
+            await _replay(collector, script_sink(Unsent(), script, chat, records[0]))
+        else:
+            read_whole(script, chat, collector.ended.result())
         headers |= timing_headers(records) | compute_time_header(records[0])
         return web.Response(body=orjson.dumps(script.whole()), content_type="application/json", headers=headers)
 
@@ -57,16 +63,45 @@ def read_whole(script: Script[Any], chat: ChatRequest, ending: GenerationResult)
     script.end(end)
 
 
-def script_sink(stream: EventStream, script: Script[Any], chat: ChatRequest, record: GenerationRecord) -> Sink:
+async def _replay(collector: Collector, sink: Sink) -> None:
+    """Give the outputs of a finished text to a sink. Other requests run in between: log-probabilities are megabytes."""
+    for index, output in enumerate(collector.take_outputs()):
+        sink.on_output(output)
+        if index % REPLAYED_AT_ONCE == 0:
+            await asyncio.sleep(0)
+
+
+class Events(Protocol):
+    """A stream of events."""
+
+    def send(self, event: bytes) -> None: ...
+    def close(self) -> None: ...
+    def fail(self, error: ServingError) -> None: ...
+
+
+class Unsent:
+    """A stream that nothing is sent on: the reply is whole."""
+
+    def send(self, event: bytes) -> None:
+        """Drop an event."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def fail(self, error: ServingError) -> None:
+        raise AssertionError("the text is finished") from error
+
+
+def script_sink(stream: Events, script: Script[Any], chat: ChatRequest, record: GenerationRecord) -> Sink:
     """Return the sink of a streamed answer, without a parser if the answer is text only."""
-    sink = ScriptSink(stream, script, record)
+    sink = (ScoredSink if script.scored else ScriptSink)(stream, script, record)
     return sink if chat.form.is_plain else Reader(chat.form.parser(), sink)
 
 
 class ScriptSink:
     """Sends what a script writes. A sink of outputs for plain text, a sink of events behind a parser."""
 
-    def __init__(self, stream: EventStream, script: Script[Any], record: GenerationRecord) -> None:
+    def __init__(self, stream: Events, script: Script[Any], record: GenerationRecord) -> None:
         self._stream = stream
         self._send = stream.send
         self._script = script
@@ -100,3 +135,15 @@ class ScriptSink:
         self._record.ending = end.ending
         self._send(before + self._script.end(end))
         self._stream.close()
+
+
+class ScoredSink(ScriptSink):
+    """The same for a script that writes log-probabilities."""
+
+    def on_output(self, output: TokenOutput) -> None:
+        self._script.score(output)
+        super().on_output(output)
+
+    def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
+        self._script.score(output)
+        super().on_events(events, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from aiohttp import web
@@ -13,11 +14,13 @@ from text_generation_router.api.core.one_answer import answer
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.openai.answers import ContentLogprob, content_logprobs
 from text_generation_router.api.openai.responses_events import ResponseScript
-from text_generation_router.api.openai.responses_input import to_conversation, to_options
+from text_generation_router.api.openai.responses_input import asks_for_logprobs, to_conversation, to_options
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import NotFound
+from text_generation_router.generation import TokenOutput
 
 
 class ResponsesRoutes:
@@ -34,7 +37,13 @@ class ResponsesRoutes:
 
         def script(chat: ChatRequest, cached_tokens: CachedTokens) -> ResponseScript:
             head = named("resp_", body.model, self._serving.settings)
-            return ResponseScript(body, head, chat.prompt_tokens, cached_tokens)
+
+            def logprobs(outputs: Sequence[TokenOutput]) -> list[ContentLogprob]:
+                return content_logprobs(outputs, self._serving.tokenizer, body.top_logprobs or 0)["content"]
+
+            return ResponseScript(
+                body, head, chat.prompt_tokens, cached_tokens, logprobs if asks_for_logprobs(body) else None
+            )
 
         def read() -> tuple[Conversation, GenerationOptions]:
             return to_conversation(body), replace(to_options(body), adapter=adapter)

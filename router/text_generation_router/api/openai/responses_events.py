@@ -12,6 +12,7 @@ Every event carries its name and the next `sequence_number`. No [DONE] follows.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NotRequired
 
 import orjson
@@ -21,9 +22,11 @@ from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
 from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
+from text_generation_router.api.openai.answers import ContentLogprob
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import ServingError
+from text_generation_router.generation import TokenOutput
 
 
 class OutputText(ResponseBody):
@@ -33,8 +36,8 @@ class OutputText(ResponseBody):
     text: str
     annotations: list[Any]
     """Always empty."""
-    logprobs: list[Any]
-    """Always empty."""
+    logprobs: list[ContentLogprob]
+    """Empty unless they were asked for."""
 
 
 class ReasoningText(ResponseBody):
@@ -168,6 +171,8 @@ class ResponseEvent(ResponseBody):
     sequence_number: int
 
 
+Logprobs = Callable[[Sequence[TokenOutput]], list[ContentLogprob]]
+
 _PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
 _DELTAS = {
     Kind.TEXT: "response.output_text.delta",
@@ -179,8 +184,22 @@ _DELTAS = {
 class ResponseScript(Script[OutputItem]):
     """Writes one response."""
 
-    def __init__(self, body: ResponsesBody, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:
+    def __init__(
+        self,
+        body: ResponsesBody,
+        named: Named,
+        prompt_tokens: int,
+        cached_tokens: CachedTokens,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        """`logprobs`: gives the log-probabilities of tokens; None: the response has none."""
         super().__init__()
+        self.scored = logprobs is not None
+        self._logprobs_of = logprobs
+        self._unwritten: list[TokenOutput] = []
+        """Tokens since the last delta of the text: a parser may hold their text back."""
+        self._logprobs: list[ContentLogprob] = []
+        """Log-probabilities of the open text."""
         self._response = _new_response(body, named)
         self._cached_tokens = cached_tokens
         self._origins = callable_tools(body.tools or ()).origins
@@ -201,6 +220,8 @@ class ResponseScript(Script[OutputItem]):
 
     def block_began(self, kind: Kind, name: str) -> bytes:
         self._item = item = self._new_item(kind, name)
+        if self.blocks:  # the last token begins this block; those before it are markers
+            del self._unwritten[:-1]
         delta = {"type": _DELTAS[kind], **self._place(kind)} | ({"logprobs": []} if kind is Kind.TEXT else {})
         self._delta_head = b'event: %b\ndata: %b,"sequence_number":' % (
             _DELTAS[kind].encode(),
@@ -212,16 +233,29 @@ class ResponseScript(Script[OutputItem]):
         return began + self._named(
             "response.content_part.added",
             **self._place(kind),
-            part=_output_text("") if kind is Kind.TEXT else _reasoning_text(""),
+            part=_output_text("", []) if kind is Kind.TEXT else _reasoning_text(""),
         )
 
+    def score(self, output: TokenOutput) -> None:
+        self._unwritten.append(output)
+
     def text_delta(self, delta: str) -> bytes:
+        if self._logprobs_of is None:
+            return self._delta(delta)
+        written, self._unwritten = self._logprobs_of(self._unwritten), []
+        self._logprobs += written
+        return self._named(_DELTAS[Kind.TEXT], **self._place(Kind.TEXT), delta=delta, logprobs=written)
+
+    def reasoning_delta(self, delta: str) -> bytes:
+        self._unwritten.clear()
+        return self._delta(delta)
+
+    arguments_delta = reasoning_delta
+
+    def _delta(self, delta: str) -> bytes:
         # Formatted by hand; only the text is escaped.
         sequence, self._sequence = self._sequence, self._sequence + 1
         return b'%b%d,"delta":%b}\n\n' % (self._delta_head, sequence, orjson.dumps(delta))
-
-    reasoning_delta = text_delta
-    arguments_delta = text_delta
 
     def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[OutputItem, bytes]:
         item, place = self._item, self._place(kind)
@@ -232,9 +266,10 @@ class ResponseScript(Script[OutputItem]):
                 name = "response.function_call_arguments.done"
                 events = self._named(name, **place, name=item["name"], arguments=text)
             case "message":
-                item["content"] = [_output_text(text)]
-                events = self._named("response.output_text.done", **place, text=text, logprobs=[])
-                events += self._named("response.content_part.done", **place, part=_output_text(text))
+                logprobs, self._logprobs = self._logprobs, []
+                item["content"] = [_output_text(text, logprobs)]
+                events = self._named("response.output_text.done", **place, text=text, logprobs=logprobs)
+                events += self._named("response.content_part.done", **place, part=_output_text(text, logprobs))
             case "reasoning":
                 item["content"] = [_reasoning_text(text)]
                 events = self._named("response.reasoning_text.done", **place, text=text)
@@ -308,8 +343,8 @@ def _usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Res
     }
 
 
-def _output_text(text: str) -> OutputText:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _output_text(text: str, logprobs: list[ContentLogprob]) -> OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _reasoning_text(text: str) -> ReasoningText:
@@ -343,7 +378,7 @@ def _new_response(body: ResponsesBody, named: Named) -> ResponseAnswer:
         "text": _repeated({"format": (body.text.format if body.text is not None else None) or {"type": "text"}}),
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
         "tools": _repeated([as_sent(tool) for tool in body.tools or ()]),
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": _number(body.top_p),
         "truncation": body.truncation or "disabled",
         "usage": None,

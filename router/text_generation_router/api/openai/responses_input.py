@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from text_generation_proto.parameters import Api
+from text_generation_proto.values import LogprobOptions
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
 from text_generation_router.api.openai import chat_messages
 from text_generation_router.api.openai.responses_schemas import InputItem, ResponsesBody
@@ -31,13 +32,18 @@ def to_options(body: ResponsesBody) -> GenerationOptions:
         sampling=open_sampling(body, Api.RESPONSES),
         max_new_tokens=body.max_output_tokens,
         length_field="max_output_tokens",
+        logprobs=LogprobOptions(body.top_logprobs or 0, tokens=asks_for_logprobs(body)),
     )
+
+
+def asks_for_logprobs(body: ResponsesBody) -> bool:
+    """Return True if the response shows the log-probabilities of its tokens."""
+    return LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
 
 
 def to_conversation(body: ResponsesBody) -> Conversation:
     """Return the conversation of a body. Raises InvalidRequest, naming what is not supported."""
     _refuse_what_needs_a_store(body)
-    _refuse_logprobs(body)
     tools = callable_tools(body.tools or ())
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
@@ -71,13 +77,6 @@ def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
     ):
         if value is not None:
             raise InvalidRequest(f"`{name}` is not supported: responses are not stored. Send the whole `input`")
-
-
-def _refuse_logprobs(body: ResponsesBody) -> None:
-    if LOGPROBS in (body.include or ()):
-        raise InvalidRequest(f"`include` of {LOGPROBS!r} is not supported: ask /v1/chat/completions for `logprobs`")
-    if body.top_logprobs:
-        raise InvalidRequest("`top_logprobs` is not supported: ask /v1/chat/completions for `logprobs`")
 
 
 class _Messages:

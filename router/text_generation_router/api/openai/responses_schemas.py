@@ -147,9 +147,9 @@ class ResponsesBody(TieredFields):
     store: bool | None = None
     """Accepted: nothing is stored, and the answer says so."""
     include: Included | None = None
-    """Accepted, except log-probabilities, which are refused."""
+    """`message.output_text.logprobs` asks for the log-probabilities of the text; others are ignored."""
     top_logprobs: UInt32 | None = None
-    """Refused unless it is 0."""
+    """Report the log-probabilities of the text, and those of so many most probable tokens at each position."""
     user: Name | None = None
     """Repeated in the answer."""
     background: bool | None = None

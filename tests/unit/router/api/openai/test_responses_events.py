@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -14,6 +15,7 @@ from text_generation_router.api.openai.responses_events import ResponseScript
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
+from text_generation_router.generation import TokenOutput
 
 NAMED = Named("resp_1", 1_700_000_000, "some-model", "native")
 EVERYTHING: list[Event] = [
@@ -39,6 +41,37 @@ def written(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], 
     assert [event["sequence_number"] for event in read] == list(range(len(read)))
     assert read[-1]["response"] == whole
     return read, whole
+
+
+def test_log_probabilities_are_those_of_the_text_alone() -> None:
+    """A parser may hold text back, and the tokens of calls and of markers are not part of the text."""
+
+    def names(outputs: Sequence[TokenOutput]) -> list[Any]:
+        return [
+            {"token": output.text, "logprob": orjson.Fragment(output.logprob), "bytes": [], "top_logprobs": []}
+            for output in outputs
+        ]
+
+    writer = ResponseScript(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, names)
+    stream = b""
+    for token, events in (
+        ("hm", [ReasoningDelta("hm")]),
+        ("</think>", []),
+        ("a<", [TextDelta("a")]),
+        ("b", []),
+        ("c", [TextDelta("<bc")]),
+        ("<call>", []),
+        ("f", [ToolCallStart(0, "f"), ToolCallArguments(0, "{}")]),
+    ):
+        writer.score(TokenOutput(1, token, token, b"-0.5", False, (), None))
+        stream += writer.events(events)
+    read = read_events(stream + writer.end(ending(Finish.TOOL_CALLS)))
+    check_types(read, RESPONSES)
+    deltas = [event["logprobs"] for event in read if event["type"] == "response.output_text.delta"]
+    assert [[score["token"] for score in scores] for scores in deltas] == [["a<"], ["b", "c"]]
+    [done] = [event for event in read if event["type"] == "response.output_text.done"]
+    message = read[-1]["response"]["output"][1]
+    assert done["logprobs"] == message["content"][0]["logprobs"] == deltas[0] + deltas[1]
 
 
 def test_the_events_of_a_text_come_in_openais_order() -> None:
