@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -65,6 +66,22 @@ async def test_answers_to_random_schemas_satisfy_them_streamed_or_not(stack: Sta
     assert unfinished <= REQUESTS / 3
 
 
+async def test_rules_and_structural_tags_are_followed(stack: Stack) -> None:
+    async def content(**fields: object) -> str:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 30, **fields}
+        [choice] = (await post(stack.client, "/v1/chat/completions", body))["choices"]
+        return str(choice["message"]["content"])
+
+    assert await content(guided_grammar='root ::= "a" b\nb ::= "(" b ")" | "b"', max_tokens=1) == "a"
+    assert await content(structured_outputs={"grammar": 'start: "yes" | "yes" start "no"'}, stop=["no"]) == "yes"
+    tag = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]"}, "end": "</n>"}
+    assert re.fullmatch("<n>[0-9]</n>", await content(response_format={"type": "structural_tag", "format": tag}))
+    [choice] = (await post(stack.client, "/v1/completions", {"prompt": "x", "regex": "q{3}", "max_tokens": 9}))[
+        "choices"
+    ]
+    assert choice["text"] == "qqq"
+
+
 def nested_one_of(depth: int) -> Json:
     schema: Json = {"type": "string"}
     for _ in range(depth):
@@ -98,18 +115,27 @@ HOSTILE: list[tuple[str, Json]] = [
     ("a bad pattern", schema_form({"type": "string", "pattern": "("})),
     ("look-around", {"type": "regex", "value": "(?=a)b"}),
 ]
+HOSTILE_RULES = {
+    "ambiguity": "root ::= " + '("a" | "aa")* ' * 30,
+    "nothing but itself": "root ::= root",
+    "depth": "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000,
+    "chain": "".join(f"r{i} ::= r{i + 1}\n" for i in range(9_000)) + 'root ::= r0\nr9000 ::= "a"',
+    "expansion": "start: /((a{1,100}){1,100}){1,100}/",
+}
 HEADERS = {"content-type": "application/json"}
 
 
-def encoded(form: Json) -> bytes:
-    """Return a body with this grammar."""
-    return orjson.dumps({"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 50})
+def encoded(form: Json | str) -> bytes:
+    """Return a body with this grammar; a text is one of rules."""
+    asked = {"ebnf": form} if isinstance(form, str) else {"response_format": form}
+    return orjson.dumps({"messages": [{"role": "user", "content": "a"}], **asked, "max_tokens": 50})
 
 
-@pytest.mark.parametrize(("name", "form"), HOSTILE, ids=[name for name, _ in HOSTILE])
-async def test_a_hostile_grammar_is_refused_with_a_reason_and_soon(stack: Stack, name: str, form: Json) -> None:
+@pytest.mark.parametrize("name", [*dict(HOSTILE), *HOSTILE_RULES])
+async def test_a_hostile_grammar_is_refused_with_a_reason_and_soon(stack: Stack, name: str) -> None:
     started = time.monotonic()
-    async with stack.client.post("/v1/chat/completions", data=io.BytesIO(encoded(form)), headers=HEADERS) as response:
+    body = encoded((dict(HOSTILE) | HOSTILE_RULES)[name])
+    async with stack.client.post("/v1/chat/completions", data=io.BytesIO(body), headers=HEADERS) as response:
         answer = await response.json()
         assert response.status == 400, answer
     assert time.monotonic() - started < 6

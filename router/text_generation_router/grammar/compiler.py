@@ -10,9 +10,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 import structlog
 
-from text_generation_proto.values import Grammar
+from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.grammar.schema import not_compilable
 from text_generation_router.preparation import Preparation
@@ -32,7 +34,9 @@ TIMEOUT_S = 1.5
 MEMORY_BYTES = 768 * 1024 * 1024
 """Memory of one worker, most of it for the tokenizer."""
 MAX_CACHED = 1024
-"""Verdicts in the cache, about a hundred bytes each."""
+"""Verdicts in the cache, about a hundred bytes each, without translated grammars."""
+MAX_CACHED_TEXT = 16 << 10
+"""Characters of the longest translated grammar that is cached."""
 TIMEOUT_CACHED_S = 30.0
 """Life of the verdict of a compile that was too slow or too large."""
 
@@ -41,6 +45,8 @@ TIMEOUT_CACHED_S = 30.0
 class _Verdict:
     error: str | None
     """TGI's text without its prefix; None if the grammar is accepted."""
+    translated: str = ""
+    """The Lark rules that the engine gets in place of the grammar; empty if it gets the grammar itself."""
     until: float = math.inf
     """Time on the event loop's clock."""
 
@@ -55,7 +61,7 @@ def grammar_sandbox(
         workers=workers,
         timeout_s=timeout_s,
         memory_bytes=MEMORY_BYTES,
-        max_output=4096,
+        max_output=8 * MAX_GRAMMAR_TEXT,
         stage=stage,
     )
 
@@ -69,8 +75,11 @@ class GrammarCompiler:
         self._running: dict[tuple[TenantId, bytes], asyncio.Event] = {}
         """By tenant: the turn of one must not wait in the line of another."""
 
-    async def prove(self, grammar: Grammar, tenant: TenantId = DEFAULT_TENANT) -> None:
-        """Return if the engine can follow this grammar. Raises InvalidRequest; Overloaded, CannotKeepUp, Unhealthy."""
+    async def prove(self, grammar: Grammar, tenant: TenantId = DEFAULT_TENANT) -> Grammar:
+        """Return the grammar, translated if its kind is, if the engine can follow it.
+
+        Raises InvalidRequest; Overloaded, CannotKeepUp, Unhealthy.
+        """
         key = hashlib.sha256(f"{grammar.kind.value}\0{grammar.text}".encode()).digest()
         while (verdict := self._cached(key)) is None:
             if (other := self._running.get((tenant, key))) is not None:
@@ -78,12 +87,15 @@ class GrammarCompiler:
                 continue
             done = self._running[tenant, key] = asyncio.Event()
             try:
-                self._cache(key, await self._ask(grammar, tenant))
+                verdict = await self._ask(grammar, tenant)
+                self._cache(key, verdict)
+                break
             finally:
                 del self._running[tenant, key]
                 done.set()
         if verdict.error is not None:
             raise InvalidRequest(verdict.error)
+        return Grammar(GrammarKind.LARK, verdict.translated) if verdict.translated else grammar
 
     async def _ask(self, grammar: Grammar, tenant: TenantId) -> _Verdict:
         payload = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
@@ -99,11 +111,12 @@ class GrammarCompiler:
         except SandboxError as error:
             log.warning("a grammar could not be compiled", reason=str(error))
             return self._refuse_for_now("it cannot be judged now")
-        return _Verdict(answer.decode() or None)
+        result = orjson.loads(answer)
+        return _Verdict(result.get("error"), result.get("lark", ""))
 
     def _refuse_for_now(self, detail: str) -> _Verdict:
         error = str(not_compilable(detail)).removeprefix(InvalidRequest.prefix)
-        return _Verdict(error, asyncio.get_running_loop().time() + TIMEOUT_CACHED_S)
+        return _Verdict(error, until=asyncio.get_running_loop().time() + TIMEOUT_CACHED_S)
 
     def _cached(self, key: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(key)
@@ -116,6 +129,8 @@ class GrammarCompiler:
         return verdict
 
     def _cache(self, key: bytes, verdict: _Verdict) -> None:
+        if len(verdict.translated) > MAX_CACHED_TEXT:
+            return
         self._verdicts[key] = verdict
         if len(self._verdicts) > MAX_CACHED:
             self._verdicts.popitem(last=False)

@@ -2,7 +2,9 @@
 
     TGI       parameters.grammar, response_format    {"type": "json" | "json_object" | "regex" | "json_schema", "value": …}
     OpenAI    response_format                        {"type": "text" | "json_object" | "json_schema", "json_schema": {…}}
-    vLLM      guided_json, guided_regex, guided_choice; structured_outputs: {"json" | "regex" | "choice": …}
+    vLLM      guided_json, guided_regex, guided_choice, guided_grammar; structured_outputs: {"json" | "regex" | …: …};
+              response_format                        {"type": "structural_tag", …}
+    SGLang    json_schema, regex, ebnf, structural_tag
 
 TGI requires `properties` at the top of a schema; OpenAI's forms do not.
 """
@@ -10,7 +12,7 @@ TGI requires `properties` at the top of a schema; OpenAI's forms do not.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from text_generation_proto.values import Grammar, GrammarKind
@@ -69,23 +71,59 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
             if not isinstance(holder, dict) or not isinstance(holder.get("schema"), dict):
                 raise not_valid("`response_format.json_schema.schema` must be an object")
             return schema_grammar(read_schema(holder["schema"]))
+        case "structural_tag":
+            return tag_grammar({key: value for key, value in form.items() if key != "type"})
         case other:
-            raise not_valid(f"unknown type {other!r}, expected one of `text`, `json_object`, `json_schema`, `regex`")
+            known = ", ".join(f"`{kind}`" for kind in ("text", "json_object", "json_schema", "regex", "structural_tag"))
+            raise not_valid(f"unknown type {str(other)[:64]!r}, expected one of {known}")
 
 
 def guided(body: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of vLLM's extra fields; None if there are none. Raises InvalidRequest."""
-    wanted = {name: body.get(f"guided_{name}") for name in ("json", "regex", "choice")}
-    if isinstance(newer := body.get("structured_outputs"), Mapping):
-        wanted.update({name: newer[name] for name in wanted if newer.get(name) is not None})
-    given = {name: value for name, value in wanted.items() if value is not None}
-    if not given:
-        return None
+    """Return the grammar of the fields of vLLM and SGLang; None if there are none. Raises InvalidRequest."""
+    given: list[tuple[str, Callable[[Any], Grammar] | None, Any]] = [
+        (name, _FIELDS[name], value) for name, value in body.items() if name in _FIELDS and value is not None
+    ]
+    if (options := body.get("structured_outputs")) is not None:
+        if not isinstance(options, Mapping):
+            raise not_valid("`structured_outputs` must be an object")
+        for key, value in options.items():
+            if key in _IDLE_OPTIONS:
+                continue
+            if key not in _OPTIONS:
+                raise not_valid(f"`structured_outputs.{key[:64]}` is not supported")
+            if value is not None and not (value is False and key in _SWITCHES):
+                given.append((f"structured_outputs.{key}", _OPTIONS[key], value))
     if len(given) > 1:
-        raise not_valid("only one kind of grammar can be asked for")
-    if "json" in given:
-        return schema_grammar(read_schema(given["json"]))
-    return regex_grammar(given["regex"]) if "regex" in given else choice_grammar(given["choice"])
+        names = " and ".join(f"`{name}`" for name, _, _ in given[:2])
+        raise not_valid(f"only one kind of grammar can be asked for. Given: {names}")
+    for name, read, value in given:
+        if read is None:
+            raise not_valid(f"`{name}` is not supported")
+        return read(value)
+    return None
+
+
+def ebnf_grammar(value: object) -> Grammar:
+    """Return the grammar of EBNF or Lark rules. Raises InvalidRequest."""
+    if not isinstance(value, str) or not value.strip():
+        raise not_valid("rules must be a text that is not empty")
+    check_length(value)
+    return Grammar(GrammarKind.EBNF, encodable(value))
+
+
+def tag_grammar(value: object) -> Grammar:
+    """Return the grammar of a structural tag, given as an object or as text. Raises InvalidRequest."""
+    return Grammar(GrammarKind.STRUCTURAL_TAG, as_text(read_schema(value)))
+
+
+def _json(value: object) -> Grammar:
+    return schema_grammar(read_schema(value))
+
+
+def _any_object(value: object) -> Grammar:
+    if value is not True:
+        raise not_valid("`structured_outputs.json_object` must be a boolean")
+    return ANY_OBJECT
 
 
 def regex_grammar(value: object) -> Grammar:
@@ -111,3 +149,30 @@ def schema_grammar(schema: Schema) -> Grammar:
     """Return the grammar of a schema from `read_schema`, which is edited."""
     normalize(schema)
     return Grammar(GrammarKind.JSON_SCHEMA, as_text(schema))
+
+
+_OPTIONS: dict[str, Callable[[Any], Grammar] | None] = {
+    "json": _json,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": ebnf_grammar,
+    "structural_tag": tag_grammar,
+    "json_object": _any_object,
+    "disable_additional_properties": None,
+    "whitespace_pattern": None,
+}
+"""The keys of vLLM's `structured_outputs`. None: known, and not supported."""
+_SWITCHES = ("json_object", "disable_additional_properties")
+_IDLE_OPTIONS = ("disable_any_whitespace", "disable_fallback")
+"""No text has other white space, and no other library is fallen back to."""
+_FIELDS: dict[str, Callable[[Any], Grammar]] = {
+    "guided_json": _json,
+    "guided_regex": regex_grammar,
+    "guided_choice": choice_grammar,
+    "guided_grammar": ebnf_grammar,
+    "json_schema": _json,
+    "regex": regex_grammar,
+    "ebnf": ebnf_grammar,
+    "structural_tag": tag_grammar,
+}
+"""The fields of vLLM, and from `json_schema` on of SGLang."""

@@ -1,7 +1,7 @@
 """The proof that an engine can follow a grammar. It runs in a sandbox: `compile_job(config)` returns the job.
 
-The input of a job is {"kind": …, "text": …} as JSON; its result is empty, or TGI's text for the fault. llguidance compiles
-lazily, so a compile alone proves little: a few random texts are walked through, and every step is timed.
+The input of a job is {"kind": …, "text": …} as JSON. Its result is {"error": TGI's text}, {"lark": the rules to which the
+grammar was translated} or {}. llguidance compiles lazily, so a compile alone proves little: a few random texts are walked through, and every step is timed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import orjson
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
@@ -25,9 +26,11 @@ from text_generation_proto.panics import without_backtrace
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.expressions import BadExpression, check_expression
+from text_generation_router.grammar.lark import EMBEDDED_SCHEMA
 from text_generation_router.grammar.schema import (
     Schema,
     applied,
+    check_size,
     every,
     is_local,
     not_compilable,
@@ -35,7 +38,7 @@ from text_generation_router.grammar.schema import (
     resolve,
     shallow,
 )
-from text_generation_router.grammar.tools import EMBEDDED_SCHEMA
+from text_generation_router.grammar.translate import translated
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -73,14 +76,21 @@ def compile_job(config: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]
         raise FileNotFoundError(f"{path} is no tokenizer")
     tokenizer = load_tokenizer(path.read_text(encoding="utf-8"))
     sys.setrecursionlimit(_FRAMES)
+    special = {
+        tokenizer.decode_str([token_id]): token_id
+        for token_id in range(tokenizer.vocab_size)
+        if tokenizer.is_special_token(token_id)
+    }
 
     def job(payload: bytes) -> bytes:
         values = json.loads(payload)
+        grammar = Grammar(GrammarKind(values["kind"]), values["text"])
         try:
-            prove(Grammar(GrammarKind(values["kind"]), values["text"]), tokenizer)
+            followed = translated(grammar, special)
+            prove(followed, tokenizer)
         except InvalidRequest as refusal:
-            return str(refusal).removeprefix(InvalidRequest.prefix).encode()
-        return b""
+            return orjson.dumps({"error": str(refusal).removeprefix(InvalidRequest.prefix)})
+        return orjson.dumps({} if followed is grammar else {"lark": followed.text})
 
     return lambda: job
 
@@ -97,8 +107,8 @@ def prove(grammar: Grammar, tokenizer: LLTokenizer) -> None:
                 raise not_valid(str(error)) from None
         case GrammarKind.LARK:
             for line in grammar.text.split("\n"):
-                if line.startswith(EMBEDDED_SCHEMA):
-                    _check_schema(json.loads(line.removeprefix(EMBEDDED_SCHEMA)))
+                if (found := EMBEDDED_SCHEMA.match(line)) is not None:
+                    _check_embedded(line[found.end() :])
     start = time.thread_time()
     matcher = compiled(grammar, tokenizer)
     if time.thread_time() - start > SLOW_COMPILE_S:
@@ -146,6 +156,18 @@ def _check_schema(root: Schema) -> None:
                 check_expression(expression)
             except BadExpression as error:
                 raise not_compilable(str(error)) from None
+
+
+def _check_embedded(text: str) -> None:
+    """Check a schema in Lark rules. Raises InvalidRequest."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:  # of a client's own rules
+        raise not_valid(str(error)) from None
+    except RecursionError:
+        raise not_valid("the schema is nested too deeply") from None
+    check_size(schema)
+    _check_schema(schema)
 
 
 def _applied_schemas(root: Schema) -> list[Schema]:

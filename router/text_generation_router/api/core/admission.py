@@ -21,6 +21,7 @@ from text_generation_router.api.core.settings import Limits
 from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
+from text_generation_router.grammar.translate import TRANSLATED
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId, TokenId
 from text_generation_router.text.tokenizer_pool import TokenizerPool
@@ -166,10 +167,11 @@ class RequestPreparer:
         if self._grammars is None:
             raise InvalidRequest("grammar is not supported")
         grammar = options.grammar if isinstance(options.grammar, Grammar) else tgi_grammar(options.grammar)
-        if not self.serves_grammar(grammar.kind):
+        is_translated = grammar.kind in TRANSLATED and self.serves_grammar(GrammarKind.LARK)
+        if not is_translated and not self.serves_grammar(grammar.kind):
             raise InvalidRequest(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")
-        await self._grammars.prove(grammar, tenant)
-        return grammar
+        proven = await self._grammars.prove(grammar, tenant)
+        return proven if is_translated else grammar
 
     async def _prompt(
         self, inputs: str | Sequence[TokenId], options: GenerationOptions, tenant: TenantId

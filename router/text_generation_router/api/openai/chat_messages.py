@@ -22,8 +22,13 @@ _ROLES = {"developer": "system", "function": "tool"}
 def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
     """Return the conversation of a body; `grammar` is that of its response format. Raises InvalidRequest."""
     kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    for name, value in (
+        ("reasoning_effort", body.reasoning_effort),
+        ("verbosity", body.verbosity),
+        ("documents", body.documents),
+    ):
+        if value is not None:
+            kwargs.setdefault(name, value)
     return Conversation(
         messages=[_message(message) for message in pop_each(body.messages)],
         tools=[_tool(tool) for tool in body.tools or ()],

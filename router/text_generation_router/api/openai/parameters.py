@@ -44,17 +44,12 @@ def completion_options(body: CompletionBody) -> GenerationOptions:
 
 
 def asked_grammar(body: OpenAIBody) -> Grammar | None:
-    """Return the grammar of the answer; `response_format` wins over vLLM's fields. Raises InvalidRequest."""
-    if body.response_format is not None:
-        return response_format(body.response_format)
-    return guided(
-        {
-            "guided_json": body.guided_json,
-            "guided_regex": body.guided_regex,
-            "guided_choice": body.guided_choice,
-            "structured_outputs": body.structured_outputs,
-        }
-    )
+    """Return the grammar of the answer. Raises InvalidRequest."""
+    form = None if body.response_format is None else response_format(body.response_format)
+    other = guided(body.constraints)
+    if form is not None and other is not None:
+        raise InvalidRequest("`response_format` and another constraint cannot be combined")
+    return form or other
 
 
 def _options(
@@ -76,6 +71,8 @@ def _options(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         stop_sequences=tuple(text for text in stop if text),
+        keep_stop_text=bool(body.include_stop_str_in_output or body.no_stop_trim),
+        truncate=body.truncate_prompt_tokens,
         logprobs=logprobs,
         grammar=grammar,
         add_special_tokens=add_special_tokens,

@@ -27,6 +27,7 @@ from text_generation_router.api.http.bodies import (
     at_most,
 )
 from text_generation_router.api.http.caller import TieredFields
+from text_generation_router.api.openai.shared_fields import ConstraintFields, Off, UnservedFields
 from text_generation_router.grammar.tools import MAX_TOOLS
 
 MAX_MESSAGES = MAX_PARTS = 10_000
@@ -35,10 +36,10 @@ MAX_CHOICES = 128
 """OpenAI's own limit of `n`."""
 MAX_TEMPLATE_ARGUMENTS = 256
 """Keys of `chat_template_kwargs`."""
+MAX_DOCUMENTS = 1024
+"""Entries of `documents`."""
 MAX_PROMPTS = 4096
 """Prompts that are read; `--max-client-batch-size` limits those that are used."""
-MAX_CHOICE_TEXTS = 10_000
-"""Texts of `guided_choice` that are read; a grammar has fewer."""
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
@@ -52,8 +53,8 @@ LogitBias = Biases | BiasList
 """OpenAI's: token id, as text, → bias. TGI's clients send a list, which TGI ignores."""
 PromptTexts = TypeAliasType("PromptTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_PROMPTS)])
 PromptIds = TypeAliasType("PromptIds", Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_PROMPTS)])
-ChoiceTexts = TypeAliasType("ChoiceTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_CHOICE_TEXTS)])
 StopTokenIds = TypeAliasType("StopTokenIds", Annotated[list[UInt32], FailFast(), Field(max_length=MAX_STOPS)])
+Documents = TypeAliasType("Documents", Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_DOCUMENTS)])
 TemplateArguments = TypeAliasType(
     "TemplateArguments", Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_TEMPLATE_ARGUMENTS, "keys"))]
 )
@@ -73,7 +74,7 @@ class StreamOptions(Body):
     """Add the counts so far to every chunk."""
 
 
-class OpenAIBody(TieredFields):
+class OpenAIBody(ConstraintFields, UnservedFields, TieredFields):
     """Base of the bodies of chats and completions."""
 
     model: ModelName | None = None
@@ -110,16 +111,12 @@ class OpenAIBody(TieredFields):
     """The fewest tokens to generate."""
     stop_token_ids: StopTokenIds | None = None
     """Tokens that end an answer."""
-    response_format: dict[str, Any] | None = None
-    """A constraint on the answer."""
-    guided_json: dict[str, Any] | str | None = None
-    """vLLM's: a JSON schema for the answer."""
-    guided_regex: str | None = None
-    """vLLM's: a regular expression for the answer."""
-    guided_choice: ChoiceTexts | None = None
-    """vLLM's: the answer is one of these."""
-    structured_outputs: dict[str, Any] | None = None
-    """vLLM's: one of `json`, `regex`, `choice`."""
+    include_stop_str_in_output: bool | None = None
+    """vLLM's: keep the stop text at the end of the answer."""
+    no_stop_trim: bool | None = None
+    """SGLang's name of `include_stop_str_in_output`."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """vLLM's: keep so many tokens at the end of the prompt."""
     user: Name | None = None
     """Accepted; not used."""
 
@@ -250,6 +247,12 @@ class ChatBody(OpenAIBody):
     """Further variables of the chat template."""
     reasoning_effort: Name | None = None
     """A variable of the chat template."""
+    verbosity: Name | None = None
+    """A variable of the chat template."""
+    documents: Documents | None = None
+    """vLLM's: a variable of the chat template."""
+    echo: Off = None
+    """vLLM's: true is refused in chats."""
 
 
 class CompletionBody(OpenAIBody):

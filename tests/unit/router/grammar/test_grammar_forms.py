@@ -59,6 +59,15 @@ def test_vllms_fields() -> None:
     assert guided({"structured_outputs": {"json": SCHEMA}}) == AS_GRAMMAR
     assert guided({"guided_regex": "a|b"}) == Grammar(GrammarKind.REGEX, "a|b")
     assert guided({"guided_choice": ["a.b", "c|d"]}) == Grammar(GrammarKind.REGEX, r"a\.b|c\|d")
+    rules, tag = Grammar(GrammarKind.EBNF, "root ::= x"), Grammar(GrammarKind.STRUCTURAL_TAG, '{"format":{}}')
+    for body in ({"guided_grammar": rules.text}, {"ebnf": rules.text}, {"structured_outputs": {"grammar": rules.text}}):
+        assert guided(body) == rules
+    for body in ({"structural_tag": tag.text}, {"structured_outputs": {"structural_tag": {"format": {}}}}):
+        assert guided(body) == tag
+    assert response_format({"type": "structural_tag", "format": {}}) == tag
+    assert guided({"json_schema": json.dumps(SCHEMA)}) == AS_GRAMMAR
+    assert guided({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}) == ANY_OBJECT
+    assert guided({"structured_outputs": {"json_object": False, "json": None, "disable_fallback": True}}) is None
 
 
 UNREADABLE = (
@@ -81,7 +90,13 @@ REFUSED: list[tuple[Callable[[Json], object], Json, str]] = [
     *((response_format, {"type": "json_schema", "json_schema": holder}, "grammar is not valid: .*must be an object")
       for holder in (None, 5, {}, {"schema": None}, {"schema": [1]})),
     *((guided, body, "grammar is not valid: ")
-      for body in ({"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_regex": "a", "guided_json": {}})),
+      for body in ({"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_grammar": " "})),
+    (guided, {"guided_regex": "a", "guided_json": {}}, "grammar is not valid: only one .*`guided_regex` and `guided_json`"),
+    *((guided, {"structured_outputs": options}, f"grammar is not valid: .*`structured_outputs.{name}`")
+      for name, options in (
+          ("regexp", {"regexp": "a"}), ("whitespace_pattern", {"json": {}, "whitespace_pattern": "x"}),
+          ("disable_additional_properties", {"disable_additional_properties": True}), ("json_object", {"json_object": 1}),
+      )),
 ]  # fmt: skip
 
 
