@@ -52,12 +52,14 @@ def swap_parts(model: LibraryModel) -> None:
     head = model.get_output_embeddings()
     if type(head) is Linear and head.bias is None:
         vars(head)["forward"] = _head(head.weight)
+    # Before the products are fused: an activation is found with a float32 copy of the MLP.
+    activations = {module: kind for module in modules if (kind := activation_of(module)) is not None}
     log.info(
         "parts replaced",
         norms=sum(_swap_norm(module) for module in modules),
         rotation=swap_rotation(sys.modules[type(model).__module__]),
         fused=sum(_fuse_projections(module) for module in modules),
-        mlps=sum(_swap_mlp(module) for module in modules),
+        mlps=sum(_swap_mlp(module, kind) for module, kind in activations.items()),
         linears=sum(_swap_linear(module) for module in modules),
     )
 
@@ -165,13 +167,13 @@ def _kind(linear: Any) -> tuple[object, ...]:  # noqa: ANN401 – a Linear
     return linear.in_features, linear.bias is None, linear.weight.dtype
 
 
-def _swap_mlp(module: LibraryModule) -> bool:
+def _swap_mlp(module: LibraryModule, kind: str) -> bool:
     """Compute act(gate) · up of a gated MLP in one kernel, on its fused projections."""
-    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if not (type(gate) is type(up) is type(down) is Linear) or gate.bias is not None or up.bias is not None:
+    if hasattr(module, "gate_up_proj") or module.gate_proj.bias is not None or module.up_proj.bias is not None:
         return False
-    weight, kind = _adjacent(gate.weight, up.weight), activation_of(module)
-    if weight is None or kind is None:
+    down = module.down_proj
+    weight = _adjacent(module.gate_proj.weight, module.up_proj.weight)
+    if weight is None:
         return False
     down_weight, down_bias = down.weight, down.bias
 

@@ -92,7 +92,7 @@ class Served:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels do not run on CPU tensors")
 @pytest.mark.parametrize(
     "name",
-    ["gpt_oss", *map(full, ("deepseek_v3", "phi", "gpt2", "cohere2"))],
+    [*map(full, ("gpt_oss", "deepseek_v3", "phi", "gpt2", "cohere2"))],
 )
 def test_faster_parts_give_the_tokens_of_transformers(
     name: str, tmp_path: Path, restored: list[Callable[[], None]]
@@ -102,6 +102,15 @@ def test_faster_parts_give_the_tokens_of_transformers(
     served.check(lambda: swap_parts(served.model.library))
     assert {layer.head_dim for layer in served.model.layers} == {64}
     served.check_greedy_tokens()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels do not run on CPU tensors")
+def test_parts_of_a_model_of_16_bits_are_replaced(tmp_path: Path, restored: list[Callable[[], None]]) -> None:
+    served = Served("llama", tmp_path, HEAD_DIMS, dtype=torch.bfloat16)
+    layer = served.model.library.model.layers[0]
+    restored.append(restorer(served.model.library))
+    served.check(lambda: swap_parts(served.model.library))
+    assert all("forward" in vars(part) for part in (layer.mlp, layer.input_layernorm, layer.self_attn.q_proj))
 
 
 @pytest.mark.parametrize(
