@@ -7,7 +7,7 @@ import torch
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
 
 MIN_MARGIN = 512 << 20
-"""Bytes reserved for unmeasured use: fragmentation, and libraries that load more over time."""
+"""Bytes reserved for unmeasured use, as of libraries that load more over time."""
 MARGIN_FRACTION = 0.01
 """The same as a share of the device's memory; the larger of the two counts."""
 
@@ -38,10 +38,13 @@ class DeviceMemory:
         return total - free
 
     def spare_bytes(self) -> int:
-        """Return the bytes left beside the peak since `begin_measuring` and the memory of libraries and other processes."""
+        """Return the bytes left beside the peak since `begin_measuring` and the memory of libraries and other processes.
+
+        The gaps between tensors in the allocator's segments are left out too: the KV cache does not fit into them.
+        """
         if self._device.type != "cuda":
             return int(total_memory() * self._fraction) - peak_memory()
         total = torch.cuda.mem_get_info(self._device)[1]
-        others = self.in_use() - torch.cuda.memory_reserved(self._device)
+        others = self.in_use() - torch.cuda.memory_allocated(self._device)
         margin = max(MIN_MARGIN, int(total * MARGIN_FRACTION))
         return int(total * self._fraction) - others - torch.cuda.max_memory_allocated(self._device) - margin
