@@ -28,8 +28,6 @@ UNSUPPORTED = frozenset(
         "ngrok",
         "ngrok_authtoken",
         "ngrok_edge",
-        "otlp_endpoint",
-        "otlp_service_name",
         "rope_factor",
         "rope_scaling",
         "speculate",

@@ -18,7 +18,7 @@ _SECRET = re.compile(
 )
 _RUNTIME = re.compile(
     r"(NCCL|CUDA|CUDNN|CUBLAS|NVIDIA|NV|TRT|TRTLLM|TLLM|TENSORRT|TORCH|PYTORCH|TRITON|OMPI|PMIX|PMI|PRTE|SLURM|UCX|FI|GLOO|OMP"
-    r"|MKL|KMP|GRPC|PYTHON|LD)_.*"
+    r"|MKL|KMP|GRPC|OTEL|PYTHON|LD)_.*"
 )
 """Names of settings of libraries and MPI, which are never secret."""
 

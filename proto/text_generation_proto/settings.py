@@ -7,8 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -95,7 +96,11 @@ class SharedSettings(ProcessConfig):
     """The settings that launcher, router and shards share."""
 
     flag_only: ClassVar[frozenset[str]] = frozenset({"print_config"})
-    topics: ClassVar[Mapping[Topic, str]] = {Topic.LOGS: "print_config", Topic.REPLICAS: "hang_timeout"}
+    topics: ClassVar[Mapping[Topic, str]] = {
+        Topic.LOGS: "print_config",
+        Topic.REPLICAS: "hang_timeout",
+        Topic.TRACES: "otlp_endpoint otlp_service_name",
+    }
 
     print_config: bool = False
     """Print the effective settings and the source of each, without secrets, and end. With --json-output as JSON. A flag only."""
@@ -103,6 +108,24 @@ class SharedSettings(ProcessConfig):
     """Seconds without progress after which a replica counts as hung: its sequences move to other replicas, and the launcher
     logs the stacks of its threads, kills and restarts it. A step with prompt tokens has 10 minutes more. The launcher
     also ends a router that does not answer for so long. 0: never; less than 2 is taken as 2."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector that gets traces by OTLP over gRPC, such as http://localhost:4317. Default:
+    OTEL_EXPORTER_OTLP_ENDPOINT; without both nothing is traced."""
+    otlp_service_name: str = ""
+    """Name of the service in traces. Default: OTEL_SERVICE_NAME, else text-generation-inference.router for the router and
+    text-generation-inference.server for the shards, as in TGI."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_endpoint(cls, endpoint: str) -> str:
+        parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        try:
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            valid = False
+        if endpoint and not valid:
+            raise ValueError("it must be the URL of a collector, http://HOST:PORT or https://HOST:PORT")
+        return endpoint
 
 
 class ChildConfig(ProcessConfig):

@@ -18,5 +18,6 @@ class Topic(Enum):
     QUEUE = "Queue and overload"
     BATCHING = "Batching and KV cache"
     TENSORRT_LLM = "TensorRT-LLM"
+    TRACES = "Traces and metrics"
     LOGS = "Logs and debugging"
     ECHO = "Echo engine (tests)"

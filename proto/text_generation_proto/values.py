@@ -136,6 +136,20 @@ LOGPROB_PARAMETERS = parameters_of(LogprobOptions)
 
 
 @dataclass(frozen=True, slots=True)
+class TraceContext:
+    """The place of a request in a sampled trace, by W3C's recommendation Trace Context."""
+
+    traceparent: str
+    """Version, id of the trace, id of the caller's span, flags."""
+    tracestate: str = ""
+
+    @property
+    def trace_id(self) -> str:
+        """The id of the trace, in hexadecimal digits."""
+        return self.traceparent.split("-", 2)[1]
+
+
+@dataclass(frozen=True, slots=True)
 class WarmUpLimits:
     """The largest step that an engine prepares for. Zero leaves a limit to the engine."""
 

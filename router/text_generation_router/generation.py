@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from text_generation_proto.values import FinishReason
@@ -68,6 +68,13 @@ class GenerationTimes:
     """Prompt tokens found in the KV cache when it first left the queue."""
     generated_tokens: int = 0
     """New tokens, known at its end."""
+    first_token: float = 0.0
+    ended: float = 0.0
+    """Time of the last token, or of the failure."""
+    placements: list[tuple[float, int]] = field(default_factory=list)
+    """Times at which it left the queue, and its replica from then on."""
+    losses: list[float] = field(default_factory=list)
+    """Times at which it lost its replica."""
     on_first_token: Callable[[float], None] | None = None
     """Called with the time of the first token when it arrives."""
 
@@ -89,10 +96,15 @@ class Generation:
         self.count = 0
         self.times = GenerationTimes(queued=time.monotonic())
 
-    def on_scheduled(self, cached_tokens: int) -> None:
-        if not self.times.scheduled:  # a preempted or moved request is scheduled again, and hits its own tokens
-            self.times.scheduled = time.monotonic()
-            self.times.cached_tokens = cached_tokens
+    def on_scheduled(self, cached_tokens: int, replica: int) -> None:
+        times, now = self.times, time.monotonic()
+        times.placements.append((now, replica))
+        if not times.scheduled:  # a preempted or moved request is scheduled again, and hits its own tokens
+            times.scheduled = now
+            times.cached_tokens = cached_tokens
+
+    def on_lost(self) -> None:
+        self.times.losses.append(time.monotonic())
 
     def on_cached_tokens(self, cached_tokens: int) -> None:
         self.times.cached_tokens = cached_tokens
@@ -101,14 +113,17 @@ class Generation:
         self._sink.on_prompt_logprobs(logprobs, tops)
 
     def on_failure(self, error: ServingError) -> None:
+        self.times.ended = time.monotonic()
         self._sink.on_failure(error)
 
     def on_token(
         self, token_id: TokenId, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
     ) -> bool:
         self.count += 1
-        if self.count == 1 and self.times.on_first_token is not None:
-            self.times.on_first_token(time.monotonic())
+        if self.count == 1:
+            self.times.first_token = now = time.monotonic()
+            if self.times.on_first_token is not None:
+                self.times.on_first_token(now)
         special = self._special.get(token_id)
         if special is None:
             text = self._detokenizer.step(token_id)
@@ -133,6 +148,7 @@ class Generation:
             self._texts.append(delta)
         ending = None
         if reason is not None:
+            self.times.ended = time.monotonic()
             ending = GenerationResult(reason, "".join(self._texts), self.count, stop)
         self._sink.on_output(
             TokenOutput(

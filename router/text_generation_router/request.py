@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NewType, Protocol
 
-from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, Sampling
+from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, Sampling, TraceContext
 from text_generation_router.errors import ServingError
 
 RequestId = NewType("RequestId", int)
@@ -71,6 +71,10 @@ class Request:
     adapter: str = ""
     """LoRA adapter to compute it with; "": the model alone."""
     qos: QualityOfService = QualityOfService()
+    tokenized: tuple[float, float] = (0.0, 0.0)
+    """Times at which the tokenizing of the prompt began and ended, in seconds of the monotonic clock."""
+    trace: TraceContext | None = None
+    """For the spans of the shard."""
 
 
 TopToken = tuple[TokenId, LogprobJson]
@@ -95,8 +99,12 @@ class TokenListener(Protocol):
         """
         ...
 
-    def on_scheduled(self, cached_tokens: int) -> None:
+    def on_scheduled(self, cached_tokens: int, replica: int) -> None:
         """The request left the queue, with so many cached prompt tokens; again after a preemption or a move."""
+        ...
+
+    def on_lost(self) -> None:
+        """The replica that computed the request was lost; the request waits for another one."""
         ...
 
     def on_cached_tokens(self, cached_tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
@@ -18,6 +19,7 @@ from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.notify import Notifier
 from text_generation_proto.stop_signals import StopSignals
+from text_generation_proto.tracing import start_tracing
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import LOGPROB_PARAMETERS, WarmUpLimits
 from text_generation_router.api.app import create_app
@@ -65,6 +67,7 @@ async def serve(config: RouterConfig) -> ExitCode:
         templates = _load_templates(config)
     except (TokenizerError, ChatTemplateError) as error:
         raise CannotServe(str(error)) from error
+    tracer = start_tracing(config, "text-generation-inference.router", f"router-{os.getpid()}", VERSION)
     notifier = Notifier()
     notifier.show(lambda: "waiting for a shard")
     source = _source("shards", config.shards) if config.shards else StaticSource(config.shard_address)
@@ -104,6 +107,7 @@ async def serve(config: RouterConfig) -> ExitCode:
                     chats,
                     healthy=lambda: cluster.ready and not cluster.stopping,
                     info=_model_info(model, templates),
+                    tracer=tracer,
                 )
             except ValueError as error:  # an AIP_* path that is invalid or taken
                 raise CannotServe(str(error)) from error
@@ -111,6 +115,9 @@ async def serve(config: RouterConfig) -> ExitCode:
             return await _serve_http(config, app, cluster, metrics, run_cluster, signals, notifier)
     except (ChatTemplateError, SandboxError) as error:
         raise CannotServe(str(error)) from error
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
 def _settings(config: RouterConfig, limits: Limits) -> Settings:

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import TraceContext
 from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
 
 _SCHEDULING = {Scheduling.STEP: pb.SCHEDULING_STEP, Scheduling.SELF: pb.SCHEDULING_SELF}
@@ -55,6 +56,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         cache_salt=message.cache_salt,
         adapter=message.adapter,
         priority=message.priority,
+        trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
     )
 
 

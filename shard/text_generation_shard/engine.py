@@ -28,6 +28,7 @@ from text_generation_proto.values import (
     LogprobOptions,
     Sampling,
     Stopping,
+    TraceContext,
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, Matcher
@@ -121,6 +122,8 @@ class NewSequence:
     """For an engine with a queue of its own: from 1, the most urgent, to 4; 0: not said."""
     retention: Retention | None = None
     """For an engine that `retains`."""
+    trace: TraceContext | None = None
+    """The sampled trace of its request."""
 
 
 @dataclass(frozen=True, slots=True)

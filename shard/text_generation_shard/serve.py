@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ from text_generation_proto.heartbeat import HeartbeatSender
 from text_generation_proto.notify import Notifier
 from text_generation_proto.sockets import SocketInUse, claim_socket, host_of, join_host_port, remove_socket, socket_path
 from text_generation_proto.stop_signals import StopSignals
+from text_generation_proto.tracing import start_tracing
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import info_to_pb
@@ -45,7 +47,10 @@ async def serve(config: ShardConfig) -> ExitCode:
     signals = StopSignals()
     gpus = await _find_gpus(config)
     thread = EngineThread()
-    owner = SessionOwner(thread)
+    tracer = start_tracing(
+        config, "text-generation-inference.server", f"shard-{config.replica}", version("text-generation-trtllm")
+    )
+    owner = SessionOwner(thread, tracer)
     health = ShardHealth()
     await health.set_serving(serving=False)
     server = create_server(config.shard_token, max_streams=MAX_GATEWAY_STREAMS if config.gateway else MAX_STREAMS)
@@ -67,6 +72,8 @@ async def serve(config: ShardConfig) -> ExitCode:
         for each in (server, *probes):
             await each.stop(grace=1.0 if each is server else None)
         thread.close()
+        if tracer is not None:
+            tracer.close()
         return code
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import structlog
 
@@ -29,6 +29,10 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult
 from text_generation_shard.progress import StepMonitor
+from text_generation_shard.spans import SequenceSpans
+
+if TYPE_CHECKING:
+    from text_generation_proto.tracer import Tracer
 
 log = structlog.get_logger()
 
@@ -59,6 +63,7 @@ class EngineSession:
     engine: Engine
     emit: Callable[[StepResult], None]
     monitor: StepMonitor
+    spans: SequenceSpans = field(default_factory=SequenceSpans)
     ending: bool = False
     """True after `end`: the session is over at the next boundary."""
     _inbox: queue.SimpleQueue[Orders | None] = field(default_factory=queue.SimpleQueue)
@@ -98,7 +103,7 @@ class EngineSession:
 
     def run(self) -> None:
         """Run steps until `end`, then drop every sequence. Raises the engine's fatal errors."""
-        engine, monitor = self.engine, self.monitor
+        engine, monitor, spans = self.engine, self.monitor, self.spans
         steps = applied = step_ns = forward_ns = 0
         scored: set[int] = set()
         """Slots whose sequence needs the log-probabilities of its tokens."""
@@ -117,6 +122,7 @@ class EngineSession:
                 if orders is not None:
                     failures = engine.apply(orders)
                     applied = orders.number
+                    spans.ordered(orders, failures)
                     for admission in orders.admit:
                         (scored.add if admission.logprobs.tokens else scored.discard)(admission.slot)
                     result = result or StepResult()
@@ -142,6 +148,7 @@ class EngineSession:
                     if not engine.prefilling:
                         monitor.decoded(took_ns / 1e9)
                     forward_ns += result.forward_ns
+                    spans.stepped(result, took_ns)
         finally:
             engine.reset()
             monitor.idle()
@@ -150,8 +157,9 @@ class EngineSession:
 class SessionOwner:
     """Lends the engine to one session at a time. Used on the event loop only."""
 
-    def __init__(self, thread: EngineThread) -> None:
+    def __init__(self, thread: EngineThread, tracer: Tracer | None = None) -> None:
         self._thread = thread
+        self._tracer = tracer
         self.engine: Engine | None = None
         """None while the model loads."""
         self.num_blocks = 0
@@ -240,6 +248,7 @@ class SessionOwner:
             # Change the state before logging: a log record that cannot be written must not leave a client waiting.
             self.session, self._on_wanted, self._on_over = None, _ignore, _ignore
             self._closed.set()
+            spans.close()
             error = None if done.cancelled() else done.exception()
             if error is not None:
                 self.crashed.set()
@@ -250,7 +259,8 @@ class SessionOwner:
                 log.error("the engine failed", exc_info=error)
             log.info("session closed")
 
-        session = self.session = EngineSession(engine, emit, self.monitor)
+        spans = SequenceSpans(self._tracer, engine.info.engine)
+        session = self.session = EngineSession(engine, emit, self.monitor, spans)
         self._on_wanted = on_wanted or _ignore
         self._on_over = partial(on_report, None)
         self._closed.clear()

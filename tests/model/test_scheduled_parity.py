@@ -55,8 +55,11 @@ class Collector:
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
 
-    def on_scheduled(self, cached_tokens: int) -> None:
+    def on_scheduled(self, cached_tokens: int, replica: int) -> None:
         self.cached_tokens = cached_tokens
+
+    def on_lost(self) -> None:
+        raise AssertionError("no replica is lost")
 
     def on_cached_tokens(self, cached_tokens: int) -> None:
         raise AssertionError("this engine has no prefix cache of its own")

@@ -409,6 +409,8 @@ class NewSequence(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
+    TRACESTATE_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -424,6 +426,9 @@ class NewSequence(google.protobuf.message.Message):
     """
     priority: builtins.int
     """For an engine with a queue of its own: 1 system, 2 interactive, 3 default, 4 bulk; 0: not said."""
+    traceparent: builtins.str
+    """W3C Trace Context of a request whose trace is sampled, for the spans of the shard and of its engine; "" without."""
+    tracestate: builtins.str
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token ids, at least one"""
@@ -462,9 +467,11 @@ class NewSequence(google.protobuf.message.Message):
         cache_salt: builtins.str = ...,
         adapter: builtins.str = ...,
         priority: builtins.int = ...,
+        traceparent: builtins.str = ...,
+        tracestate: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 

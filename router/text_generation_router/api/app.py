@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -18,6 +19,7 @@ from text_generation_router.api.http.body_reader import BODIES, BodyReader
 from text_generation_router.api.http.gate import Gate
 from text_generation_router.api.http.middleware import Cors, add_request_id, answering, end_preparation
 from text_generation_router.api.http.routes import add_routes
+from text_generation_router.api.http.spans import RequestSpans
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.models import ModelRoutes
@@ -26,9 +28,17 @@ from text_generation_router.api.table import anthropic_routes, cloud_routes, ope
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ModelInfo, ServiceRoutes
 
+if TYPE_CHECKING:
+    from text_generation_proto.tracer import Tracer
+
 
 def create_app(
-    serving: Serving, chats: ChatPreparer, *, healthy: Callable[[], bool], info: ModelInfo
+    serving: Serving,
+    chats: ChatPreparer,
+    *,
+    healthy: Callable[[], bool],
+    info: ModelInfo,
+    tracer: Tracer | None = None,
 ) -> web.Application:
     """Return the application. Run it with `handler_cancellation=True`, so that a client that leaves ends its request."""
     settings, metrics = serving.settings, serving.metrics
@@ -60,9 +70,10 @@ def create_app(
     rows = add_routes(app, table)
     probes = [added for added, route in rows.items() if route.probe]
     gate = Gate([added for added, route in rows.items() if route.probe or route.always], serving.cluster)
+    spans = None if tracer is None else RequestSpans(tracer, settings.model_id)
     cors = Cors(settings.config.cors_allow_origin)
     app.middlewares.extend(
-        [answering(metrics), gate.middleware(), cors.middleware(), settings.api_keys.middleware(probes)]
+        [answering(metrics, spans), gate.middleware(), cors.middleware(), settings.api_keys.middleware(probes)]
     )
     app.on_response_prepare.extend([end_preparation, cors.add_headers, add_request_id, gate.close_connection])
     return app

@@ -112,5 +112,7 @@ class Deliveries:
     tokens: list[tuple[RequestId, int, int, FinishReason | None]] = field(default_factory=list)
     """(request, start, end, finish reason if the last token ended it): token_ids[start:end] of the step output."""
     failed: list[Failed] = field(default_factory=list)
+    moved: list[RequestId] = field(default_factory=list)
+    """Running requests that lost their replica and continue on another one."""
     cached: list[tuple[RequestId, int]] = field(default_factory=list)
     """(request, cached prompt tokens of which its client may learn)."""

@@ -290,7 +290,8 @@ class Scheduler:
             if sequence.state is State.CANCELLED:
                 self._forget(sequence)
                 continue
-            if sequence.state is State.RUNNING:
+            ran = sequence.state is State.RUNNING
+            if ran:
                 self._moves += 1
                 sequence.count_move()
             problem = sequence.cannot_move(lost.spec, self.policy.max_request_moves)
@@ -300,6 +301,8 @@ class Scheduler:
                 self._forget(sequence)
             else:
                 self._requeue(sequence)
+                if ran:
+                    deliveries.moved.append(sequence.id)
         return deliveries
 
     def drain(self, replica: int, *, draining: bool = True) -> None:

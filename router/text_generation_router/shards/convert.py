@@ -11,9 +11,11 @@ import orjson
 
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_proto.values import FailureCode, GrammarKind, Stopping
+from text_generation_proto.values import FailureCode, GrammarKind, Stopping, TraceContext
 from text_generation_router.request import LogprobJson, TopToken
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
+
+NO_TRACE = TraceContext("")
 
 
 def orders_to_pb(orders: SchedulerOutput, eos_token_ids: Sequence[int], *, own_cache: bool = False) -> pb.Orders:
@@ -41,6 +43,7 @@ def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_ca
     )
     # The prompt's log-probabilities are delivered before the first new token, so a resumed sequence has them.
     logprobs = request.logprobs.without_prompt() if generated else request.logprobs
+    trace = request.trace or NO_TRACE
     return pb.NewSequence(
         slot=placement.slot,
         prompt=request.prompt + placement.generated,
@@ -54,6 +57,8 @@ def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_ca
         adapter=request.adapter,
         priority=request.qos.priority + 1 if own_cache else 0,
         cache_salt=hashed_salt(request.qos.salt) if own_cache and request.qos.salt else "",
+        traceparent=trace.traceparent,
+        tracestate=trace.tracestate,
     )
 
 

@@ -38,10 +38,17 @@ class Listeners:
         """Deliver nothing more for this request. Return False if it has no listener."""
         return self._listeners.pop(request_id, None) is not None
 
-    def scheduled(self, placement: Placement) -> None:
+    def scheduled(self, placement: Placement, replica: int) -> None:
         """Report that a request left the queue."""
         if listener := self._listeners.get(placement.request.id):
-            listener.on_scheduled(placement.own_cached_tokens)
+            listener.on_scheduled(placement.own_cached_tokens, replica)
+
+    def lost(self, deliveries: Deliveries) -> None:
+        """Report the requests that lost their replica."""
+        for request_id in deliveries.moved:
+            if listener := self._listeners.get(request_id):
+                listener.on_lost()
+        self.failures(deliveries.failed)
 
     def prompt_logprobs(self, request_id: RequestId | None, scored: pb.PromptLogprobs) -> None:
         """Deliver the log-probabilities of a prompt."""

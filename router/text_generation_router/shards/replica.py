@@ -150,7 +150,7 @@ class ReplicaSession:
             call.cancel()
             context.observer.on_loss(self._number)
             if opened:
-                context.listeners.failures(context.scheduler.lose(self._number).failed)
+                context.listeners.lost(context.scheduler.lose(self._number))
                 context.dispatch()
 
     async def _run_session(self, call: RunCall, client: ShardClient) -> None:
@@ -238,7 +238,7 @@ class ReplicaSession:
                 self._orders_sent = orders.number
                 context.observer.on_orders(orders, time.monotonic() - started)
                 for placement in orders.placements:
-                    context.listeners.scheduled(placement)
+                    context.listeners.scheduled(placement, self._number)
                 try:
                     for part in split(orders_to_pb(orders, self._eos_token_ids, own_cache=self._own_cache)):
                         await call.write(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -118,7 +119,9 @@ class RequestPreparer:
         Raises InvalidRequest, Overloaded, CannotKeepUp, Unhealthy.
         """
         check_options(inputs, options, self._limits)
+        began = time.monotonic()
         prompt = await self._prompt(inputs, options, qos.tenant)
+        tokenized = began, time.monotonic()
         max_new_tokens = new_tokens(len(prompt), options, self._limits)
         for _ in range(count):
             self._metrics.requests.input_length.observe(len(prompt))
@@ -139,6 +142,7 @@ class RequestPreparer:
             grammar=grammar,
             adapter=options.adapter,
             qos=qos,
+            tokenized=tokenized,
         )
         check_supported(request, options.api, self._limits.unsupported)
         scored = (options.logprobs.tokens or self._limits.always_logprobs) and "tokens" not in self._limits.unsupported

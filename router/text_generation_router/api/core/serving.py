@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 from aiohttp import web
@@ -95,6 +95,7 @@ class Serving:
         for generation in records:
             generation.caller = caller
             generation.preparation = request[PREPARATION]
+            generation.trace = record.trace
         return records
 
     def adapter_of(self, model: str | None) -> str:
@@ -140,6 +141,8 @@ class Serving:
         """
         with ExitStack() as running:
             for request, record, sink in zip(requests, records, sinks, strict=True):
+                if record.trace is not None:
+                    request = replace(request, trace=record.trace)
                 record.request = request
                 times = running.enter_context(run_generation(self.cluster, request, self.tokenizer, sink))
                 record.follow(times)

@@ -15,12 +15,14 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from text_generation_proto.panics import as_exception
+from text_generation_proto.values import TraceContext
 from text_generation_router.api.http.body_reader import PREPARATION
 from text_generation_router.api.http.caller import HEADERS
 from text_generation_router.api.http.dialects import Dialect, dialect_of, error_response
 from text_generation_router.api.http.keys import X_API_KEY
 from text_generation_router.api.http.record import RECORD, Record, finish
 from text_generation_router.api.http.refusals import RefusalLimiter
+from text_generation_router.api.http.spans import RequestSpans
 from text_generation_router.errors import (
     ClientLeft,
     IncompleteGeneration,
@@ -35,22 +37,32 @@ log = structlog.get_logger()
 X_REQUEST_ID = "x-request-id"
 ANTHROPIC_REQUEST_ID = "request-id"
 """Name of the same header for Anthropic's clients."""
-TRACEPARENT = "traceparent"
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+MAX_TRACESTATE_LENGTH = 512
+"""Longest `tracestate` that is passed on: W3C's recommendation asks for at least that."""
 MAX_ID_LENGTH = 128
 _HEX = frozenset("0123456789abcdef")
 
 # ----------------------------------------------------------------------------------------------------- errors and records
 
 
-def answering(metrics: Metrics) -> Middleware:
-    """The middleware that turns exceptions into responses and keeps a record of each request."""
+def answering(metrics: Metrics, spans: RequestSpans | None = None) -> Middleware:
+    """The middleware that turns exceptions into responses and keeps a record of each request.
+
+    With `spans` it traces them, too.
+    """
     refusals = RefusalLimiter()
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = Record()
         record.http_request_id = request_id(request.headers)
-        record.trace_id = trace_id(request.headers)
+        context = trace_context(request.headers)
+        if context is not None:
+            record.trace_id = context.trace_id
+            record.trace = context if is_sampled(context) else None
+        if spans is not None:
+            spans.begin(record, request, context)
         status = ClientLeft.status
         try:
             with ExitStack() as request[PREPARATION]:
@@ -62,6 +74,8 @@ def answering(metrics: Metrics) -> Middleware:
             raise
         finally:
             finish(record, request, status, metrics, refusals)
+            if record.span is not None and spans is not None:
+                spans.end(record, record.span, request, status)
         return response
 
     return answer
@@ -125,8 +139,8 @@ def request_id(headers: Mapping[str, str]) -> str:
     return os.urandom(16).hex()
 
 
-def trace_id(headers: Mapping[str, str]) -> str | None:
-    """The trace id in `traceparent` (W3C Trace Context, level 1); None if absent or invalid."""
+def trace_context(headers: Mapping[str, str]) -> TraceContext | None:
+    """The trace of the client in `traceparent` (W3C Trace Context, level 1); None if absent or invalid."""
     given = headers.get(TRACEPARENT)
     if given is None or len(given) > MAX_ID_LENGTH:
         return None
@@ -136,7 +150,15 @@ def trace_id(headers: Mapping[str, str]) -> str | None:
     version, trace, parent, _flags = parts[:4]
     if version == "ff" or (version == "00" and len(parts) > 4):  # only later versions may have more parts
         return None
-    return trace if trace.strip("0") and parent.strip("0") else None
+    if not (trace.strip("0") and parent.strip("0")):
+        return None
+    state = headers.get(TRACESTATE, "")
+    return TraceContext(given, state if len(state) <= MAX_TRACESTATE_LENGTH and state.isascii() else "")
+
+
+def is_sampled(context: TraceContext) -> bool:
+    """Return True if the client records this trace."""
+    return bool(int(context.traceparent.split("-")[3], 16) & 1)
 
 
 async def end_preparation(request: web.Request, response: web.StreamResponse) -> None:
@@ -163,7 +185,7 @@ _REQUEST_HEADERS = ",".join(
         X_API_KEY,
         X_REQUEST_ID,
         TRACEPARENT,
-        "tracestate",
+        TRACESTATE,
         *HEADERS,
         "anthropic-version",
         "anthropic-beta",

@@ -13,16 +13,21 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import structlog
 from aiohttp import web
 
+from text_generation_proto.values import TraceContext
 from text_generation_router.api.http.caller import Caller
 from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.errors import IncompleteGeneration, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics, RequestMetrics, Spent
 from text_generation_router.request import Request
+
+if TYPE_CHECKING:
+    from text_generation_proto.tracer import OpenSpan
 
 log = structlog.get_logger()
 
@@ -47,6 +52,8 @@ class GenerationRecord:
     """Time of the first token of any of its sequences; 0 before."""
     error: type[ServingError] | None = None
     """The error of this generation alone, if the HTTP request continued."""
+    trace: TraceContext | None = None
+    """That of its HTTP request, if its trace is sampled."""
 
     def follow(self, times: GenerationTimes) -> None:
         """Add a sequence that was queued for this generation."""
@@ -91,6 +98,11 @@ class Record:
     http_request_id: str | None = None
     """The id of the request across services: the client's or a new one."""
     trace_id: str | None = None
+    """For the log: that of the client, or that of `span`."""
+    trace: TraceContext | None = None
+    """For those who work for the request, if its trace is sampled."""
+    span: OpenSpan | None = None
+    """The request's own span, if its trace is sampled here."""
     error: type[ServingError] | None = None
     """The error of the whole request, and thereby of each of its generations."""
 

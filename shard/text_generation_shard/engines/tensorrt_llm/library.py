@@ -70,6 +70,11 @@ class Library:
         return "priority" in inspect.signature(self.llm.generate_async).parameters
 
     @property
+    def takes_traces(self) -> bool:
+        """True if requests take the headers of a trace."""
+        return "trace_headers" in inspect.signature(self.llm.generate_async).parameters
+
+    @property
     def has_prompt_logprobs(self) -> bool:
         """True if prompt log-probabilities include the prompt's tokens; 1.2 returns only the most probable tokens."""
         return "prompt_logprobs_simple_format" in self.sampling_fields

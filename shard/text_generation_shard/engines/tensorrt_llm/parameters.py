@@ -23,6 +23,7 @@
     adapter                      lora_request
     retention                    kv_cache_retention_config, from 1.3 on
     priority                     priority, from 1.3 on; it orders the queue with waiting_queue_policy: priority
+    trace                        trace_headers; the engine makes spans if --trtllm-options have otlp_traces_endpoint
 
 `EngineCapabilities.unsupported` lists the parameters that the installed version would silently ignore, with the reason.
 """
@@ -40,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from text_generation_proto.grammar_options import JSON_OPTIONS
-from text_generation_proto.values import Grammar, GrammarKind, Sampling
+from text_generation_proto.values import Grammar, GrammarKind, Sampling, TraceContext
 from text_generation_shard.engine import NewSequence, Retention
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.speculation import Speculation
@@ -128,7 +129,7 @@ class Parameters:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._adapters = adapters
-        self._has_priorities = library.has_priorities
+        self._has_priorities, self._takes_traces = library.has_priorities, library.takes_traces
         self._salts = count()
 
     def problem(self, sequence: NewSequence) -> str | None:
@@ -187,6 +188,8 @@ class Parameters:
             arguments["cache_salt"] = sequence.cache_salt
         if sequence.priority and self._has_priorities:
             arguments["priority"] = _PRIORITIES[min(sequence.priority, len(_PRIORITIES) - 1)]
+        if sequence.trace is not None and self._takes_traces:
+            arguments["trace_headers"] = _trace_headers(sequence.trace)
         if sequence.retention is not None:
             arguments["kv_cache_retention_config"] = self._retention(sequence.retention)
         if sequence.adapter:
@@ -290,3 +293,8 @@ class Parameters:
 
 def _milliseconds(value: int | None) -> timedelta | None:
     return None if value is None else timedelta(milliseconds=value)
+
+
+def _trace_headers(trace: TraceContext) -> dict[str, str]:
+    headers = {"traceparent": trace.traceparent}
+    return headers | {"tracestate": trace.tracestate} if trace.tracestate else headers

@@ -13,7 +13,7 @@ import pytest
 from model_folders import ENGINE, RANKS, fill
 from standin import VERSIONS, importable, model_folder
 
-from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
+from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping, TraceContext
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Retention
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
@@ -263,6 +263,15 @@ def test_an_engine_without_gathered_logits_has_no_logprobs(setup: SetUp, tmp_pat
 def test_priorities(setup: SetUp) -> None:
     passed = [setup.parameters.arguments(sequence(priority=priority)).get("priority") for priority in range(6)]
     assert passed == ([None, 1.0, 0.75, 0.5, 0.25, 0.25] if setup.name == "1.3" else [None] * 6)
+
+
+def test_the_headers_of_a_trace(setup: SetUp) -> None:
+    for trace, headers in (
+        (None, None),
+        (TraceContext("00-1-2-01"), {"traceparent": "00-1-2-01"}),
+        (TraceContext("00-1-2-01", "a=b"), {"traceparent": "00-1-2-01", "tracestate": "a=b"}),
+    ):
+        assert setup.parameters.arguments(sequence(trace=trace)).get("trace_headers") == headers
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from text_generation_router.api.http.middleware import request_id, trace_id
+from text_generation_proto.values import TraceContext
+from text_generation_router.api.http.middleware import request_id, trace_context
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -27,7 +28,9 @@ def test_an_invalid_id_is_replaced(given: str | None) -> None:
     "given", [f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00", f"cc-{TRACE}-{PARENT}-01-what-the-future-will-be"]
 )
 def test_a_valid_traceparent_has_a_trace_id(given: str) -> None:
-    assert trace_id({"traceparent": given}) == TRACE
+    context = trace_context({"traceparent": given, "tracestate": "a=b"})
+    assert context == TraceContext(given, "a=b")
+    assert context.trace_id == TRACE
 
 
 @pytest.mark.parametrize(
@@ -39,4 +42,4 @@ def test_a_valid_traceparent_has_a_trace_id(given: str) -> None:
     ],
 )  # fmt: skip
 def test_an_invalid_traceparent_is_ignored(given: str) -> None:
-    assert trace_id({"traceparent": given}) is None
+    assert trace_context({"traceparent": given}) is None

@@ -1,0 +1,105 @@
+"""The spans of sequences on a shard, from the steps of a session.
+
+    shard                 from the orders that admit the sequence to its end
+      ├── prefill chunk   each step that computed a part of its prompt
+      └── decode          from the step of its first new token to its end
+
+Only sequences whose orders carry a trace have spans. A step without one of their chunks or ends costs nothing more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from text_generation_shard.engine import Failure, NewSequence, Orders, StepResult
+
+if TYPE_CHECKING:
+    from text_generation_proto.tracer import AttributeValue, OpenSpan, Tracer
+
+MAX_CHUNKS = 32
+"""Chunks of a sequence that have spans; further ones are left out."""
+
+
+@dataclass(slots=True)
+class _Traced:
+    """A sequence that runs. Times are of the monotonic clock, in seconds."""
+
+    sequence: NewSequence
+    span: OpenSpan
+    chunks: list[tuple[float, float, int]] = field(default_factory=list)
+    """Begin and end of the steps, and prompt tokens computed in them."""
+    prefilled: int = 0
+    first_token: float = 0.0
+
+
+class SequenceSpans:
+    """Follows the traced sequences of one session. Used on the engine's thread, and after it."""
+
+    def __init__(self, tracer: Tracer | None = None, engine: str = "") -> None:
+        """Without a tracer nothing is traced."""
+        self._tracer = tracer
+        self._engine = engine
+        self._traced: dict[int, _Traced] = {}
+        """By slot."""
+
+    def ordered(self, orders: Orders, failures: Sequence[Failure]) -> None:
+        """Follow the new sequences of orders that were applied, and end those that they release or that failed."""
+        if self._tracer is None:
+            return
+        now = time.monotonic()
+        for slot in orders.release:
+            self._end(slot, now, "released")
+        for sequence in orders.admit:
+            if sequence.trace is not None and (span := self._tracer.begin("shard", now, sequence.trace)) is not None:
+                self._traced[sequence.slot] = _Traced(sequence, span)
+        self._fail(failures, now)
+
+    def stepped(self, result: StepResult, took_ns: int) -> None:
+        """Record a step that has just ended."""
+        traced = self._traced
+        if not traced:
+            return
+        end = time.monotonic()
+        start = end - took_ns / 1e9
+        for slot, tokens in result.prefilled:
+            if (one := traced.get(slot)) is not None:
+                one.prefilled += tokens
+                if len(one.chunks) < MAX_CHUNKS:
+                    one.chunks.append((start, end, tokens))
+                if one.prefilled >= len(one.sequence.prompt) - one.sequence.computed_tokens:
+                    one.first_token = one.first_token or end
+        for slot, reason in result.finished:
+            self._end(slot, end, reason.value)
+        self._fail(result.failed, end)
+
+    def close(self) -> None:
+        """End all sequences: the session is over."""
+        now = time.monotonic()
+        for slot in tuple(self._traced):
+            self._end(slot, now, "session closed")
+
+    def _fail(self, failures: Sequence[Failure], now: float) -> None:
+        for failure in failures:
+            self._end(failure.slot, now, failure.code.value, failed=True)
+
+    def _end(self, slot: int, now: float, reason: str, *, failed: bool = False) -> None:
+        one = self._traced.pop(slot, None)
+        if one is None or self._tracer is None:
+            return
+        for start, end, tokens in one.chunks:
+            self._tracer.child(one.span, "prefill chunk", start, end, {"text_generation.prompt_tokens": tokens})
+        if one.first_token:
+            self._tracer.child(one.span, "decode", one.first_token, now, {})
+        sequence = one.sequence
+        attributes: dict[str, AttributeValue] = {
+            "text_generation.engine": self._engine,
+            "text_generation.slot": slot,
+            "text_generation.end": reason,
+            "text_generation.prompt_tokens": len(sequence.prompt),
+            "text_generation.computed_tokens": sequence.computed_tokens,
+            "text_generation.generated_tokens": sequence.generated_tokens,
+        }
+        self._tracer.end(one.span, now, attributes, failed=failed)
