@@ -47,9 +47,7 @@ class Collector(TraceServiceServicer):
     answers: threading.Event = field(default_factory=threading.Event)
     headers: dict[str, str] = field(default_factory=dict)
 
-    def Export(
-        self, request: ExportTraceServiceRequest, context: grpc.ServicerContext
-    ) -> ExportTraceServiceResponse:
+    def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
         self.answers.wait()
         self.headers |= dict(context.invocation_metadata())
         self.add(request)

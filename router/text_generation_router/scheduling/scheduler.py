@@ -290,8 +290,7 @@ class Scheduler:
             if sequence.state is State.CANCELLED:
                 self._forget(sequence)
                 continue
-            ran = sequence.state is State.RUNNING
-            if ran:
+            if ran := sequence.state is State.RUNNING:
                 self._moves += 1
                 sequence.count_move()
             problem = sequence.cannot_move(lost.spec, self.policy.max_request_moves)

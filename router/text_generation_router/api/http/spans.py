@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from text_generation_proto.values import FinishReason, Sampling, TraceContext
+from text_generation_proto.values import SAMPLING_PARAMETERS, FinishReason, Sampling, TraceContext
 from text_generation_router.api.http.record import GenerationRecord, Record
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.generation import GenerationTimes
@@ -32,14 +32,6 @@ MAX_USER_AGENT_LENGTH = 256
 _FINISH = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
 _CHAT_ROUTES = ("chat", "messages", "responses")
 """Parts of the paths of routes whose prompts are conversations."""
-_SAMPLING = {
-    "temperature": "gen_ai.request.temperature",
-    "top_k": "gen_ai.request.top_k",
-    "top_p": "gen_ai.request.top_p",
-    "output_frequency_penalty": "gen_ai.request.frequency_penalty",
-    "output_presence_penalty": "gen_ai.request.presence_penalty",
-}
-_NEUTRAL = Sampling()
 
 
 class RequestSpans:
@@ -96,9 +88,7 @@ class RequestSpans:
         first = requests[0]
         found["gen_ai.request.max_tokens"] = first.max_new_tokens
         if not first.sampling.greedy:
-            for name, attribute in _SAMPLING.items():
-                if (value := getattr(first.sampling, name)) != getattr(_NEUTRAL, name):
-                    found[attribute] = value
+            found |= _sampling(first.sampling)
         found["gen_ai.usage.input_tokens"] = sum(len(request.prompt) for request in requests)
         found["gen_ai.usage.output_tokens"] = sum(map(_generated, generations))
         found["gen_ai.usage.cache_read.input_tokens"] = sum(generation.cached_tokens for generation in generations)
@@ -136,6 +126,17 @@ class RequestSpans:
                 resumed,
                 attributes if to is None else attributes | {"text_generation.replica": to},
             )
+
+
+def _sampling(sampling: Sampling) -> dict[str, AttributeValue]:
+    """The numbers that are not neutral. The prefix distinguishes OpenAI's penalties from TGI's in `Sampling` only."""
+    return {
+        f"gen_ai.request.{parameter.field.removeprefix('output_')}": value
+        for parameter in SAMPLING_PARAMETERS
+        if isinstance(value := getattr(sampling, parameter.field), int | float)
+        and value != parameter.neutral
+        and parameter.field != "seed"
+    }
 
 
 def _generated(generation: GenerationRecord) -> int:
