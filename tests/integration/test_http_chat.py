@@ -200,6 +200,46 @@ async def test_tools_that_may_not_be_called_leave_room_for_a_format(stack: Stack
     Draft202012Validator(WEATHER).validate(orjson.loads(whole(await post(stack.client, CHAT, body))["content"]))
 
 
+FORM = {"name": "weather", "schema": WEATHER}
+IN_FORM = '{"city": "Rome", "days": 2}'
+
+
+@pytest.mark.parametrize("says", [CALL, f"{CALL}\n{CLOCK}", IN_FORM])
+async def test_with_tools_and_a_format_the_model_calls_or_answers_in_the_format(stack: Stack, says: str) -> None:
+    """The echo engine chooses the first token only. The texts: tests/unit/router/grammar/test_grammar_answers.py."""
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    form = {"type": "json_schema", "json_schema": FORM}
+    body = await asking(stack, says, tools=strict, response_format=form, max_tokens=200)
+    answer = whole(await post(stack.client, CHAT, body))
+    assert joined(await chunks(stack.client, CHAT, body)) == answer
+    calls = [call["arguments"] for call in answer["tool_calls"]]
+    assert (len(calls), answer["finish_reason"]) == ((1, "tool_calls") if says != IN_FORM else (0, "stop"))
+    Draft202012Validator(WEATHER).validate(orjson.loads([*calls, answer["content"]][0]))
+    assert answer["content"] == "" or not calls
+    forced = whole(await post(stack.client, CHAT, body | {"tools": TOOLS, "tool_choice": "clock"}))
+    assert (forced["tool_calls"], forced["finish_reason"]) == ([CLOCK_CALL], "tool_calls")
+
+
+@pytest.mark.parametrize("says", [CALL, IN_FORM])
+async def test_responses_and_messages_take_tools_with_a_format(stack: Stack, says: str) -> None:
+    form = {"type": "json_schema", **FORM}
+    tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
+    asked = {"tools": [tool], "text": {"format": form}, "max_output_tokens": 200, "temperature": 0}
+    [item] = (await post(stack.client, "/v1/responses", {"input": says, **asked}))["output"]
+    assert item["type"] == ("function_call" if says == CALL else "message")
+    Draft202012Validator(WEATHER).validate(orjson.loads(item.get("arguments") or item["content"][0]["text"]))
+    asked = {
+        "tools": [{"name": "weather", "input_schema": WEATHER, "strict": True}],
+        "messages": [{"role": "user", "content": says}],
+        "max_tokens": 200,
+        "temperature": 0,
+    }
+    for where in ({"output_config": {"format": form}}, {"output_format": form}):
+        [block] = (await post(stack.client, "/v1/messages", asked | where))["content"]
+        assert block["type"] == ("tool_use" if says == CALL else "text")
+        Draft202012Validator(WEATHER).validate(block.get("input") or orjson.loads(block["text"]))
+
+
 async def test_vllms_fields_for_grammars_are_accepted(stack: Stack) -> None:
     """All of its fields: tests/unit/router/grammar/test_grammar_forms.py."""
     answer = whole(await post(stack.client, CHAT, await asking(stack, "maybe so", guided_choice=["yes", "no"])))

@@ -100,7 +100,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "Suffix is not supported and can be achieved by", "suffix_not_supported"),
     (COMPLETIONS, {"prompt": ["a"] * 129}, "Number of prompts exceeds the maximum allowed batch size of 128", "batch_size_exceeded"),
     (COMPLETIONS, {"prompt": []}, "Input validation error: Empty array detected.", None),
-    (CHATS, CHAT | {"tools": TOOLS} | JSON_OBJECT, "Tool error: Grammar and tools are mutually exclusive", "tool_error"),
+    (CHATS, CHAT | {"tools": TOOLS, "ebnf": "root ::= [a-z]"}, "Tool error: Grammar and tools are mutually exclusive, unless", "tool_error"),
     (CHATS, CHAT | {"tools": TOOLS, "tool_choice": "g"}, "Tool error: Tool with name g not found", "tool_error"),
     (CHATS, LONG_CHAT, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20.", "context_length_exceeded"),
     (CHATS, IMAGE, "Input validation error: image modality is not supported", None),

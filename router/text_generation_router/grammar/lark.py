@@ -38,13 +38,11 @@ class LarkRules:
     def until(self, end: str, inside: Sequence[str] = ()) -> str:
         """Return any text up to `end` and `end` itself, which must not be empty; the special tokens `inside` may occur."""
         pieces = self._pieces(end)
-        if not pieces[0].startswith("<"):
+        if not pieces[0].startswith("<["):
             if len(pieces) > 1:
                 return self._rule(f"{self.free} {pieces[0]}", terminal=True) + " " + " ".join(pieces[1:])
             return self._rule(f"{self.free} {pieces[0]}", attributes="[lazy]")
-        marks = [f"<[{self._special[mark]}]>" for mark in inside if mark in self._special]
-        free = f"{self.free} (({' | '.join(marks)}) {self.free})*" if marks else self.free
-        return f"{free} {' '.join(pieces)}"
+        return f"{self.free_with(inside)} {' '.join(pieces)}"
 
     def schema(self, schema: Schema) -> str:
         """Return the expression of a normalised schema. Raises InvalidRequest."""
@@ -62,6 +60,14 @@ class LarkRules:
         body = "\n".join(line for line in grammar.split("\n") if not line.startswith("%llguidance"))
         return self._rule(f"%lark {{\n{body}\n}}")
 
+    def named(self, name: str, rules: Sequence[str]) -> str:
+        """Return `name`, one of `rules`, which have names of their own and are written once."""
+        for rule in rules:
+            if rule not in self._known:
+                self._known[rule] = name
+                self._rules.append(rule)
+        return name
+
     def rule(self, expression: str) -> str:
         """Return a name for an expression; equal expressions have the same."""
         return self._rule(expression)
@@ -71,6 +77,11 @@ class LarkRules:
         """The expression of any text."""
         self._known.setdefault(_FREE_RULE, _FREE)
         return _FREE
+
+    def free_with(self, inside: Sequence[str]) -> str:
+        """Return the expression of any text in which the special tokens `inside` may occur."""
+        marks = [f"<[{self._special[mark]}]>" for mark in inside if mark in self._special]
+        return self.rule(f"{self.free} (({' | '.join(marks)}) {self.free})*") if marks else self.free
 
     def written(self, start: str) -> str:
         """Return the grammar whose start is the expression `start`."""

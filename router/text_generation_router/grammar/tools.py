@@ -1,19 +1,15 @@
-"""Grammars of tool calls: `{"name": <a tool>, "arguments": <an object that follows its schema>}`."""
+"""Grammars of tool calls, alone, in free text, or in place of an answer that a constraint describes."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from text_generation_proto.grammar_options import JSON_OPTIONS
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.errors import InvalidRequest
+from text_generation_router.grammar.lark import LarkRules
 from text_generation_router.grammar.normalize import normalize
 from text_generation_router.grammar.schema import Schema, as_text, check_size, every, is_local, not_valid, read_schema
-
-EMBEDDED_SCHEMA = "payload: %json "
-"""Start of the line of a Lark grammar that holds a schema."""
 
 MAX_TOOLS = 128
 """OpenAI's limit."""
@@ -28,22 +24,21 @@ def forced_tools(tools: Sequence[Tool]) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, as_text(_call_schema(tools)))
 
 
-def auto_tools(tools: Sequence[Tool], begin: str, end: str) -> Grammar:
+def auto_tools(
+    tools: Sequence[Tool], begin: str, end: str, special: Mapping[str, int], inside: Sequence[str] = ()
+) -> Grammar:
     """Return a grammar for free text in which a call of one of `tools` and `end` follow every `begin`.
 
-    `begin` must not be empty or a special token, which is no text. Raises InvalidRequest.
+    `special`: see LarkRules; those of `inside` may occur in the text. Raises InvalidRequest.
     """
     assert begin, "a call needs a marker in front of it"
-    schema = {"x-guidance": JSON_OPTIONS, **_call_schema(tools)}
-    lines = (
-        "%llguidance {}",
-        "start: call* FREE",
-        f"call: opening payload {_literal(end) if end else ''}",
-        f"opening[lazy]: FREE {_literal(begin)}",
-        EMBEDDED_SCHEMA + as_text(schema),
-        r"FREE: /(.|\n)*/",
+    rules = LarkRules(special)
+    call = rules.rule(
+        " ".join(
+            filter(None, (rules.until(begin, inside), rules.schema(_call_schema(tools)), end and rules.literal(end)))
+        )
     )
-    return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
+    return Grammar(GrammarKind.LARK, rules.written(f"{call}* {rules.free_with(inside)}"))
 
 
 def check_number(tools: Sequence[Tool]) -> None:
@@ -56,24 +51,29 @@ def _call_schema(tools: Sequence[Tool]) -> Schema:
     assert tools, "a call needs a tool"
     check_number(tools)
     check_size([dict(tool.parameters) for tool in tools])  # all together, before any of them is read
-    definitions = {f"tool{index}": _arguments(tool, f"#/$defs/tool{index}") for index, tool in enumerate(tools)}
-    calls = [_call(tool, name) for tool, name in zip(tools, definitions, strict=True)]
+    definitions = {f"tool{index}": arguments_schema(tool, f"#/$defs/tool{index}") for index, tool in enumerate(tools)}
+    calls = [_call(tool.name, f"#/$defs/{name}") for tool, name in zip(tools, definitions, strict=True)]
     schema: Schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema = {**schema, "$defs": definitions}
     check_size(schema)
     return schema
 
 
-def _call(tool: Tool, definition: str) -> Schema:
+def call_schema(name: str, arguments: Schema, key: str) -> Schema:
+    """Return the schema of a call of one tool; references of `arguments` start at `#/$defs/arguments`."""
+    return {**_call(name, "#/$defs/arguments", key), "$defs": {"arguments": arguments}}
+
+
+def _call(name: str, place: str, key: str = "arguments") -> Schema:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{definition}"}},
-        "required": ["name", "arguments"],
+        "properties": {"name": {"const": name}, key: {"$ref": place}},
+        "required": ["name", key],
         "additionalProperties": False,
     }
 
 
-def _arguments(tool: Tool, place: str) -> Schema:
+def arguments_schema(tool: Tool, place: str = "#") -> Schema:
     """Return the schema of the tool's arguments, always an object, with references that start at `place`."""
     schema = read_schema(dict(tool.parameters))
     normalize(schema)
@@ -86,7 +86,3 @@ def _arguments(tool: Tool, place: str) -> Schema:
         if isinstance(reference, str) and is_local(reference):
             inner["$ref"] = place + reference[1:]
     return schema
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -94,6 +94,12 @@ class Tokenizer:
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
         """Text of each special token; generated text never contains it."""
+        self.markers: dict[str, TokenId] = {
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+        """Tokens that llguidance takes for special, by their texts: in a grammar they have no text."""
         self._token_texts: dict[TokenId, str] = {}
 
     @classmethod

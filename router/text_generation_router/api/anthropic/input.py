@@ -50,6 +50,7 @@ def to_conversation(body: CountTokensBody) -> Conversation:
     if not messages:
         raise InvalidRequest("`messages` have no content")
     final, choice, config = messages[-1], body.tool_choice, body.output_config
+    form = body.output_format if config is None or config.format is None else config.format
     kwargs: Json = {}
     if body.thinking is not None:
         kwargs["enable_thinking"] = body.thinking.type != "disabled"
@@ -60,7 +61,7 @@ def to_conversation(body: CountTokensBody) -> Conversation:
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=ToolChoice() if choice is None else _tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-        grammar=None if config is None or config.format is None else response_format(config.format),
+        grammar=None if form is None else response_format(form),
         # Exactly as given: nothing is trimmed, nothing added.
         continue_final_message=final["role"] == "assistant" and "tool_calls" not in final,
         template_kwargs=kwargs,
@@ -152,7 +153,7 @@ def _not_supported(role: str, kind: str) -> InvalidRequest:
 def _tool(tool: ClientTool) -> Tool:
     if tool.type not in (None, "custom"):
         raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported")
-    return read_tool(tool.name, tool.description, tool.input_schema)
+    return read_tool(tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
 
 
 def _tool_choice(choice: ToolUseChoice) -> ToolChoice:

@@ -75,6 +75,8 @@ class ClientTool(Body):
     """A description for the model."""
     input_schema: dict[str, Any] | None = None
     """The JSON schema of its input."""
+    strict: bool | None = None
+    """The input must follow the schema, as in OpenAI's dialect."""
 
 
 ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast(), Field(max_length=MAX_TOOLS)])
@@ -124,6 +126,8 @@ class CountTokensBody(Body):
     """Reasoning before the answer."""
     output_config: OutputConfig | None = None
     """Constraints on the answer."""
+    output_format: dict[str, Any] | None = None
+    """The older name of `output_config.format`."""
     thread: Any = None
     """Refused: nothing is stored. Anthropic's client then sends the whole conversation."""
 

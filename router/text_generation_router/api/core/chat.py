@@ -38,9 +38,11 @@ from text_generation_router.chat.parsers import (
     create_parser,
     starts_in_reasoning,
 )
+from text_generation_router.chat.parsers.syntax import Pieces, Repeat, Slot, Until
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import InvalidRequest, ServingError, ToolError
 from text_generation_router.generation import GenerationResult, TokenOutput
+from text_generation_router.grammar.answers import calls_or_answer
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TenantId, TokenId, TopToken
 
@@ -265,12 +267,27 @@ class ChatPreparer:
         if tools and conversation.tool_choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED):
             form = AnswerForm("json_calls", schemas, one_call=one_call)
             return form, forced_tools(tools), continuation + own.call_start
-        if conversation.grammar is not None:
-            return AnswerForm(), conversation.grammar, continuation + ("" if begun else own.answer_start)
-        grammar = None
-        if tools and self._call_format == "hermes" and all(tool.strict for tool in tools) and self._serves_lark:
-            # Its calls are JSON, and its markers are text, so that a grammar can match the start of a call.
-            grammar = auto_tools(tools, *HERMES_CALL)
+        grammar = conversation.grammar
+        if grammar is not None and (not tools or begun):
+            return AnswerForm(), grammar, continuation + ("" if begun else own.answer_start)
+        if grammar is None:
+            continuation = ""
+            grammar = self._strict_calls(tools, markers)
+        else:
+            before: Pieces = (Repeat(own.thought),) if own.thought else ()
+            if self._reasoning is not None and not own.has_channels:
+                rest = (Until(markers[1]), Slot.GAP)
+                before = rest if starts_inside else (Repeat((markers[0], *rest)),)
+                continuation = ""
+            grammar = calls_or_answer(
+                tools,
+                own.calls,
+                grammar,
+                self._serving.tokenizer.markers,
+                before=before,
+                answer_start=own.answer_start,
+                one_call=one_call,
+            )
         form = AnswerForm(
             self._call_format if tools or own.has_channels else PLAIN,
             schemas,
@@ -279,11 +296,14 @@ class ChatPreparer:
             one_call,
             begun,
         )
-        return form, grammar, ""
+        return form, grammar, continuation
 
-    @property
-    def _serves_lark(self) -> bool:
-        return self._serving.preparer.serves_grammar(GrammarKind.LARK)
+    def _strict_calls(self, tools: Sequence[Tool], reasoning: Sequence[str]) -> Grammar | None:
+        """Return a grammar for free text with calls, if all tools are strict and the calls are JSON in markers."""
+        serves = self._call_format == "hermes" and self._serving.preparer.serves_grammar(GrammarKind.LARK)
+        if not tools or not serves or not all(tool.strict for tool in tools):
+            return None
+        return auto_tools(tools, *HERMES_CALL, self._serving.tokenizer.markers, reasoning)
 
     def _visible_special(self, parser: OutputParser) -> frozenset[TokenId]:
         markers = parser.markers
@@ -321,8 +341,6 @@ def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
     if choice.mode is ToolMode.NONE:
         return ()
     check_number(tools)
-    if tools and conversation.grammar is not None:
-        raise ToolError("Grammar and tools are mutually exclusive")
     if choice.mode is ToolMode.NAMED:
         named = [tool for tool in tools if tool.name == choice.name]
         if not named:

@@ -19,17 +19,19 @@ from text_generation_router.chat.parsers.formats import (
     MistralParser,
     PlainParser,
 )
-from text_generation_router.chat.parsers.gemma import GEMMA_CALL, Gemma4Parser
+from text_generation_router.chat.parsers.gemma import GEMMA_CALL, GEMMA_THOUGHT, Gemma4Parser
 from text_generation_router.chat.parsers.harmony import (
     HARMONY_ANSWER,
     HARMONY_ASSISTANT,
     HARMONY_CALL,
     HARMONY_CHANNEL,
+    HARMONY_THOUGHT,
     HarmonyParser,
 )
 from text_generation_router.chat.parsers.pythonic import PYTHON_START, PythonicParser
 from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, ReasoningParser
 from text_generation_router.chat.parsers.sections import DEEPSEEK_CALLS, KIMI_CALLS, DeepSeekParser, KimiParser
+from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces
 from text_generation_router.chat.parsers.tagged import (
     GLM_KEY,
     MINIMAX_BLOCK,
@@ -73,6 +75,13 @@ class Format:
     """Continues the prompt of an answer that a grammar constrains."""
     call_start: str = ""
     """Continues the prompt of a call that is forced."""
+    thought: Pieces = ()
+    """Reasoning in a channel, and the start of the next message."""
+
+    @property
+    def calls(self) -> Sequence[CallSyntax]:
+        """The ways to write calls; empty if the format has none."""
+        return getattr(self.parser, "CALLS", ())
 
 
 def _plain(tools: Tools) -> OutputParser:
@@ -88,8 +97,9 @@ FORMATS: Final[dict[str, Format]] = {
         assistant=HARMONY_ASSISTANT,
         answer_start=HARMONY_ANSWER,
         call_start=HARMONY_CALL,
+        thought=HARMONY_THOUGHT,
     ),
-    "gemma4": Format(Gemma4Parser, GEMMA_CALL, has_channels=True),
+    "gemma4": Format(Gemma4Parser, GEMMA_CALL, has_channels=True, thought=GEMMA_THOUGHT),
     "deepseek_v3": Format(DeepSeekParser, DEEPSEEK_CALLS, ("deepseek_v31", "deepseekv3", "deepseekv31")),
     "kimi_k2": Format(KimiParser, KIMI_CALLS),
     "glm45": Format(GlmParser, GLM_KEY, ("glm47", "glm")),

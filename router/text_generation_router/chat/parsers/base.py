@@ -10,6 +10,7 @@ from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.event_buffer import EventBuffer
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader, CallReader, JsonCallReader
+from text_generation_router.chat.parsers.syntax import CallSyntax
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the parameters of the tools, by name."""
@@ -64,6 +65,8 @@ class CallParser:
     """Markers that end broken arguments."""
     SPECIAL: ClassVar[frozenset[str]] = frozenset()
     READER: ClassVar[type[JsonCallReader]] = JsonCallReader
+    CALLS: ClassVar[Sequence[CallSyntax]]
+    """The ways in which a grammar lets models write calls."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools

@@ -9,6 +9,7 @@ from text_generation_router.chat.events import Event, TextDelta
 from text_generation_router.chat.parsers.base import ArrayParser, CallParser, Markers, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader, TgiCallReader
+from text_generation_router.chat.parsers.syntax import CallSyntax, JsonCall, Pattern, Slot
 
 HERMES_START: Final = "<tool_call>"
 HERMES_END: Final = "</tool_call>"
@@ -28,6 +29,7 @@ class HermesParser(CallParser):
 
     TEXT_MARKERS = RAW_MARKERS = Markers((HERMES_START, HERMES_END))
     SPECIAL = frozenset({HERMES_START, HERMES_END})
+    CALLS = (CallSyntax((HERMES_START, Slot.GAP, JsonCall(), Slot.GAP, HERMES_END), blocks=True),)
 
     def _on_marker(self, marker: str) -> None:
         if marker == HERMES_START:
@@ -49,6 +51,7 @@ class Llama3JsonParser(CallParser):
 
     TEXT_MARKERS = RAW_MARKERS = Markers((LLAMA_TAG,))
     SPECIAL = frozenset({LLAMA_TAG})
+    CALLS = tuple(CallSyntax((JsonCall("parameters"),), before, between=("; ",)) for before in ((), (LLAMA_TAG,)))
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
@@ -69,6 +72,16 @@ class MistralParser(ArrayParser):
 
     TEXT_MARKERS = RAW_MARKERS = Markers((MISTRAL_CALLS,))
     SPECIAL = frozenset({MISTRAL_CALLS, MISTRAL_CALL_ID, MISTRAL_ARGS})
+    CALLS = (
+        *(
+            CallSyntax((JsonCall(),), before=(MISTRAL_CALLS, opening), between=(", ",), after=("]",))
+            for opening in ("[", " [")
+        ),
+        *(
+            CallSyntax((MISTRAL_CALLS, Slot.NAME, *head, Slot.ARGUMENTS), blocks=True)
+            for head in ((), (MISTRAL_ARGS,), (MISTRAL_CALL_ID, Pattern("[a-zA-Z0-9]{1,32}"), MISTRAL_ARGS))
+        ),
+    )
 
     def _head(self, text: str, at: int) -> int:
         if self._in_array or text[at] in SPACE or text[at] in "[{":
@@ -104,6 +117,7 @@ class JsonAnswerParser(CallParser):
     """
 
     READER = TgiCallReader
+    CALLS = tuple(CallSyntax((JsonCall(arguments),)) for arguments in ("arguments", "parameters"))
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)

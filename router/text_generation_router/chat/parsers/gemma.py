@@ -9,12 +9,14 @@ from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.literals import GEMMA, LiteralCallReader
 from text_generation_router.chat.parsers.readers import CallReader
+from text_generation_router.chat.parsers.syntax import CallSyntax, Slot, Until
 
 GEMMA_CALL: Final = "<|tool_call>"
 _CALL_END: Final = "<tool_call|>"
 _CHANNEL: Final = "<|channel>"
 _CHANNEL_END: Final = "<channel|>"
 _THOUGHT: Final = "thought\n"
+GEMMA_THOUGHT: Final = (_CHANNEL, Until(_CHANNEL_END), Slot.GAP)
 
 
 class Gemma4Parser(CallParser):
@@ -23,6 +25,7 @@ class Gemma4Parser(CallParser):
     TEXT_MARKERS = Markers((GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END))
     RAW_MARKERS = TEXT_MARKERS
     SPECIAL = frozenset({GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END, GEMMA.mark})
+    CALLS = (CallSyntax((f"{GEMMA_CALL}call:", Slot.NAME, "{", Until(_CALL_END, inside=(GEMMA.mark,))), blocks=True),)
     _ENDS_OF_REASONING = Markers((_CHANNEL_END, GEMMA_CALL))
 
     def __init__(self, tools: Tools) -> None:

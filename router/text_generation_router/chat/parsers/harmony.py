@@ -17,10 +17,12 @@ from typing import Final
 from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader
+from text_generation_router.chat.parsers.syntax import CallSyntax, Slot, Until
 
 HARMONY_CHANNEL: Final = "<|channel|>"
 HARMONY_ASSISTANT: Final = "<|start|>assistant"
 HARMONY_ANSWER: Final = "<|channel|>final<|message|>"
+HARMONY_THOUGHT: Final = ("<|channel|>analysis<|message|>", Until("<|end|>"), HARMONY_ASSISTANT)
 HARMONY_CALL: Final = "<|channel|>commentary to=functions <|constrain|>json<|message|>"
 
 _START: Final = "<|start|>"
@@ -41,6 +43,15 @@ class HarmonyParser(CallParser):
 
     TEXT_MARKERS = RAW_MARKERS = Markers((*_ENDS, _START, HARMONY_CHANNEL))
     SPECIAL = frozenset((*_ENDS, _START, HARMONY_CHANNEL, _MESSAGE, "<|constrain|>"))
+    # The token after a call, `<|call|>`, ends the answer.
+    CALLS = tuple(
+        CallSyntax((*head, f"{kind}{_MESSAGE}", Slot.ARGUMENTS))
+        for kind in (" <|constrain|>json", " json", "")
+        for head in (
+            ("<|channel|>commentary to=functions.", Slot.NAME),
+            (" to=functions.", Slot.NAME, "<|channel|>commentary"),
+        )
+    )
     _HEADER_ENDS = Markers((_MESSAGE, *_ENDS))
 
     def __init__(self, tools: Tools) -> None:

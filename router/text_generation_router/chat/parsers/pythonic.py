@@ -11,6 +11,7 @@ from text_generation_router.chat.parsers.formats import Llama3JsonParser
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.literals import PYTHON, LiteralCallReader
 from text_generation_router.chat.parsers.readers import MAX_NAME
+from text_generation_router.chat.parsers.syntax import CallSyntax, Slot
 
 PYTHON_START: Final = "<|python_start|>"
 PYTHON_END: Final = "<|python_end|>"
@@ -22,6 +23,10 @@ class PythonicParser(Llama3JsonParser):
 
     TEXT_MARKERS = RAW_MARKERS = Markers((PYTHON_START, PYTHON_END))
     SPECIAL = frozenset({PYTHON_START, PYTHON_END})
+    CALLS = tuple(
+        CallSyntax((Slot.NAME, "(", Slot.PYTHON_ARGUMENTS, ")"), (start, "["), (", ",), ("]", end))
+        for start, end in (("", ""), (PYTHON_START, PYTHON_END))
+    )
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)

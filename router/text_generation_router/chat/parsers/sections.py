@@ -14,6 +14,7 @@ from typing import ClassVar, Final
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.readers import CallReader
+from text_generation_router.chat.parsers.syntax import CallSyntax, Pattern, Slot
 
 DEEPSEEK_CALLS: Final = "<｜tool▁calls▁begin｜>"
 KIMI_CALLS: Final = "<|tool_calls_section_begin|>"
@@ -89,6 +90,15 @@ class DeepSeekParser(SectionParser):
     SECTION = (DEEPSEEK_CALLS, "<｜tool▁calls▁end｜>")
     CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     SEPARATOR = "<｜tool▁sep｜>"
+    CALLS = (
+        CallSyntax((CALL[0], Slot.NAME, SEPARATOR, Slot.ARGUMENTS, CALL[1]), (SECTION[0],), (), (SECTION[1],)),
+        CallSyntax(
+            (CALL[0], "function", SEPARATOR, Slot.NAME, f"\n{_FENCE}json\n", Slot.ARGUMENTS, f"\n{_FENCE}", CALL[1]),
+            (SECTION[0],),
+            ("\n",),
+            (SECTION[1],),
+        ),
+    )
 
 
 class KimiParser(SectionParser):
@@ -97,6 +107,14 @@ class KimiParser(SectionParser):
     SECTION = (KIMI_CALLS, "<|tool_calls_section_end|>")
     CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
     SEPARATOR = "<|tool_call_argument_begin|>"
+    CALLS = (
+        CallSyntax(
+            (CALL[0], "functions.", Slot.NAME, ":", Pattern("[0-9]{1,3}"), SEPARATOR, Slot.ARGUMENTS, CALL[1]),
+            (SECTION[0],),
+            (),
+            (SECTION[1],),
+        ),
+    )
 
     def _call_name(self, opening: str) -> str:
         name, _, number = super()._call_name(opening).removeprefix("functions.").rpartition(":")

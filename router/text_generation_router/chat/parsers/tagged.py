@@ -24,6 +24,7 @@ from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.literals import json_text
 from text_generation_router.chat.parsers.readers import MAX_NAME
+from text_generation_router.chat.parsers.syntax import CallSyntax, Repeat, Slot, Until
 
 QWEN_FUNCTION: Final = "<function="
 GLM_KEY: Final = "<arg_key>"
@@ -45,11 +46,12 @@ class Tags:
         call: tuple[str, str, str] = ("", "", ""),
         *,
         lines: bool = False,
+        quote: str = "",
     ) -> None:
         """`block`, `value`: start and end; `key`: before and after the name; `call`: before and after the name, and the end.
 
         Without `call` the block is a call, and its name ends at the next tag. `lines`: a newline after the start and
-        before the end of a value belongs to the tags.
+        before the end of a value belongs to the tags. `quote`: stands around names.
         """
         (self.block, self.block_end), (self.key, _), (self.value, self.value_end) = block, key, value
         self.call, name_end, self.call_end = call
@@ -65,6 +67,18 @@ class Tags:
         self.value_ends = _markers(self.value_end, self.key, self.call_end)
         self.block_ends = _markers(self.block_end)
         self.after_call = _markers(self.call, self.block_end)
+        self.syntax = self._syntax(key[1], name_end, quote)
+
+    def _syntax(self, key_end: str, name_end: str, quote: str) -> CallSyntax:
+        gap = Slot.GAP
+        value = (gap, self.value) if self.value else ()
+        member = (self.key + quote, Slot.KEY, quote + key_end, *value, Until(self.value_end), gap)
+        if not self.call:
+            return CallSyntax((self.block, Slot.NAME, gap, Repeat(member), self.block_end), blocks=True)
+        head = (self.call + quote, Slot.NAME, quote + name_end)
+        return CallSyntax(
+            (*head, gap, Repeat(member), self.call_end, gap), (self.block, gap), (), (self.block_end,), blocks=True
+        )
 
 
 def _markers(*tags: str) -> Markers:
@@ -83,6 +97,7 @@ class TaggedParser(CallParser):
     def __init_subclass__(cls) -> None:
         cls.TEXT_MARKERS = cls.TAGS.in_text
         cls.SPECIAL = cls.TAGS.all
+        cls.CALLS = (cls.TAGS.syntax,)
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
@@ -325,6 +340,7 @@ class MiniMaxParser(TaggedParser):
         key=("<parameter name=", ">"),
         value=("", "</parameter>"),
         lines=True,
+        quote='"',
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
+from text_generation_proto.grammar_tokenizer import load_tokenizer
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.errors import InvalidRequest
@@ -17,6 +18,7 @@ from text_generation_router.grammar.forms import choice_grammar, regex_grammar, 
 from text_generation_router.grammar.proof import compile_job, compiled, prove
 from text_generation_router.grammar.schema import read_schema
 from text_generation_router.grammar.tools import MAX_TOOLS, auto_tools, forced_tools
+from text_generation_router.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 PROMPTLY_S = 0.5
@@ -229,7 +231,7 @@ def test_arguments_are_an_object_also_if_the_schema_has_no_type(tokenizer: LLTok
 def test_there_is_a_limit_to_tools() -> None:
     many = [Tool(f"f{number}") for number in range(MAX_TOOLS + 1)]
     forced_tools(many[:-1])
-    for make in (forced_tools, lambda tools: auto_tools(tools, "<", ">")):
+    for make in (forced_tools, lambda tools: auto_tools(tools, "<", ">", {})):
         with pytest.raises(InvalidRequest, match=r": at most 128 tools are supported\. Given: 129$"):
             make(many)
 
@@ -246,18 +248,33 @@ def test_tools_too_large_together_are_refused_before_any_of_them_is_read() -> No
 
 def test_a_recursive_tool_is_refused(tokenizer: LLTokenizer) -> None:
     tool = Tool("f", None, {"type": "object", "properties": {"x": {"$ref": "#"}}})
-    for grammar in (forced_tools([tool]), auto_tools([tool], "<tool_call>", "</tool_call>")):
+    for grammar in (forced_tools([tool]), auto_tools([tool], "<tool_call>", "</tool_call>", {})):
         assert "recursive" in refusal(grammar, tokenizer)
 
 
 @pytest.mark.parametrize(("begin", "end"), [("<tool_call>\n", "\n</tool_call>"), ('a "quote"', "")])
 def test_free_text_may_contain_calls(begin: str, end: str, tokenizer: LLTokenizer) -> None:
-    grammar = auto_tools([WEATHER, CLOCK], begin, end)
+    grammar = auto_tools([WEATHER, CLOCK], begin, end, {})
     prove(grammar, tokenizer)
     call = begin + CALL + end
     for text in ("", "Hello <b>there</b>.\n", call, f"So: {call} and {call}\nDone.", begin[:-1]):
         assert allows(grammar, text, tokenizer), text
     for text in (begin, f"{begin}Hello{end}", call.replace("get_weather", "rm"), call.replace('"Paris"', "1")):
+        assert not allows(grammar, text, tokenizer), text
+
+
+def test_free_text_may_contain_calls_where_their_markers_are_tokens_of_their_own() -> None:
+    """Qwen3's markers are tokens that llguidance takes for special, and tokenizers does not."""
+    folder = Path(__file__).parents[3] / "corpus/tokenizers/qwen3"
+    markers = Tokenizer.load(folder).markers
+    assert {"<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>"} <= markers.keys()
+    tokenizer = load_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    grammar = auto_tools([WEATHER], "<tool_call>\n", "\n</tool_call>", markers, ("<think>", "</think>"))
+    prove(grammar, tokenizer)
+    call = f"<tool_call>\n{CALL}\n</tool_call>"
+    for text in ("Hello", f"<think>So.</think>\n\n{call}", f"So: {call}\n{call}"):
+        assert allows(grammar, text, tokenizer), text
+    for text in (call.replace("Paris", '"'), "<tool_call>\n", "<|im_end|>Hello"):
         assert not allows(grammar, text, tokenizer), text
 
 
