@@ -245,7 +245,7 @@ bench-trtllm: model ## Measure the overhead of router and shard with a fake Tens
 bench-scheduling: model ## Measure the effect of scheduling on clients (ARGS="chats", "long-prompt", "tenants", "overload", "kill", …)
 	$(PY) -m text_generation_bench.scheduling $(ARGS)
 
-# Another load generator: LOAD=…, with the arguments and output of bench/text_generation_bench/stream_load.py.
+# Another load generator: LOAD=…, with the arguments and the table that bench/text_generation_bench/gpu.py names.
 LOAD ?=
 # A folder given on the command line is not made.
 MADE := $(if $(filter file override,$(origin MODEL)),model,$(STAMP))

@@ -8,6 +8,7 @@ Usage: python scripts/generate_docs.py
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -17,6 +18,7 @@ import typing
 from collections.abc import Iterable
 from pathlib import Path
 
+from text_generation_bench.load.settings import build_parser
 from text_generation_launcher.config import LauncherConfig
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.options import Option, options_by_topic
@@ -65,11 +67,28 @@ def flags_page() -> str:
         program = config.model_config.get("cli_prog_name")
         lead = f"Additional flags of `{program}`, which the launcher sets for the processes it starts.\n\n"
         parts.append(_table(topic.value, own, lead))
+    parts.append(_benchmark_tables())
     rows = [
         f"| {code.value} | `{code.name}` | {text} |\n" for code, text in zip(ExitCode, _exit_code_texts(), strict=True)
     ]
     parts.append(EXIT_CODES + "".join(rows))
     return "\n".join(parts)
+
+
+def _benchmark_tables() -> str:
+    """Return the tables of text-generation-benchmark, one for each group of its parser."""
+    tables = []
+    for group in build_parser()._action_groups[2:]:
+        rows = "".join(_benchmark_row(action) for action in group._group_actions)
+        tables.append(f"**{group.title}**\n\n| flag | meaning |\n|---|---|\n{rows}")
+    return "## Benchmark\n\nFlags of `text-generation-benchmark`: [benchmark.md](benchmark.md).\n\n" + "\n".join(tables)
+
+
+def _benchmark_row(action: argparse.Action) -> str:
+    meaning = ((action.help or "") % vars(action)).replace("|", "\\|")
+    if action.choices and not all(f"{choice}:" in meaning for choice in action.choices):
+        meaning += f". One of {', '.join(f'`{choice}`' for choice in action.choices)}"
+    return f"| {', '.join(f'`{flag}`' for flag in action.option_strings)} | {meaning} |\n"
 
 
 def _table(title: str, options: Iterable[Option], lead: str = "") -> str:

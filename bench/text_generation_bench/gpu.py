@@ -37,7 +37,6 @@ from text_generation_shard.engines.torch.quantization.layers import projection_i
 
 COPY_BYTES = 4 << 30
 COPIES = 20
-OWN_LOAD = Path(__file__).with_name("stream_load.py")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NEARLY_ALL = 0.9
 
@@ -91,8 +90,38 @@ def main() -> None:
 
 
 def load(options: argparse.Namespace, config: ModelConfig, url: str, streams: int) -> Row:
-    """Run the load at one number of streams."""
-    command = [sys.executable, str(options.load or OWN_LOAD), "--url", url, "--model", "tgi", "--conc", str(streams)]
+    """Run text-generation-benchmark, or another load, at one number of streams."""
+    if options.load is not None:
+        return other_load(options, config, url, streams)
+    with tempfile.NamedTemporaryFile(suffix=".json") as output:
+        command = [
+            sys.executable,
+            "-m",
+            "text_generation_bench.load",
+            "--url",
+            url,
+            "--dialect",
+            "openai",
+            "-b",
+            str(streams),
+        ]
+        command += ["-s", str(options.isl), "-d", str(options.osl), "-r", str(options.rounds), "-o", output.name]
+        command += ["--processes", str(min(options.procs, streams)), "--vocab-size", str(config.vocab_size)]
+        code = subprocess.run(command).returncode
+        text = output.read()
+    if not text:
+        raise SystemExit(f"the load ended with {code}")
+    (level,) = json.loads(text)["levels"]
+    ttft, itl = (
+        (level[name].get("p50", math.nan) * 1e3, level[name].get("p99", math.nan) * 1e3) for name in ("ttft", "itl")
+    )
+    return Row(streams, level["tokens_per_s"], ttft, itl, level["errors"], level["client"]["cpu"])
+
+
+def other_load(options: argparse.Namespace, config: ModelConfig, url: str, streams: int) -> Row:
+    """Run the program of --load and read the row of its table: streams, requests, tokens/s, TTFT p50 and p99, ITL p50 and p99, a
+    column that is not used, errors, events per token, CPU share of the client; times in ms."""
+    command = [sys.executable, str(options.load), "--url", url, "--model", "tgi", "--conc", str(streams)]
     command += ["--isl", str(options.isl), "--osl", str(options.osl), "--rounds", str(options.rounds)]
     command += ["--procs", str(options.procs), "--vocab", str(config.vocab_size)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -241,7 +270,7 @@ def _options() -> argparse.Namespace:
     add("--num-shard", type=int, default=1, help="GPUs per replica (tensor parallelism)")
     add("--launcher-args", default="", help="more arguments for the launcher, in one string")
     add("--trace", type=Path, help="keep the step trace in this file; with replicas FILE-0, …")
-    add("--load", type=Path, help="another load with the arguments and the table of stream_load.py")
+    add("--load", type=Path, help="another load: a program with arguments and table as read by other_load")
     add("--bandwidth", type=float, default=0.0, help="GB/s of a copy; default: measured")
     add("--copy-bandwidth", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import selectors
@@ -27,12 +26,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import orjson
 import psutil
 
+from text_generation_bench.load.dialects import PATHS, AnswerStream
+from text_generation_bench.load.http_client import HttpClient
 from text_generation_proto.client import ShardClient
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
@@ -43,6 +45,7 @@ STEP_MS = 20.0
 STREAMS = 128
 TOKENS_A_STREAM = 200
 REQUESTS = 2000
+TIMEOUT_S = 120.0
 PROMPT = "word " * 99 + "end"
 """About 100 tokens."""
 
@@ -166,52 +169,28 @@ def _run(work: Callable[..., Awaitable[float]], arguments: tuple[object, ...]) -
 async def stream_load(port: int, tokens: int) -> float:
     """Run 128 streams at once to their end."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
-
-    async def stream() -> None:
-        reader, writer = await _post(port, "/generate_stream", body)
-        seen = 0
-        while chunk := await reader.read(1 << 16):
-            seen += chunk.count(b"data:")
-        assert seen == tokens, f"{seen} events instead of {tokens}"
-        writer.close()
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(STREAMS):
-            tasks.create_task(stream())
+    for answer in await _streams(port, "tgi", [body] * STREAMS, open_=STREAMS):
+        assert len(answer.times) == tokens, f"{len(answer.times)} events instead of {tokens}"
     return 0.0
 
 
 async def chat_load(port: int, tokens: int) -> float:
     """Run 128 chats at once. Special tokens of the echoed prompt have no chunk."""
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens, "stream": True}
-
-    async def stream() -> None:
-        reader, writer = await _post(port, "/v1/chat/completions", body)
-        seen, end = 0, b""
-        while chunk := await reader.read(1 << 16):
-            seen += chunk.count(b"data:")
-            end = (end + chunk)[-64:]
-        assert seen > 0.9 * tokens, f"{seen} events for {tokens} tokens"
-        assert b"[DONE]" in end, end
-        writer.close()
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(STREAMS):
-            tasks.create_task(stream())
+    for answer in await _streams(port, "openai-chat", [body] * STREAMS, open_=STREAMS):
+        assert len(answer.times) > 0.9 * tokens, f"{len(answer.times)} events for {tokens} tokens"
     return 0.0
 
 
 async def request_load(port: int, count: int) -> float:
     """Send `count` short requests, 8 at a time."""
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
-    left = iter(range(count))
+    body = orjson.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 1}})
+    client, left = _client(port), iter(range(count))
 
     async def worker() -> None:
         for _ in left:
-            reader, writer = await _post(port, "/generate", body)
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
-            writer.close()
+            response = await client.post("/generate", body, lambda stamp, part: None)
+            assert response.status == 200, response.error_body[:200]
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(8):
@@ -225,11 +204,8 @@ async def time_to_first_token(port: int, count: int) -> float:
     times = []
     for _ in range(count):
         started = time.perf_counter()
-        reader, writer = await _post(port, "/generate_stream", body)
-        await reader.readuntil(b"data:")
-        times.append(time.perf_counter() - started)
-        await reader.read()
-        writer.close()
+        (answer,) = await _streams(port, "tgi", [body], open_=1)
+        times.append(answer.times[0] - started)
     return statistics.median(times)
 
 
@@ -304,12 +280,28 @@ def _read_all(port: int, connections: int) -> None:
                     reader.close()
 
 
-async def _post(port: int, path: str, body: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    payload = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
-    return reader, writer
+async def _streams(port: int, dialect: str, bodies: Sequence[object], open_: int) -> list[AnswerStream]:
+    """Stream answers, `open_` at a time."""
+    client, left = _client(port), iter(bodies)
+    answers: list[AnswerStream] = []
+
+    async def worker() -> None:
+        for body in left:
+            answer = AnswerStream(dialect, wants_text=False)
+            response = await client.post(PATHS[dialect], orjson.dumps(body), answer.feed)
+            assert response.status == 200, response.error_body[:200]
+            assert answer.has_ended, answer.error
+            answers.append(answer)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(open_):
+            tasks.create_task(worker())
+    return answers
+
+
+def _client(port: int) -> HttpClient:
+    """Return a client with a connection for each request."""
+    return HttpClient(f"http://127.0.0.1:{port}", {"Connection": "close"}, None, TIMEOUT_S)
 
 
 async def _until_healthy(port: int) -> None:

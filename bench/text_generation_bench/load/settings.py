@@ -182,13 +182,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _server_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
     add(
-        "--url", default="http://127.0.0.1:3000", help="address of the server, http or https, with a path prefix if any"
+        "--url",
+        default="http://127.0.0.1:3000",
+        help="address of the server, http or https, with a path prefix if any; default: %(default)s",
     )
     add(
         "--dialect",
         choices=DIALECTS,
         default="tgi",
-        help="tgi: /generate_stream; openai: /v1/completions; openai-chat: /v1/chat/completions",
+        help="tgi: /generate_stream; openai: /v1/completions; openai-chat: /v1/chat/completions; default: %(default)s",
     )
     add("--model", help="value of the field model; default: the first of /v1/models")
     add("--api-key", default=os.environ.get("API_KEY"), help="key sent as Authorization: Bearer; environment: API_KEY")
@@ -209,7 +211,7 @@ def _server_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         type=_above(0.001, float),
         default=900.0,
         metavar="S",
-        help="longest duration of a request, in seconds",
+        help="longest duration of a request, in seconds; default: %(default)g",
     )
 
 
@@ -222,27 +224,51 @@ def _load_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         type=_above(1),
         default=10,
         metavar="N",
-        help="closed loop: requests of each open one at a level",
+        help="closed loop: requests of each open one at a level; default: %(default)s",
     )
     add("--rate", type=_numbers(float), nargs="+", action="extend", metavar="R",
         help="open loop: requests a second, sent without waiting for answers; one level each")  # fmt: skip
-    add("--arrival", choices=ARRIVALS, default="poisson", help="times between the requests of --rate")
-    add("--burst-size", type=_above(1), default=8, metavar="N", help="requests at once with --arrival burst")
+    add(
+        "--arrival",
+        choices=ARRIVALS,
+        default="poisson",
+        help="times between the requests of --rate; default: %(default)s",
+    )
+    add(
+        "--burst-size",
+        type=_above(1),
+        default=8,
+        metavar="N",
+        help="requests at once with --arrival burst; default: %(default)s",
+    )
     add("--trace", type=Path, metavar="FILE", help="open loop: JSON lines with timestamp, input_length, output_length")
     add("--time-scale", type=_above(1e-9, float), default=1.0, metavar="X",
         help="factor of the trace's timestamps, to seconds: 0.001 for ms, 0.5 to play it twice as fast")  # fmt: skip
     add("--requests", type=_above(1), metavar="N", help="requests of a level (chats with --turns), instead of --runs")
     add("--duration", type=_above(0.1, float), metavar="S",
         help=f"send requests for so many seconds; default of --rate: {OPEN_LOOP_SECONDS:g}")  # fmt: skip
-    add("-w", "--warmups", type=_above(0), default=1, metavar="N", help="rounds before each level that are not counted")
-    add("--processes", type=_above(1), default=1, metavar="N", help="client processes, if one core does not suffice")
+    add(
+        "-w",
+        "--warmups",
+        type=_above(0),
+        default=1,
+        metavar="N",
+        help="rounds before each level that are not counted; default: %(default)s",
+    )
+    add(
+        "--processes",
+        type=_above(1),
+        default=1,
+        metavar="N",
+        help="client processes, if one core does not suffice; default: %(default)s",
+    )
 
 
 def _text_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
     add("-t", "--tokenizer-name", default=os.environ.get("TOKENIZER_NAME"), metavar="NAME",
         help="tokenizer for prompts of exact length: a folder, a tokenizer.json, or a model in the local cache of the Hub; "
         "environment: TOKENIZER_NAME. Without: token ids for openai, else one word a token")  # fmt: skip
-    add("--revision", default="main", help="revision of the tokenizer in the cache")
+    add("--revision", default="main", help="revision of the tokenizer in the cache; default: %(default)s")
     add(
         "-s",
         "--sequence-length",
@@ -261,12 +287,16 @@ def _text_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         "--lengths",
         choices=LENGTHS,
         default="fixed",
-        help="sharegpt: log-normal, with the means of ShareGPT's chats (161 and 338)",
+        help="sharegpt: log-normal, with the means of ShareGPT's chats (161 and 338); default: %(default)s",
     )
     add("--dataset", type=Path, metavar="FILE",
         help="prompts: JSON or JSON lines with prompt, messages or conversations (ShareGPT's file), and maybe output_length")  # fmt: skip
     add(
-        "--turns", type=_above(1), default=1, metavar="N", help="turns of a chat; each prompt has the answers before it"
+        "--turns",
+        type=_above(1),
+        default=1,
+        metavar="N",
+        help="turns of a chat; each prompt has the answers before it; default: %(default)s",
     )
     add(
         "--think-time",
@@ -275,14 +305,20 @@ def _text_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         metavar="S",
         help="seconds between an answer and the next turn",
     )
-    add("--system-length", type=_above(0), default=0, metavar="N", help="tokens of a system prompt that requests share")
+    add(
+        "--system-length",
+        type=_above(0),
+        default=0,
+        metavar="N",
+        help="tokens of a system prompt that requests share; default: %(default)s",
+    )
     add("--system-prompts", type=_above(1), default=1, metavar="N", help="number of different system prompts")
     add(
         "--vocab-size",
         type=_above(300),
         default=30000,
         metavar="N",
-        help="token ids of prompts are from 200 up to this",
+        help="token ids of prompts are from 200 up to this; default: %(default)s",
     )
     add(
         "--seed",

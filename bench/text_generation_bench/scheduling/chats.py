@@ -17,7 +17,8 @@ from pathlib import Path
 import aiohttp
 import tokenizers
 
-from text_generation_bench.scheduling.client import Completion, client, complete, metrics, quantile, verdict
+from text_generation_bench.load.measures import quantile
+from text_generation_bench.scheduling.client import Completion, client, complete, metrics, verdict
 from text_generation_bench.scheduling.server import CpuUsage, serving
 from text_generation_bench.simulator.measures import IdealPrefixCache
 

@@ -158,14 +158,6 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     return {name: float(value) for name, value, *_ in pairs}
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` of the values do not exceed (nearest rank); NaN without values."""
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def verdict(*, holds: bool) -> str:
     """Return the last column of a measurement with a target."""
     return "ok" if holds else "MISSED"

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from text_generation_bench.load.measures import quantile
 from text_generation_bench.scheduling.chats import Vocabulary
-from text_generation_bench.scheduling.client import client, complete, quantile, verdict
+from text_generation_bench.scheduling.client import client, complete, verdict
 from text_generation_bench.scheduling.server import CpuUsage, serving
 
 ITL_BAR = 3.0

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from text_generation_bench.scheduling.client import Completion, client, complete_whole, metrics, quantile, verdict
+from text_generation_bench.load.measures import quantile
+from text_generation_bench.scheduling.client import Completion, client, complete_whole, metrics, verdict
 from text_generation_bench.scheduling.server import BenchServer, CpuUsage, serving
 
 GOODPUT_BAR = 0.95

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from text_generation_bench.scheduling.client import client, complete, quantile, verdict
+from text_generation_bench.load.measures import quantile
+from text_generation_bench.scheduling.client import client, complete, verdict
 from text_generation_bench.scheduling.server import CpuUsage, serving
 from text_generation_bench.simulator.measures import jain_index
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from itertools import count
 from typing import Any
 
 import pytest
 
 from text_generation_bench.load.dialects import AnswerStream, BodyMaker, refusal
-from text_generation_bench.load.http_client import HttpFailure, Response
+from text_generation_bench.load.http_client import HttpClient, HttpFailure, Response
 
 EVENTS = b'data: {"a": 1}\n\n: comment\n\ndata: {"b": "\r\n0\\r\\n"}\r\n\r\n'
 
@@ -148,3 +153,98 @@ def test_a_body_has_the_turns_before_it_and_can_lose_a_field() -> None:
     assert tgi == {"inputs": "sys one first two", "parameters": {"max_new_tokens": 5, "seed": 3}}
     ids = json.loads(BodyMaker("openai", "m", {}, {}).body([1, 2], [([3], "")], 5))
     assert ids["prompt"] == [1, 2, 3]
+
+
+@asynccontextmanager
+async def serving(
+    answer: Callable[[int, asyncio.StreamWriter], Awaitable[None]], timeout: float = 5
+) -> AsyncIterator[HttpClient]:
+    """A client of a raw server; `answer` writes the response to a request, given its number on its connection."""
+
+    handlers: list[asyncio.Task[Any] | None] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            for number in count():
+                await reader.readuntil(b"\r\n\r\n{}")
+                await answer(number, writer)
+                await writer.drain()
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix", {}, None, timeout)
+    try:
+        yield client
+    finally:
+        client.close()
+        server.close()
+        await asyncio.wait([task for task in handlers if task is not None])
+
+
+async def test_parsing_one_stream_does_not_delay_the_stamps_of_the_others() -> None:
+    writers, stamps = list[asyncio.StreamWriter](), list[float]()
+
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        for each in writers if len(writers) == 2 else ():  # both are ready in the same turn of the event loop
+            each.write(HEAD + b"Content-Length: 4\r\n\r\ndata")
+
+    def slow(stamp: float, part: bytes) -> None:
+        stamps.append(stamp)
+        busy_until = time.perf_counter() + 0.2
+        while time.perf_counter() < busy_until:
+            pass
+
+    async with serving(answer) as client, asyncio.TaskGroup() as tasks:
+        for _ in range(2):
+            tasks.create_task(client.post("/x", b"{}", slow))
+    assert abs(stamps[1] - stamps[0]) < 0.1
+
+
+async def test_a_kept_connection_that_the_server_closed_is_replaced_once() -> None:
+    requests: list[int] = []
+
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        requests.append(number)
+        if number == 0:
+            writer.write(HEAD + b"Content-Length: 2\r\n\r\nok")
+        else:
+            writer.close()
+
+    async with serving(answer) as client:
+        for _ in range(2):
+            assert (await client.post("/x", b"{}", lambda stamp, part: None)).status == 200
+    assert requests == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("written", "failure"),
+    [
+        (b"", "closed the connection"),
+        (HEAD + b"Content-Length: 9\r\n\r\nhalf", "closed the connection"),
+        (b"SSH-2.0\r\n\r\n", "no HTTP"),
+    ],
+)
+async def test_a_response_that_breaks_off_is_a_failure(written: bytes, failure: str) -> None:
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(written)
+        writer.close()
+
+    async with serving(answer) as client:
+        with pytest.raises(HttpFailure, match=failure):
+            await client.post("/x", b"{}", lambda stamp, part: None)
+
+
+async def test_a_server_that_does_not_answer_runs_into_the_timeout() -> None:
+    never = asyncio.Event()
+
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        await never.wait()
+
+    async with serving(answer, timeout=0.1) as client:
+        with pytest.raises(HttpFailure, match=r"no end after 0\.1 s"):
+            await client.post("/x", b"{}", lambda stamp, part: None)
+        never.set()
