@@ -12,8 +12,8 @@ from importlib.util import find_spec
 
 from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.counts import PlanError, count_processes
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.plan import PlanError, count_processes
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options, split_ranks
 

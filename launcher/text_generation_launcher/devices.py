@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from text_generation_launcher.daemon_call import call_in_daemon
 from text_generation_shard.gpus import NO_GPU, Gpu, GpusUnreadable, driver_version, read_gpus, visible_gpus
 
 NVML_TIMEOUT = 30.0
@@ -40,9 +38,10 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
     if visible == 0:
         return Devices(0, None)
     try:
-        gpus, driver = await _read_in_time()
-    except GpusUnreadable as error:
-        log.info("GPUs are not read", reason=str(error))
+        gpus, driver = await call_in_daemon(_read, NVML_TIMEOUT)
+    except (GpusUnreadable, TimeoutError) as error:
+        reason = str(error) or f"the NVIDIA driver did not answer within {NVML_TIMEOUT:.0f} seconds"
+        log.info("GPUs are not read", reason=reason)
         return Devices(_device_files() if visible is None else visible, None)
     usable = visible_gpus(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
     count = len(usable) if visible is None else visible
@@ -50,38 +49,13 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
     return Devices(count, None if first is None else first.name, gpus, usable, driver)
 
 
+def _read() -> tuple[tuple[Gpu, ...], str]:
+    return read_gpus(), driver_version()
+
+
 def _device_files() -> int:
     """Return the number of GPUs by their device files, which also drivers without a readable NVML have."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
-async def _read_in_time() -> tuple[tuple[Gpu, ...], str]:
-    """Return all GPUs, and the driver's version. Raises GpusUnreadable, also if the driver does not answer."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[tuple[tuple[Gpu, ...], str] | GpusUnreadable] = loop.create_future()
-
-    def settle(result: tuple[tuple[Gpu, ...], str] | GpusUnreadable) -> None:
-        if not answer.done():
-            answer.set_result(result)
-
-    def read() -> None:
-        result: tuple[tuple[Gpu, ...], str] | GpusUnreadable
-        try:
-            result = read_gpus(), driver_version()
-        except GpusUnreadable as error:
-            result = error
-        with suppress(RuntimeError):  # the loop is closed: the launcher has ended meanwhile
-            loop.call_soon_threadsafe(settle, result)
-
-    # A daemon: the launcher must be able to end although the driver hangs.
-    threading.Thread(target=read, name="gpus", daemon=True).start()
-    try:
-        found = await asyncio.wait_for(answer, NVML_TIMEOUT)
-    except TimeoutError:
-        found = GpusUnreadable(f"the NVIDIA driver did not answer within {NVML_TIMEOUT:.0f} seconds")
-    if isinstance(found, GpusUnreadable):
-        raise found
-    return found
 
 
 def count_visible(environ: Mapping[str, str]) -> int | None:

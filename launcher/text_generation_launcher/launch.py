@@ -17,19 +17,11 @@ import structlog
 from text_generation_launcher.checks import check_engine, check_ports
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.counts import PlanError, count_partitions, count_processes, gpus_per_shard
 from text_generation_launcher.devices import Devices, find_devices
 from text_generation_launcher.environment import describe_environment
 from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
-from text_generation_launcher.plan import (
-    LaunchContext,
-    LaunchPlan,
-    PlanError,
-    ShardSpec,
-    count_partitions,
-    count_processes,
-    gpus_per_shard,
-    make_plan,
-)
+from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec, make_plan
 from text_generation_launcher.shard_group import RunShard
 from text_generation_launcher.shard_restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown

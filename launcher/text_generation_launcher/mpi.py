@@ -32,7 +32,6 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 
 import structlog
 
@@ -127,9 +126,7 @@ def relay_command() -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", env_relay.__name__)
 
 
-def mpirun_command(
-    ranks: int, *, as_root: bool, hosts: Sequence[str] = (), environ: Mapping[str, str] = MappingProxyType({})
-) -> tuple[str, ...]:
+def mpirun_command(ranks: int, *, as_root: bool, hosts: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the command line that starts `ranks` ranks with TensorRT-LLM's script: on this machine, or as many on each host.
 
     mpirun fills one host after another, so that rank 0 is on the first one, which must be this machine. The ranks of other

@@ -9,8 +9,8 @@ import pytest
 
 from text_generation_launcher.checks import check_engine
 from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.counts import PlanError
 from text_generation_launcher.launch import launch
-from text_generation_launcher.plan import PlanError
 from text_generation_proto.exit_codes import ExitCode
 
 

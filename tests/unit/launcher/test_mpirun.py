@@ -135,7 +135,7 @@ class FakeMpi:
         }
         argv = (
             *(sys.executable, "-P", "-m", "text_generation_launcher.mpi", f"--lifeline-fd={lifeline_fd}"),
-            *("--", *mpi.mpirun_command(2, as_root=False)),
+            *("--", *mpi.mpirun_command(2, as_root=False, hosts=(), environ=environ)),
             *("--", sys.executable, "-c", SEND + shard, *words),
         )
         return ChildSpec("shard-0", argv, environ, (lifeline_fd,), stop_timeout=60.0)

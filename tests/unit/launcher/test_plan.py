@@ -6,9 +6,9 @@ import pytest
 from launch_plans import config, context, plan, router_of, shards_of
 
 from text_generation_launcher.checks import check_ports
+from text_generation_launcher.counts import PlanError, compute_type, count_partitions, count_shards
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.model import hub_tokens
-from text_generation_launcher.plan import PlanError, compute_type, count_partitions, count_shards
 from text_generation_router.config import listen_host
 
 # ------------------------------------------------------------------------------------------------------------ settings

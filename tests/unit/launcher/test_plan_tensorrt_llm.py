@@ -14,8 +14,9 @@ from launch_plans import context, router_of, shards_of
 from pydantic_settings import CliApp
 
 from text_generation_launcher import mpi
+from text_generation_launcher.counts import PlanError
 from text_generation_launcher.mpi import MpirunConfig, split
-from text_generation_launcher.plan import LaunchContext, LaunchPlan, PlanError, ShardSpec
+from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec
 
 
 def plan(on: LaunchContext | int = 8, **settings: object) -> LaunchPlan:
