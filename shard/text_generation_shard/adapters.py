@@ -61,7 +61,7 @@ def read_adapters(config: ShardConfig) -> tuple[LoraAdapter, ...]:
     sources = parse_adapters(config.lora_adapters)
     if not sources:
         return ()
-    model = _decoder(config)
+    model = JsonObject.read(Path(config.model_path)).decoder()
     return tuple(_read(source, config, model) for source in sources)
 
 
@@ -118,12 +118,6 @@ def _with_weights(name: str, folder: Path, rank: int, model: JsonObject) -> Lora
         if sides != {"A", "B"}:
             raise EngineError(f"{path}: {module} has lora_{min(sides)} only: copy or download the folder again")
     return LoraAdapter(name, folder.absolute(), rank, frozenset(module.rpartition(".")[2] for module in modules))
-
-
-def _decoder(config: ShardConfig) -> JsonObject:
-    """Return the part of the model's config.json that describes the decoder."""
-    model = JsonObject.read(Path(config.model_path))
-    return model.inner("text_config") if "text_config" in model else model
 
 
 def _shapes(folder: Path) -> Mapping[str, list[int]]:

@@ -64,6 +64,8 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
 known. Beyond them, the results are no numbers, or the same at every position."""
 MAX_END_TOKENS = 256
 """Limit of the EOS tokens of a model: they are sent with every sequence."""
+SHARED_WITH_TEXT = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+"""Keys of a config of text and images that hold for its text part as well."""
 
 
 class UnsupportedError(EngineError):
@@ -133,6 +135,13 @@ class JsonObject:
         if not isinstance(value, dict):
             raise self._type_error(key, "an object")
         return JsonObject(self.path, value, within=f"{self._within}{key}.", advice=self._advice)
+
+    def decoder(self) -> JsonObject:
+        """Return the part of a config.json that describes the decoder: all of it, or `text_config` of a model of text and images."""
+        if "text_config" not in self:
+            return self
+        text = self.inner("text_config")
+        return text.merged({key: self.get(key) for key in SHARED_WITH_TEXT if key in self and key not in text})
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return the whole number at `key`, from 1 to its limit."""

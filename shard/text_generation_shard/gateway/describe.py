@@ -121,14 +121,13 @@ def _version(engine: str) -> str:
 def _decoder_config(folder: Path | None) -> Mapping[str, object]:
     """Return the part of config.json that describes the decoder; empty if there is none."""
     try:
-        config = {} if folder is None else JsonObject.read(folder).values
+        if folder is None:
+            return {}
+        config = JsonObject.read(folder)
+        # Compiled engines keep it one level down.
+        return (config.inner("pretrained_config") if "pretrained_config" in config else config.decoder()).values
     except (OSError, EngineError):
         return {}
-    # Compiled engines and multimodal models keep it one level down.
-    for key in ("pretrained_config", "text_config"):
-        if isinstance(inner := config.get(key), dict):
-            config = inner
-    return config
 
 
 def _size(config: Mapping[str, object], key: str) -> int:

@@ -30,7 +30,7 @@ from text_generation_shard.engines.tensorrt_llm.folder import (
 )
 from text_generation_shard.engines.tensorrt_llm.library import Library, explain, installed_version, load_library
 from text_generation_shard.engines.tensorrt_llm.lora import lora_requests
-from text_generation_shard.engines.tensorrt_llm.options import check_events, check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options
 from text_generation_shard.engines.tensorrt_llm.parameters import MAX_LOGPROBS, Parameters
 
 TOKENS_PER_BLOCK = 32
@@ -76,7 +76,6 @@ def build(config: ShardConfig) -> TensorRTEngine:
         info.eos_token_ids,
         lora_requests(adapters, library.lora_request),
     )
-    check_events(options, pile_up=not library.calls_workers and not config.gateway)
     built = BuiltEngine(
         _build_llm(library, construction), library, parameters, info, construction.keeps_events, construction.ranks
     )

@@ -117,10 +117,7 @@ def read_hugging_face_model(folder: ModelFolder, options: Mapping[str, object] |
     A length or a vocabulary that config.json leaves to the model's class is read from the class, as TensorRT-LLM does; a length
     that is unknown there as well is the operator's `max_seq_len`.
     """
-    config = folder.config
-    nested = config.get("text_config")
-    # Multimodal models keep the values of the language model apart.
-    text = config if not isinstance(nested, dict) else config.merged(nested)
+    config, text = folder.config, folder.config.decoder()
     try:
         generation_eos = JsonObject.read(folder.path, "generation_config.json").get("eos_token_id")
     except FileNotFoundError:

@@ -98,16 +98,6 @@ def split_ranks(gpus: int, options: Mapping[str, object]) -> tuple[int, int]:
     return gpus // stages, stages
 
 
-def check_events(options: Mapping[str, object], *, pile_up: bool) -> None:
-    """Raise EngineError if the KV cache is to make events. `pile_up`: the library keeps those that are not read (1.2)."""
-    cache = options.get("kv_cache_config")
-    if pile_up and isinstance(cache, Mapping) and cache.get("event_buffer_max_size"):
-        raise EngineError(
-            f"{FLAG}: kv_cache_config: event_buffer_max_size needs TensorRT-LLM 1.3: before, events that are not read fill "
-            "the memory"
-        )
-
-
 def _check_fields(option: str, value: Mapping[object, object], fields: Collection[str]) -> None:
     for name in value:
         if name not in fields:

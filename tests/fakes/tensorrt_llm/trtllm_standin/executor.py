@@ -135,7 +135,8 @@ class GenerationExecutor:
             self._recorder.write("blocked")
         self.events.clear()
         found = self._engine.prefixes.events
-        taken = [found.popleft() for _ in range(len(found))]
+        if taken := [found.popleft() for _ in range(len(found))]:
+            self._recorder.write("events", number=len(taken))
         return [[event] for event in taken] if self._release.keeps_events else taken
 
     async def kv_events(self, timeout: float) -> AsyncIterator[Any]:

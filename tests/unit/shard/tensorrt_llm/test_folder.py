@@ -148,9 +148,9 @@ def test_engines_before_0_8(tmp_path: Path) -> None:
         ({"dtype": None, "torch_dtype": "float16"}, None, ("llama", "float16", 4096, 2048, (2,))),
         ({"max_position_embeddings": None, "n_positions": 512}, None, ("llama", "bfloat16", 4096, 512, (2,))),
         (
-            {"model_type": "mllama", "text_config": {"vocab_size": 99, "eos_token_id": 5}},
+            {"model_type": "mllama", "text_config": {"vocab_size": 99, "max_position_embeddings": 64}},
             None,
-            ("mllama", "bfloat16", 99, 2048, (5,)),
+            ("mllama", "bfloat16", 99, 64, (2,)),
         ),
     ],
     ids=["config", "no eos in generation_config", "eos in generation_config", "old dtype", "old length", "multimodal"],

@@ -200,11 +200,11 @@ def _text_part(raw: JsonObject) -> JsonObject:
     wrapper = WRAPPERS.get(raw.optional_text("model_type") or "")
     if wrapper is None:
         return raw
-    shared = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
-    values = {key: raw.get(key) for key in shared if key in raw} | dict(raw.inner("text_config").values)
-    values.setdefault("model_type", wrapper.text_type)
-    values["tie_word_embeddings"] = _shares_head(raw, wrapper)
-    return JsonObject(raw.path, values, within="text_config.")
+    if "text_config" not in raw:
+        raise raw.error("text_config is missing")
+    text = raw.decoder()
+    model_type = text.optional_text("model_type") or wrapper.text_type
+    return text.merged({"model_type": model_type, "tie_word_embeddings": _shares_head(raw, wrapper)})
 
 
 def _shares_head(raw: JsonObject, wrapper: Wrapper) -> bool:
