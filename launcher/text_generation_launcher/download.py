@@ -29,6 +29,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
+from text_generation_proto.one_line import one_line
 from text_generation_proto.settings import ChildConfig, parse_config
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -120,7 +121,7 @@ def _reason(error: Exception, config: DownloadConfig) -> str:
         case OfflineModeIsEnabled() | LocalEntryNotFoundError():
             return f"{config.model_id}{at} is not in the cache, and the hub cannot be reached"
         case _:
-            return " ".join(str(error).split()) or type(error).__name__
+            return one_line(error)
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, redirect_stderr, suppress
 from functools import partial
 from io import BufferedIOBase, TextIOWrapper
@@ -34,11 +33,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import Buffer
 
 from text_generation_launcher.child import label, run_to_end
+from text_generation_launcher.daemon_call import call_in_daemon
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.plan import STOP_MARGIN, ShardSpec
 from text_generation_launcher.shutdown import GracePeriod
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import open_lifeline
+from text_generation_proto.one_line import one_line
 from text_generation_proto.sockets import join_host_port
 from text_generation_proto.v1 import shard_pb2 as pb
 
@@ -57,33 +58,23 @@ log = structlog.get_logger()
 async def connect() -> Devices:
     """Connect to the cluster that RAY_ADDRESS names, or to the one of this host; return its GPUs. Raises CannotServe."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it would write to our log, and not as JSON
-    connected: Future[None] = Future()
-    connected.set_running_or_notify_cancel()
 
     def connect() -> None:
-        try:
-            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        except Exception as error:  # noqa: BLE001  (raised below)
-            connected.set_exception(error)
-        else:
-            connected.set_result(None)
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
 
     ours = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: ASYNC230 - it does not block
         os.dup2(nowhere.fileno(), 2)  # until Ray has read that level
-    # In a thread: it waits for the cluster, and in the main thread it would take our handler of SIGTERM. A daemon, because
-    # Ray waits for minutes for a cluster that does not answer, and cannot be interrupted.
-    threading.Thread(target=connect, daemon=True).start()
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await asyncio.wrap_future(connected)
+        # In the main thread it would take our handler of SIGTERM. It waits for minutes for a cluster that does not answer.
+        await call_in_daemon(connect, CONNECT_TIMEOUT_S)
     except TimeoutError as error:
         address = os.environ.get("RAY_ADDRESS", "the address of this host's")
         raise CannotServe(
             f"no Ray cluster answers within {CONNECT_TIMEOUT_S:g} s at {address} (RAY_ADDRESS)"
         ) from error
     except Exception as error:
-        raise CannotServe(f"no Ray cluster was found (RAY_ADDRESS): {' '.join(str(error).split())}") from error
+        raise CannotServe(f"no Ray cluster was found (RAY_ADDRESS): {one_line(error)}") from error
     finally:
         os.dup2(ours, 2)
         os.close(ours)

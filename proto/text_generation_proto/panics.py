@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-MAX_MESSAGE = 200
-"""Characters of a panic's message that are kept."""
+from text_generation_proto.one_line import one_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +26,7 @@ def as_exception(error: BaseException) -> Exception:
         return error
     if type(error).__module__ in ("builtins", "asyncio.exceptions"):
         raise error
-    return PanicError(f"a library failed: {' '.join(str(error)[:MAX_MESSAGE].split())}")
+    return PanicError(f"a library failed: {one_line(error)}")
 
 
 def without_backtrace(message: str) -> str:

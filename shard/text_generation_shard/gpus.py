@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from text_generation_proto.one_line import typed_line
 from text_generation_shard.config import ShardConfig, choose_engine
 
 NO_GPU = ("", "-1", "none", "NoDevFiles")
@@ -60,9 +61,7 @@ def nvml() -> ModuleType:
     except DynamicLibNotFoundError as error:
         raise GpusUnreadable("there is no NVIDIA driver") from error
     except Exception as error:  # packages that do not fit each other fail in any way
-        raise GpusUnreadable(
-            f"cuda-python cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
-        ) from error
+        raise GpusUnreadable(f"cuda-python cannot be imported ({typed_line(error)})") from error
     if not hasattr(system, "Device"):
         raise GpusUnreadable("cuda-bindings is too old for NVML: 13.1.2 is needed, or 12.9.6 with CUDA 12")
     return system  # type: ignore[no-any-return]

@@ -24,6 +24,7 @@ import structlog
 from text_generation_proto.grammar_options import JSON_OPTIONS, MAX_GRAMMAR_TEXT
 from text_generation_proto.grammar_tokenizer import end_tokens, load_tokenizer, parser_limits
 from text_generation_proto.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
+from text_generation_proto.one_line import one_line
 from text_generation_proto.panics import PanicError, without_backtrace, without_panics
 from text_generation_proto.values import Grammar, GrammarKind
 
@@ -37,7 +38,6 @@ log = structlog.get_logger()
 MASK_BUDGET_S = 0.05
 """Limit of the CPU time of a grammar's first mask, which predicts the cost of later ones. A JSON schema's takes 0.1 ms."""
 CLOSING = ('"', "}", "]")
-MAX_MESSAGE = 300
 
 
 class GrammarError(Exception):
@@ -63,7 +63,7 @@ class Matcher:
     @property
     def problem(self) -> str | None:
         """The error that stopped the matcher, in one line; None if there is none."""
-        return _one_line(self.raw.get_error()) if self.raw.is_error() else None
+        return _reason(self.raw.get_error()) if self.raw.is_error() else None
 
 
 class Grammars:
@@ -106,14 +106,14 @@ class Grammars:
             raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_TEXT} characters")
         raw = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=self._limits)
         if raw.is_error():
-            raise GrammarError(f"the grammar cannot be used: {_one_line(raw.get_error())}")
+            raise GrammarError(f"the grammar cannot be used: {_reason(raw.get_error())}")
         if generated and not raw.consume_tokens(list(generated)):
             raise GrammarError("the tokens generated before do not fit the grammar")
         started = time.thread_time()
         raw.compute_bitmask()
         seconds = time.thread_time() - started
         if raw.is_error():
-            raise GrammarError(f"the grammar cannot be used: {_one_line(raw.get_error())}")
+            raise GrammarError(f"the grammar cannot be used: {_reason(raw.get_error())}")
         # A sequence that was preempted or moved passed this check before.
         if seconds > MASK_BUDGET_S and not generated:
             raise GrammarError("the grammar takes too long to follow: repeat less, or fewer times")
@@ -135,7 +135,7 @@ def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | 
         text = read_file(find_file(Path(folder), name), MAX_TOKENIZER_BYTES).decode()
         tokenizer = load_tokenizer(text, list(eos_token_ids))
     except (OSError, ValueError, PanicError) as error:
-        log.warning("no grammars: the tokenizer cannot be read", reason=_one_line(str(error)))
+        log.warning("no grammars: the tokenizer cannot be read", reason=_reason(str(error)))
         return None
     return Grammars(tokenizer, parser_limits())
 
@@ -151,7 +151,7 @@ def _definition(grammar: Grammar) -> str:
                     grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
                 )
             except ValueError as error:
-                raise GrammarError(f"the schema is not JSON: {_one_line(str(error))}") from None
+                raise GrammarError(f"the schema is not JSON: {_reason(str(error))}") from None
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
@@ -166,6 +166,6 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
-def _one_line(message: str) -> str:
-    words = " ".join(without_backtrace(message).replace("<non-verbose/>", "").split())[:MAX_MESSAGE]
+def _reason(message: str) -> str:
+    words = one_line(without_backtrace(message).replace("<non-verbose/>", ""))
     return "no text can match it" if words == "NoExtensionBias" else words

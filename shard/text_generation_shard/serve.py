@@ -104,7 +104,7 @@ async def _serve_engine(
     health: ShardHealth,
     notifier: Notifier,
     signals: StopSignals,
-    gpus: tuple[Gpu, ...] | GpusUnreadable,
+    gpus: tuple[tuple[Gpu, ...], str],
 ) -> ExitCode:
     loading = thread.submit(build_engine, config)
     await _wait_for_either(signals.stop.wait(), asyncio.wait((loading,)))
@@ -117,7 +117,7 @@ async def _serve_engine(
     info = engine.info
     owner.serve(engine)
     if info.device != "cpu":
-        _watch(gpus, owner)
+        _watch(*gpus, owner)
     await health.set_serving(serving=True)
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
     notifier.show(lambda: f"serving {info.model_id} at {config.address}")
@@ -146,20 +146,23 @@ async def _serve_engine(
     return ExitCode.STOPPED
 
 
-async def _find_gpus(config: ShardConfig) -> tuple[Gpu, ...] | GpusUnreadable:
-    """Move this process to the cores near its GPUs, before the engine's threads start; return the GPUs to observe."""
+async def _find_gpus(config: ShardConfig) -> tuple[tuple[Gpu, ...], str]:
+    """Move this process to the cores near its GPUs, before the engine's threads start.
+
+    Returns the GPUs to observe, and the reason if there are none.
+    """
     try:
         # The first call after boot initialises the driver, which takes seconds.
         own, observed = await asyncio.to_thread(gpus_of_shard, config, os.environ)
     except GpusUnreadable as error:
-        return error
+        return (), str(error)
     stay_near(own)
-    return observed or GpusUnreadable("none is visible")
+    return observed, "none is visible"
 
 
-def _watch(gpus: tuple[Gpu, ...] | GpusUnreadable, owner: SessionOwner) -> None:
-    if isinstance(gpus, GpusUnreadable):
-        log.info("GPUs are not observed", reason=str(gpus))
+def _watch(gpus: tuple[Gpu, ...], reason: str, owner: SessionOwner) -> None:
+    if not gpus:
+        log.info("GPUs are not observed", reason=reason)
         return
     loop = asyncio.get_running_loop()
 

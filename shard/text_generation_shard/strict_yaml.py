@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from reprlib import repr as shortened
 
@@ -67,12 +68,8 @@ def _parse_json(text: str) -> dict[str, object] | None:
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        values: dict[str, object] = {}
-        for name, value in pairs:
-            if name in values:
-                raise Malformed(f"{shortened(name)} is there twice")
-            values[name] = value
-        return values
+        _check_unique((name, "") for name, _ in pairs)
+        return dict(pairs)
 
     try:
         parsed: dict[str, object] = json.loads(text, object_pairs_hook=unique)
@@ -99,18 +96,17 @@ def _check_nodes(root: yaml.Node | None) -> None:
         if isinstance(node, yaml.SequenceNode):
             pending += node.value
         elif isinstance(node, yaml.MappingNode):
-            _check_unique(node)
+            _check_unique((key.value, f"{_line(key)}: ") for key, _ in node.value if isinstance(key, yaml.ScalarNode))
             pending += [part for pair in node.value for part in pair]
 
 
-def _check_unique(mapping: yaml.MappingNode) -> None:
-    """Refuse duplicate names, of which `safe_load` silently keeps the last."""
-    names: set[tuple[str, str]] = set()
-    for key, _ in mapping.value:
-        if isinstance(key, yaml.ScalarNode):
-            if (key.tag, key.value) in names:
-                raise Malformed(f"{_line(key)}: {shortened(key.value)} is there twice")
-            names.add((key.tag, key.value))
+def _check_unique(names: Iterable[tuple[str, str]]) -> None:
+    """Refuse duplicate names, of which both parsers silently keep the last; each is given with its place."""
+    seen: set[str] = set()
+    for name, place in names:
+        if name in seen:
+            raise Malformed(f"{place}{shortened(name)} is there twice")
+        seen.add(name)
 
 
 def _line(node: yaml.Node) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 import yaml
 
+from text_generation_proto.one_line import one_line
 from text_generation_router.discovery.source import Address, Trouble, check_address
 
 LOOK_EVERY_S = 1.0
@@ -37,7 +38,7 @@ class FileSource:
                     yield addresses
                 seen = version
             except (OSError, ValueError, yaml.YAMLError) as error:
-                trouble.failed(" ".join(str(error).split()))
+                trouble.failed(one_line(error))
                 seen = None
             await asyncio.sleep(self._every_s)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
+from text_generation_proto.one_line import one_line
 from text_generation_router.errors import InvalidRequest
 
 Schema = dict[str, Any]
@@ -19,8 +20,6 @@ MAX_NODES = 8_000
 """Values in a schema: objects, arrays and everything in them."""
 MAX_DEPTH = 64
 """Levels of objects and arrays; the JSON reader of the engine ends at 128."""
-MAX_DETAIL = 300
-"""Characters of a refusal's detail."""
 
 _SINGLE = (
     *("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
@@ -39,12 +38,12 @@ def not_supported() -> InvalidRequest:
 
 def not_valid(detail: str) -> InvalidRequest:
     """TGI's rule 18: the grammar breaks the rules of its own language."""
-    return InvalidRequest(f"grammar is not valid: {_one_line(detail)}")
+    return InvalidRequest(f"grammar is not valid: {one_line(detail)}")
 
 
 def not_compilable(detail: str) -> InvalidRequest:
     """TGI's rule 19: a valid grammar that cannot be enforced here. The text is from TGI's way to compile."""
-    return InvalidRequest(f"cannot compile regex from schema: {_one_line(detail)}")
+    return InvalidRequest(f"cannot compile regex from schema: {one_line(detail)}")
 
 
 def check_length(text: str) -> None:
@@ -189,8 +188,3 @@ def _parsed(text: str) -> object:
         raise not_valid(str(error)) from None
     except ValueError:
         raise not_valid("a number has too many digits") from None
-
-
-def _one_line(detail: str) -> str:
-    text = " ".join(detail[: 4 * MAX_DETAIL].split())
-    return text if len(text) <= MAX_DETAIL else text[:MAX_DETAIL] + "…"

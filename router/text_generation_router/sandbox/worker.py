@@ -21,6 +21,7 @@ import sys
 from enum import IntEnum
 from typing import BinaryIO
 
+from text_generation_proto.one_line import one_line
 from text_generation_router.sandbox.confine import confine
 
 HEADER = struct.Struct(">IB")
@@ -63,7 +64,7 @@ def main(factory: str) -> None:
         except MemoryError:
             kind, body = FrameKind.OUT_OF_MEMORY, b""
         except BaseException as error:  # noqa: BLE001 - also a Rust panic; the router names the error to the client
-            kind, body = FrameKind.FAILED, _one_line(error).encode(errors="replace")
+            kind, body = FrameKind.FAILED, one_line(error, MAX_MESSAGE).encode(errors="replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         writer.write(HEADER.pack(len(body), kind) + body)
         writer.flush()
@@ -99,11 +100,6 @@ def _limit(memory_bytes: int, niceness: int) -> None:
         memory_bytes = min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     os.nice(niceness)
-
-
-def _one_line(error: BaseException) -> str:
-    message = " ".join(str(error)[: 2 * MAX_MESSAGE].split()) or type(error).__name__
-    return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "…"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, cast
 
+from text_generation_proto.one_line import typed_line
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 
@@ -151,8 +152,7 @@ def load_library() -> Library:
         )
     except (ImportError, AttributeError, OSError) as error:
         # OSError: a shared library is missing.
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise EngineError(f"TensorRT-LLM is installed but cannot be imported: {reason}") from error
+        raise EngineError(f"TensorRT-LLM is installed but cannot be imported: {typed_line(error)}") from error
 
 
 def _options(llmapi: ModuleType, arguments: type[Any]) -> dict[str, Collection[str] | None]:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from text_generation_proto.model_files import MAX_INDEX_BYTES, ModelFileError, find_file, read_file
+from text_generation_proto.one_line import one_line
 from text_generation_shard.engine import EngineError
 
 INDEX = "model.safetensors.index.json"
@@ -115,7 +116,7 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
     except ModelFileError as error:
         raise EngineError(str(error)) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EngineError(f"{folder / INDEX} is not a safetensors index: {_one_line(error)}") from None
+        raise EngineError(f"{folder / INDEX} is not a safetensors index: {one_line(error)}") from None
     for path in sorted(found.values()):
         if not path.is_file():
             raise EngineError(f"{index} names {path.name}, which does not exist")
@@ -123,8 +124,4 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
 
 
 def _unreadable(path: Path, error: Exception) -> EngineError:
-    return EngineError(f"{path} cannot be read, is it complete? {_one_line(error)}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return EngineError(f"{path} cannot be read, is it complete? {one_line(error)}")

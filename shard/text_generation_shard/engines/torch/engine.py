@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_proto.one_line import typed_line
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.engine import (
     EngineInfo,
@@ -194,7 +195,7 @@ class TorchEngine(SynchronousEngine):
         """Fail the sequences of this step only, unless the executor is broken for good."""
         if self._executor.is_broken_by(error):
             raise error
-        return self._table.fail(rows, f"the step failed: {_one_line(error)}")
+        return self._table.fail(rows, f"the step failed: {typed_line(error)}")
 
     def _launch(self, rows: StepRows) -> _Step:
         ahead = self._executor.runs_ahead
@@ -309,7 +310,3 @@ def _add_mask_results(step: _Step, chosen: SamplerOutput) -> None:
                 chosen.grammar_ended.add(index)
             if mask.failure is not None:
                 chosen.failures[index] = (FailureCode.INVALID, mask.failure)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -16,10 +16,10 @@ import structlog
 import torch
 from torch import Tensor
 
+from text_generation_proto.one_line import one_line
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import EngineError, NewSequence
 from text_generation_shard.engines.torch.executor import Executor
-from text_generation_shard.engines.torch.huggingface.config import one_line
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from text_generation_proto.one_line import one_line
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.huggingface.library import (
     VERSION,
@@ -73,15 +74,11 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
         raise raw.error(f"transformers {VERSION} knows no model_type {shortened(model_type)}")
     _check_sizes(raw, raw.values)
     check_rope_numbers(raw)
-    text_values = raw.values.get("text_config")
-    if isinstance(text_values, dict) and (given := text_values.pop("quantization_config", None)) is not None:
-        raw = raw.merged({"quantization_config": given})
-    scheme = read_quantization(folder, raw, quantize)
+    scheme = read_quantization(folder, raw.decoder(), quantize)
     if scheme is not None and scheme.online:
         raise raw.error(f"--quantize {quantize}: the weights of a model that transformers runs are not quantized")
     try:
-        # The library would quantize the model's layers.
-        whole = config_from_json({key: value for key, value in raw.values.items() if key != "quantization_config"})
+        whole = config_from_json(_unquantized(raw.values))
         text = whole.get_text_config(decoder=True)
         model_class = decoder_class(text)
         if model_class is None:
@@ -115,21 +112,17 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
     )
 
 
+def _unquantized(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without its quantization: the library would quantize the model's layers."""
+    kept = {key: value for key, value in values.items() if key != "quantization_config"}
+    return kept | {key: _unquantized(inner) for key, inner in kept.items() if key == "text_config" and inner}
+
+
 def _idle_experts(model: torch.nn.Module, text: LibraryConfig) -> int:
     """Return the number of weights of the experts that a token is not multiplied with."""
     each = next((getattr(text, key) for key in EXPERTS_EACH if isinstance(getattr(text, key, None), int)), 1)
     experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
     return sum(weight[each:].numel() for weight in experts)
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of an error of the library in one line."""
-    return shortened_text(" ".join(str(error).split())) or type(error).__name__
-
-
-def shortened_text(text: str, most: int = 300) -> str:
-    """Return the start of a text."""
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _check_sizes(raw: JsonObject, values: Mapping[str, Any]) -> None:

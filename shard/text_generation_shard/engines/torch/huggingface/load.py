@@ -12,11 +12,12 @@ import structlog
 import torch
 from torch import Tensor
 
+from text_generation_proto.one_line import one_line
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.huggingface.attention import NAME, paged_attention
-from text_generation_shard.engines.torch.huggingface.config import TransformersConfig, one_line
+from text_generation_shard.engines.torch.huggingface.config import TransformersConfig
 from text_generation_shard.engines.torch.huggingface.dequantize import dequantized_tensors
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel, register_attention, use_attention
 from text_generation_shard.engines.torch.huggingface.sharding import divide

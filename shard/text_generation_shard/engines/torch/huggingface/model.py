@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from text_generation_proto.one_line import one_line
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.huggingface.attention import (
@@ -17,7 +18,6 @@ from text_generation_shard.engines.torch.huggingface.attention import (
     StepAttention,
     handled_by,
 )
-from text_generation_shard.engines.torch.huggingface.config import one_line
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel, base_of, use_attention
 from text_generation_shard.engines.torch.huggingface.states import SlotStates
 from text_generation_shard.engines.torch.model.interface import Step

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from text_generation_proto.one_line import typed_line
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import EngineError, EngineInfo, Failure, Orders, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
@@ -108,7 +109,7 @@ class FollowerEngine(SynchronousEngine):
             self._break(str(error))
         except Exception as error:
             log.exception("the follower failed", rank=self._rank)
-            self._leave(" ".join(f"{type(error).__name__}: {error}".split()))
+            self._leave(typed_line(error))
 
     def _on_leader_lost(self, reason: str) -> None:
         """Report the loss, on the channel's thread, after giving the follower thread time to report a better reason."""

@@ -24,6 +24,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from text_generation_proto.one_line import one_line
 from text_generation_proto.sockets import socket_path, split_host_port
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
@@ -156,7 +157,7 @@ def join_group(config: ShardConfig, device: torch.device, timeout: float | None 
         all_reduce = AllReduce(device, low_latency, one_shot=exchanges)
     except (GroupBroken, RuntimeError, ValueError) as error:  # torch.distributed raises RuntimeErrors
         channel.close()
-        raise EngineError(f"the group could not be joined: {' '.join(str(error).split())}") from error
+        raise EngineError(f"the group could not be joined: {one_line(error)}") from error
     log.info(
         "joined",
         rank=tp.rank,

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from text_generation_proto.one_line import typed_line
+
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.low_latency import LowLatencyCollectives
 
@@ -107,5 +109,5 @@ def _attempt(stage: Callable[[], None]) -> str | None:
     try:
         stage()
     except Exception as error:  # noqa: BLE001 – NCCL works without it
-        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return typed_line(error, 300)
     return None
