@@ -25,7 +25,10 @@ def main() -> None:
         compare(settings)
         return
     check_files(settings)
-    result = run(settings, view_for)
+    try:
+        result = run(settings, view_for)
+    except KeyboardInterrupt:  # before the first level
+        sys.exit(INTERRUPTED)
     if settings.output is not None:
         write(settings.output, orjson.dumps(result, option=orjson.OPT_INDENT_2 if not result["levels"] else 0).decode())
     if settings.report is not None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import signal
 import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from time import perf_counter, process_time
@@ -101,14 +99,13 @@ def tls_context(settings: LoadSettings) -> ssl.SSLContext:
 
 def run_client(settings: LoadSettings, model: str, share: Share, parent: Connection) -> None:
     """Play the orders that come over a pipe until it is closed; the entry point of a process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     raise_descriptor_limit()
     workload = Workload(settings, share)
     tls = tls_context(settings) if settings.url.startswith("https") else None
     bodies = BodyMaker(settings.dialect, model, settings.sampling, settings.extra_body)
     gc.freeze()
     gc.disable()  # a collection would stop all streams; between levels there is time
-    with suppress(EOFError, BrokenPipeError):
+    try:
         parent.send("ready")
         while True:
             order: Order = parent.recv()
@@ -116,6 +113,8 @@ def run_client(settings: LoadSettings, model: str, share: Share, parent: Connect
             run = _LevelRun(settings, share, client, bodies, parent.send)
             parent.send(uvloop.run(run.play(order, workload)))
             gc.collect()
+    except* (EOFError, ConnectionError):
+        pass  # the parent has ended
 
 
 def base_url(url: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import signal
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -32,6 +33,7 @@ class Clients:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: only the parent ends by it
         for index in range(settings.processes):
             ours, theirs = context.Pipe()
             share = Share(index, settings.processes)
@@ -40,6 +42,7 @@ class Clients:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        signal.signal(signal.SIGINT, handler)
         for pipe in self._pipes:
             self._receive(pipe)
 

@@ -12,6 +12,8 @@ COLUMNS = (
     "level", "requests", "errors", "tokens/s", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "latency p50", "good",
     "ev/tok", "client",
 )  # fmt: skip
+LEAST = ("ev/tok", "requests", "TPOT p50", "req/s", "latency p50", "good")
+"""Columns that a narrow terminal does without, in this order."""
 LEGEND = (
     "level: requests kept open, or sent a second; TTFT, ITL, TPOT: ms to the first event, between events, per token after it;\n"
     "latency: s; good: share of the requests that hold all targets; ev/tok: events per token; client: CPU of the busiest process"
@@ -68,3 +70,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[i
         for cells in (head, *rows)
     ]
     return "\n".join(lines)
+
+
+def narrow_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Return a table without the columns of LEAST that do not fit into `width` letters."""
+    columns = list(zip(head, *rows, strict=True))
+    for name in LEAST:
+        if sum(max(map(len, column)) + 2 for column in columns) - 2 <= width:
+            break
+        columns = [column for column in columns if column[0] != name]
+    head, *rows = zip(*columns, strict=True)
+    return table(head, rows)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from text_generation_bench.load.client import Progress
 from text_generation_bench.load.measures import quantile
-from text_generation_bench.load.table import COLUMNS, LEGEND, notes, row, table
+from text_generation_bench.load.table import COLUMNS, LEGEND, narrow_table, notes, row, table
 from text_generation_bench.load.workload import Level
 
 LINE_EVERY_S = 10.0
@@ -158,7 +158,10 @@ class LiveView:
 
     def _lines(self) -> list[str]:
         rows = [row(result) for result in self._results]
-        return [table(COLUMNS, rows), *(note for result in self._results for note in notes(result))]
+        return [
+            narrow_table(COLUMNS, rows, self._live.console.width),
+            *(note for result in self._results for note in notes(result)),
+        ]
 
     def _draw(self) -> Any:  # noqa: ANN401 - rich's group
         from rich.console import Group
