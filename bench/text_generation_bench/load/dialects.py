@@ -27,7 +27,7 @@ class BodyMaker:
     def body(self, system: Prompt, turns: Sequence[tuple[Prompt, str]], new_tokens: int) -> bytes:
         """Return the body for the last of some turns; the turns before it have their answers."""
         if self.dialect == "tgi":
-            parameters = {"max_new_tokens": new_tokens} | self.sampling
+            parameters = {"max_new_tokens": new_tokens, "details": True} | self.sampling
             return self._bytes({"inputs": _joined(system, turns), "parameters": parameters})
         fields: dict[str, Any] = {"model": self.model}
         if self.dialect == "openai":

@@ -150,7 +150,7 @@ def test_a_body_has_the_turns_before_it_and_can_lose_a_field() -> None:
     assert [message["content"] for message in chat["messages"]] == ["sys", "one", "first", "two"]
     assert (chat["max_tokens"], chat["top_p"], chat["user"], "ignore_eos" in chat) == (5, 0.5, "u", False)
     tgi = json.loads(BodyMaker("tgi", "m", {"seed": 3}, {}).body("sys", turns, 5))
-    assert tgi == {"inputs": "sys one first two", "parameters": {"max_new_tokens": 5, "seed": 3}}
+    assert tgi == {"inputs": "sys one first two", "parameters": {"max_new_tokens": 5, "details": True, "seed": 3}}
     ids = json.loads(BodyMaker("openai", "m", {}, {}).body([1, 2], [([3], "")], 5))
     assert ids["prompt"] == [1, 2, 3]
 
