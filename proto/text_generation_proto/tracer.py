@@ -40,6 +40,8 @@ class OpenSpan:
     name: str
     start: float
     """Seconds of the monotonic clock."""
+    offset_ns: int
+    """Wall clock minus monotonic clock: one for a span and its children, so that their times fit together."""
     context: SpanContext
     parent: SpanContext | None
     carried: TraceContext
@@ -80,31 +82,38 @@ class Tracer:
         own = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED, result.trace_state)  # noqa: FBT003
         traceparent = f"00-{trace_id:032x}-{own.span_id:016x}-01"
         tracestate = result.trace_state.to_header() if result.trace_state else ""
-        return OpenSpan(name, start, own, parent, TraceContext(traceparent, tracestate))
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        return OpenSpan(name, start, offset_ns, own, parent, TraceContext(traceparent, tracestate))
 
     def child(self, parent: OpenSpan, name: str, start: float, end: float, attributes: Attributes) -> None:
         """Record a finished part of an open span. Times are of the monotonic clock, in seconds."""
         above = parent.context
         own = SpanContext(above.trace_id, self._ids.generate_span_id(), False, _SAMPLED, above.trace_state)  # noqa: FBT003
-        self._record(name, own, above, (start, end), attributes)
+        self._record(name, own, above, _wall_ns(parent, start, end), attributes)
 
     def end(self, span: OpenSpan, end: float, attributes: Attributes, *, failed: bool) -> None:
         """Record an open span as finished at a time of the monotonic clock."""
-        self._record(span.name, span.context, span.parent, (span.start, end), attributes, server=True, failed=failed)
+        self._record(
+            span.name,
+            span.context,
+            span.parent,
+            _wall_ns(span, span.start, end),
+            attributes,
+            server=True,
+            failed=failed,
+        )
 
     def _record(
         self,
         name: str,
         own: SpanContext,
         parent: SpanContext | None,
-        times: tuple[float, float],
+        times_ns: tuple[int, int],
         attributes: Attributes,
         *,
         server: bool = False,
         failed: bool = False,
     ) -> None:
-        offset_ns = time.time_ns() - time.monotonic_ns()
-        start, end = times
         self._queue.on_end(
             ReadableSpan(
                 name,
@@ -114,8 +123,8 @@ class Tracer:
                 attributes,
                 kind=SpanKind.SERVER if server else SpanKind.INTERNAL,
                 status=_FAILED if failed else _UNSET,
-                start_time=int(start * 1e9) + offset_ns,
-                end_time=int(max(start, end) * 1e9) + offset_ns,
+                start_time=times_ns[0],
+                end_time=times_ns[1],
                 instrumentation_scope=self._scope,
             )
         )
@@ -127,3 +136,7 @@ class Tracer:
         closing.join(FLUSH_S)
         if closing.is_alive():
             self._exporter.shutdown()
+
+
+def _wall_ns(span: OpenSpan, start: float, end: float) -> tuple[int, int]:
+    return int(start * 1e9) + span.offset_ns, int(max(start, end) * 1e9) + span.offset_ns

@@ -65,7 +65,7 @@ class RequestMetrics:
         self._generated = tokens("tgi_request_generated_tokens", "New tokens", max_total_tokens)
         self.input_length = tokens("tgi_request_input_length", "Prompt tokens", max_input_tokens)
         self.max_new_tokens = tokens("tgi_request_max_new_tokens", "New tokens requested", max_total_tokens)
-        self.ttft = registry.add(
+        self.first_token_seconds = registry.add(
             Histogram(
                 "text_generation_time_to_first_token_seconds",
                 "Seconds from arrival to the first new token, the queue included",

@@ -113,6 +113,6 @@ class Deliveries:
     """(request, start, end, finish reason if the last token ended it): token_ids[start:end] of the step output."""
     failed: list[Failed] = field(default_factory=list)
     moved: list[RequestId] = field(default_factory=list)
-    """Running requests that lost their replica and continue on another one."""
+    """Running requests that lost their replica. They continue on another one, unless they are among `failed`."""
     cached: list[tuple[RequestId, int]] = field(default_factory=list)
     """(request, cached prompt tokens of which its client may learn)."""

@@ -290,18 +290,17 @@ class Scheduler:
             if sequence.state is State.CANCELLED:
                 self._forget(sequence)
                 continue
-            if ran := sequence.state is State.RUNNING:
+            if sequence.state is State.RUNNING:
                 self._moves += 1
                 sequence.count_move()
-            problem = sequence.cannot_move(lost.spec, self.policy.max_request_moves)
-            sequence.leave_replica(State.FAILED if problem else State.WAITING)
-            if problem:
+                deliveries.moved.append(sequence.id)
+            if problem := sequence.cannot_move(lost.spec, self.policy.max_request_moves):
+                sequence.leave_replica(State.FAILED)
                 deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
                 self._forget(sequence)
             else:
+                sequence.leave_replica(State.WAITING)
                 self._requeue(sequence)
-                if ran:
-                    deliveries.moved.append(sequence.id)
         return deliveries
 
     def drain(self, replica: int, *, draining: bool = True) -> None:
@@ -330,7 +329,6 @@ class Scheduler:
         else:  # the wait for one sequence to end
             running = sum(replica.occupied_slots for replica in serving)
             work = sum(max(0, replica.work) for replica in serving) / max(1, running)
-
         return self._throughputs.wait(work, _numbers(serving))
 
     def exceeds_queue_limit(self, request: Request) -> bool:

@@ -86,7 +86,7 @@ class GenerationRecord:
     def _on_first_token(self, now: float) -> None:
         if not self.first_token:
             self.first_token = now
-            self.metrics.ttft.observe(now - self.arrived)
+            self.metrics.first_token_seconds.observe(now - self.arrived)
 
 
 @dataclass(slots=True)
