@@ -86,6 +86,8 @@ class EngineInfo:
     """True: sequences may have a `Retention`, by which the engine keeps their computed blocks."""
     pipeline_parallel: int = 1
     """Parts into which the layers are divided over GPUs."""
+    context_parallel: int = 1
+    """Parts into which each sequence is divided over GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ for a reset of the GPU, a reboot, or, after a memory error, a restart of the pro
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +19,7 @@ import structlog
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_shard.gpus import Gpu, GpusUnreadable, nvml, unreadable
+from text_generation_shard.threads import daemon_thread
 
 EVERY_S = 1.0
 """Seconds between two readings."""
@@ -79,7 +78,7 @@ class GpuWatch:
     def start(self) -> None:
         """Start the thread. A call to a driver that hangs stops only this thread."""
         # The context holds the fields of every log record.
-        threading.Thread(target=copy_context().run, args=(self._run,), name="gpus", daemon=True).start()
+        daemon_thread(self._run, "gpus").start()
 
     def _run(self) -> None:
         try:

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine
+from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder
+
 ENGINE: dict[str, Any] = {
     "version": "1.2.1",
     "pretrained_config": {
@@ -103,3 +106,10 @@ def nothing_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield
     assert "tensorrt_llm" not in sys.modules
     assert not (folder / "mark").exists(), "tensorrt_llm was imported"
+
+
+def compiled_engine(folder: Path) -> CompiledEngine:
+    """Return the configuration of the engines in a folder."""
+    found = inspect_folder(folder).engine
+    assert found is not None
+    return found

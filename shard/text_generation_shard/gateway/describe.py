@@ -74,9 +74,9 @@ def server_info(info: EngineInfo, gpus: int) -> pb.GetServerInfoResponse:
     return pb.GetServerInfoResponse(
         version=_version(info.engine),
         backend=BACKEND,
-        tensor_parallel_size=gpus // info.pipeline_parallel,
+        tensor_parallel_size=gpus // info.pipeline_parallel // info.context_parallel,
         pipeline_parallel_size=info.pipeline_parallel,
-        context_parallel_size=1,
+        context_parallel_size=info.context_parallel,
         world_size=gpus,
     )
 

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import structlog
 
-from text_generation_shard.adapters import read_adapters
+from text_generation_shard.adapters import LoraAdapter, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
-from text_generation_shard.engines.tensorrt_llm.engine import BuiltEngine, TensorRTEngine
+from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
+from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine
 from text_generation_shard.engines.tensorrt_llm.folder import (
-    FolderKind,
     HuggingFaceModel,
-    ModelFolder,
     check_folder,
     inspect_folder,
     read_hugging_face_model,
@@ -33,8 +32,6 @@ from text_generation_shard.engines.tensorrt_llm.lora import lora_requests
 from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options
 from text_generation_shard.engines.tensorrt_llm.parameters import MAX_LOGPROBS, Parameters
 
-TOKENS_PER_BLOCK = 32
-"""TensorRT-LLM's default."""
 FIRST_TOKEN_TIMEOUT_S = 600.0
 """Time for the first token after a build: it may include the tuning of kernels."""
 
@@ -52,34 +49,21 @@ def build(config: ShardConfig) -> TensorRTEngine:
     check_folder(folder, world_size=config.tensor_parallel, installed=installed_version())
     options = read_options(config.trtllm_options) if config.trtllm_options else {}
     check_options(options, None)
-    model = None if folder.kind is FolderKind.ENGINE else read_hugging_face_model(folder, options)
-    adapters = read_adapters(config) if model is not None else ()
+    model = folder.engine or read_hugging_face_model(folder, options)
+    adapters = read_adapters(config) if folder.engine is None else ()
     if "telemetry_config" not in options:
         os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")  # ≥ 1.3 reports usage to NVIDIA otherwise
     library = load_library()
-    check_options(options, library.options if model is not None else library.engine_options)
-    if model is None:
-        construction = construct_compiled(config, folder, options)
+    check_options(options, library.options if folder.engine is None else library.engine_options)
+    if isinstance(model, CompiledEngine):
+        construction = construct_compiled(config, model, options)
     else:
         construction = construct(config, library, model, options, adapters)
-    info = _info(config, construction, folder, model)
-    info = replace(
-        info,
-        adapters=tuple(adapter.name for adapter in adapters),
-        retains=library.calls_workers and library.retention is not None,
-        pipeline_parallel=construction.keywords.get("pipeline_parallel_size", 1),
-    )
-    parameters = Parameters(
-        library,
-        construction.capabilities,
-        info.vocab_size,
-        info.eos_token_ids,
-        lora_requests(adapters, library.lora_request),
-    )
-    built = BuiltEngine(
-        _build_llm(library, construction), library, parameters, info, construction.keeps_events, construction.ranks
-    )
-    return TensorRTEngine(built, config.hang_timeout, FIRST_TOKEN_TIMEOUT_S)
+    info = _info(config, library, construction, model, adapters)
+    requests = lora_requests(adapters, library.lora_request)
+    parameters = Parameters(library, construction.capabilities, info.vocab_size, info.eos_token_ids, requests)
+    llm = _build_llm(library, construction)
+    return TensorRTEngine(llm, library, parameters, construction, info, config.hang_timeout, FIRST_TOKEN_TIMEOUT_S)
 
 
 def _build_llm(library: Library, construction: Construction) -> LLM:
@@ -108,41 +92,32 @@ def _build_llm(library: Library, construction: Construction) -> LLM:
 
 
 def _info(
-    config: ShardConfig, construction: Construction, folder: ModelFolder, model: HuggingFaceModel | None
+    config: ShardConfig,
+    library: Library,
+    construction: Construction,
+    model: HuggingFaceModel | CompiledEngine,
+    adapters: Sequence[LoraAdapter],
 ) -> EngineInfo:
-    cache = construction.keywords["kv_cache_config"]
-    info = EngineInfo(
+    capabilities, keywords = construction.capabilities, construction.keywords
+    return EngineInfo(
         engine="tensorrt-llm",
         model_id=config.model_id or config.model_path,
-        model_type="",
-        dtype=config.dtype or "",
+        model_type="" if isinstance(model, CompiledEngine) else model.model_type,
+        dtype=config.dtype or model.dtype,
         device="cuda",
         scheduling=Scheduling.SELF,
-        vocab_size=0,
+        vocab_size=model.vocab_size,
         max_sequence_length=construction.max_sequence_length,
         max_slots=construction.max_slots,
-        block_size=int(cache.get("tokens_per_block", TOKENS_PER_BLOCK)),
-        eos_token_ids=(),
+        block_size=construction.block_size,
+        eos_token_ids=model.eos_token_ids,
         suggested_prefill_tokens=construction.max_num_tokens,
-        max_top_n_tokens=MAX_LOGPROBS if construction.capabilities.logprobs else 0,
-        grammar_kinds=construction.capabilities.grammar_kinds,
-        unsupported=construction.capabilities.unsupported,
+        max_top_n_tokens=MAX_LOGPROBS if capabilities.logprobs else 0,
+        grammar_kinds=capabilities.grammar_kinds,
+        unsupported=capabilities.unsupported,
         reserves_max_length=construction.reserves_max_length,
-    )
-    if model is not None:
-        return replace(
-            info,
-            model_type=model.model_type,
-            dtype=info.dtype or model.dtype,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-        )
-    compiled = folder.engine
-    assert compiled is not None
-    return replace(
-        info,
-        dtype=compiled.dtype,
-        vocab_size=compiled.vocab_size,
-        eos_token_ids=compiled.eos_token_ids,
-        block_size=compiled.tokens_per_block,
+        adapters=tuple(adapter.name for adapter in adapters),
+        retains=library.calls_workers and library.retention is not None,
+        pipeline_parallel=keywords.get("pipeline_parallel_size", 1),
+        context_parallel=keywords.get("context_parallel_size", 1),
     )

@@ -12,7 +12,8 @@ from text_generation_proto.values import GrammarKind
 from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, ModelFolder
+from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine
+from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.lora import lora_keywords
 from text_generation_shard.engines.tensorrt_llm.options import FLAG, split_ranks
@@ -24,6 +25,8 @@ MAX_BATCH_SIZE = 256
 never fill."""
 MAX_NUM_TOKENS = 8192
 """Default number of tokens in an iteration; TensorRT-LLM's default."""
+TOKENS_PER_BLOCK = 32
+"""TensorRT-LLM's default."""
 FREE_MEMORY_FRACTION = 0.9
 """Default share of the memory left after the weights that the KV cache takes; TensorRT-LLM's default."""
 
@@ -49,6 +52,8 @@ class Construction:
     max_sequence_length: int
     reserves_max_length: bool
     """Policy GUARANTEED_NO_EVICT, the default: a sequence starts when KV blocks for prompt + max_new_tokens are free (issue #9412)."""
+    block_size: int
+    """Tokens in a KV block."""
     ranks: int = 1
     """Attention data parallel ranks. Each has a batch and a KV cache of its own, and TensorRT-LLM reports one of them."""
 
@@ -124,6 +129,7 @@ def construct(
         compiled=False,
         capabilities=capabilities,
         max_slots=_count(keywords, "max_batch_size", MAX_BATCH_SIZE) * ranks,
+        block_size=_count(keywords["kv_cache_config"], "tokens_per_block", TOKENS_PER_BLOCK),
         ranks=ranks,
         max_num_tokens=_count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
         max_sequence_length=_count(keywords, "max_seq_len", model.max_sequence_length),
@@ -131,10 +137,8 @@ def construct(
     )
 
 
-def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mapping[str, object]) -> Construction:
+def construct_compiled(config: ShardConfig, built: CompiledEngine, options: Mapping[str, object]) -> Construction:
     """Return the construction for a folder of compiled engines, whose limits the build fixed. Raises EngineError."""
-    built = folder.engine
-    assert built is not None
     if config.lora_adapters:
         raise EngineError("--lora-adapters: compiled engines serve none: serve the Hugging Face checkpoint itself")
     if config.dtype not in (None, built.dtype):
@@ -167,6 +171,7 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
         max_slots=min(_count(keywords, "max_batch_size", built.max_batch_size), built.max_batch_size),
         max_num_tokens=min(_count(keywords, "max_num_tokens", built.max_num_tokens), built.max_num_tokens),
         max_sequence_length=built.max_seq_len,
+        block_size=built.tokens_per_block,
         reserves_max_length=_reserves_max_length(options),
     )
 
@@ -175,8 +180,6 @@ def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, o
     given = options.get("kv_cache_config", {})
     if not isinstance(given, Mapping):
         raise EngineError(f"{FLAG}: kv_cache_config must be a mapping")
-    if "tokens_per_block" in given:
-        _count(given, "tokens_per_block", 1)
     fraction = FREE_MEMORY_FRACTION if config.cuda_memory_fraction == 1 else config.cuda_memory_fraction
     events = {"event_buffer_max_size": EVENT_BUFFER} if config.gateway else {}
     return {"free_gpu_memory_fraction": fraction, **events, **given}

@@ -11,10 +11,9 @@ running requests fail at once, or no output arrives, the engine is broken: `step
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -35,12 +34,14 @@ from text_generation_shard.engine import (
     sequence_problem,
 )
 from text_generation_shard.engines.tensorrt_llm.api import LLM
+from text_generation_shard.engines.tensorrt_llm.construct import Construction
 from text_generation_shard.engines.tensorrt_llm.library import Library, explain
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop
 from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics, Totals
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
+from text_generation_shard.threads import daemon_thread
 
 STEP_WAIT_S = 1.0
 """Longest time that `step` waits for output."""
@@ -56,30 +57,25 @@ class EngineBroken(RuntimeError):
     """The engine cannot compute again; it must be restarted."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """A constructed LLM, and what is known about it."""
-
-    llm: LLM
-    library: Library
-    parameters: Parameters
-    info: EngineInfo
-    keeps_events: bool
-    """The KV cache makes events."""
-    ranks: int
-    """Attention data parallel ranks; the library's figures are for one of them."""
-
-
 class TensorRTEngine:
     """The engine protocol over TensorRT-LLM. Made by `build.build`."""
 
-    def __init__(self, built: BuiltEngine, hang_timeout_s: float, first_token_timeout_s: float) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        library: Library,
+        parameters: Parameters,
+        construction: Construction,
+        info: EngineInfo,
+        hang_timeout_s: float,
+        first_token_timeout_s: float,
+    ) -> None:
         """Generate one token to check the engine. Raises EngineError if none arrives."""
-        self._llm = built.llm
-        self._library = built.library
-        self._parameters = built.parameters
-        self._info = built.info
-        self._ranks = built.ranks
+        self._llm = llm
+        self._library = library
+        self._parameters = parameters
+        self._info = info
+        self._ranks = construction.ranks
         self._streams: dict[int, Stream] = {}
         """Slot → stream."""
         self._broken: str | None = None
@@ -87,11 +83,11 @@ class TensorRTEngine:
         self._began_at = time.monotonic()
         """Time of the last submission to an idle engine."""
         self._num_blocks = 0
-        self._requests = RequestLoop(built.llm, (built.library.request_error,), self._set_broken)
+        self._requests = RequestLoop(llm, (library.request_error,), self._set_broken)
         self._statistics = IterationStatistics(
-            built.llm, self._requests.loop, lambda: bool(self._streams), by_call=built.library.calls_workers
+            llm, self._requests.loop, lambda: bool(self._streams), by_call=library.calls_workers
         )
-        if built.keeps_events:
+        if construction.keeps_events:
             self._statistics.events = lambda entries: None  # they must be read: 1.2 keeps them all
         self._reported = Totals()
         """The part of the statistics' totals that is in reports."""
@@ -104,7 +100,7 @@ class TensorRTEngine:
         self._watchdog.watch(find_workers())
         self._watchdog.start()
         try:
-            for adapter in ("", *built.info.adapters):
+            for adapter in ("", *info.adapters):
                 self._probe(first_token_timeout_s, adapter)
             self._watchdog.watch(find_workers())  # all of them exist now
             self._pool_blocks = self._measure_pool()
@@ -197,7 +193,7 @@ class TensorRTEngine:
         self._statistics.close()
         self.reset()
         # The loop keeps running: the library waits for the aborted requests to end.
-        shutdown = threading.Thread(target=self._shut_down, name="tensorrt-llm shutdown", daemon=True)
+        shutdown = daemon_thread(self._shut_down, "tensorrt-llm shutdown")
         shutdown.start()
         # If the engine is lost, the library may wait for it forever.
         shutdown.join(None if self._broken is None else BROKEN_SHUTDOWN_S)

@@ -33,10 +33,7 @@ class CompiledEngine:
 
     version: str
     """The TensorRT-LLM version that built them."""
-    architecture: str
     dtype: str
-    quant_algo: str | None
-    kv_cache_quant_algo: str | None
     vocab_size: int
     world_size: int
     tp_size: int
@@ -56,8 +53,6 @@ class CompiledEngine:
     remove_input_padding: bool
     paged_context_fmha: bool
     """Chunked prefill and the reuse of computed blocks are possible."""
-    gather_context_logits: bool
-    """Log-probabilities of the prompt are available."""
     gather_generation_logits: bool
     """Log-probabilities of new tokens are available."""
     eos_token_ids: tuple[int, ...]
@@ -73,14 +68,14 @@ def read_engine(config: JsonObject) -> CompiledEngine:
     pretrained, build = config.inner("pretrained_config"), config.inner("build_config")
     mapping, quantization = pretrained.inner("mapping"), pretrained.inner("quantization")
     plugins = build.inner("plugin_config")
+    pretrained.text("architecture")
+    for name in ("quant_algo", "kv_cache_quant_algo"):
+        quantization.optional_text(name)
     if (dtype := pretrained.text("dtype")) not in DTYPES:
         raise pretrained.error(f"pretrained_config.dtype is {shortened(dtype)}, not one of {', '.join(DTYPES)}")
     engine = CompiledEngine(
         version=version,
-        architecture=pretrained.text("architecture"),
         dtype=dtype,
-        quant_algo=quantization.optional_text("quant_algo"),
-        kv_cache_quant_algo=quantization.optional_text("kv_cache_quant_algo"),
         vocab_size=pretrained.count("vocab_size"),
         world_size=mapping.count("world_size"),
         tp_size=mapping.count("tp_size"),
@@ -95,7 +90,6 @@ def read_engine(config: JsonObject) -> CompiledEngine:
         tokens_per_block=plugins.count("tokens_per_block"),
         remove_input_padding=plugins.flag("remove_input_padding"),
         paged_context_fmha=plugins.flag("use_paged_context_fmha"),
-        gather_context_logits=build.flag("gather_context_logits", default=False),
         gather_generation_logits=build.flag("gather_generation_logits", default=False),
         eos_token_ids=_eos_token_ids(config.path.parent, pretrained),
     )

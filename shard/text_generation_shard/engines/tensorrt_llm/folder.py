@@ -48,8 +48,6 @@ class ModelFolder:
 
     path: Path
     kind: FolderKind
-    architecture: str
-    """Class of the model, such as LlamaForCausalLM; "" for OLD_ENGINE."""
     config: JsonObject
     engine: CompiledEngine | None = None
     """The configuration of the build; only for ENGINE."""
@@ -79,16 +77,18 @@ def inspect_folder(path: Path) -> ModelFolder:
     config = _read_config(path)
     marks = [mark in config for mark in ("pretrained_config", "build_config")]
     if all(marks) or (any(marks) and "architectures" not in config):
-        engine = read_engine(config)
-        return ModelFolder(path, FolderKind.ENGINE, engine.architecture, config, engine)
+        return ModelFolder(path, FolderKind.ENGINE, config, read_engine(config))
     if "architectures" in config:
-        return ModelFolder(path, FolderKind.HUGGING_FACE, _first_architecture(config), config)
+        names = config.get("architectures")
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+            raise config.error("architectures must be a list of the model's class, such as LlamaForCausalLM")
+        return ModelFolder(path, FolderKind.HUGGING_FACE, config)
     if "builder_config" in config:
-        return ModelFolder(path, FolderKind.OLD_ENGINE, "", config)
+        return ModelFolder(path, FolderKind.OLD_ENGINE, config)
     # Other libraries write `architecture` as well: require a second sign.
     if "architecture" in config and ("dtype" in config or _has(path, "rank*.safetensors")):
-        advised = config.advising("convert the checkpoint again")
-        return ModelFolder(path, FolderKind.CHECKPOINT, advised.text("architecture"), config)
+        config.advising("convert the checkpoint again").text("architecture")
+        return ModelFolder(path, FolderKind.CHECKPOINT, config)
     if "model_type" in config:
         raise config.error("architectures is missing: name the model's class there, such as LlamaForCausalLM")
     raise config.error(
@@ -201,13 +201,6 @@ def _read_config(path: Path) -> JsonObject:
     if _has(path, "rank*.engine"):
         raise EngineError(f"{path} has engines but no config.json: copy the whole folder that trtllm-build wrote")
     raise EngineError(f"{path} has no config.json: name the folder of a model, or download the whole of it again")
-
-
-def _first_architecture(config: JsonObject) -> str:
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-        raise config.error("architectures must be a list of the model's class, such as LlamaForCausalLM")
-    return str(names[0])
 
 
 def _has(path: Path, pattern: str) -> bool:

@@ -15,10 +15,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.strict_yaml import Malformed, parse_mapping, read_text
 
 FLAG = "--trtllm-options"
-_TOKENIZES = "the router tokenizes, with the tokenizer of --model-id"
-_STARTS = "the launcher chooses the GPUs and starts the processes"
-_STATISTICS = "always on: sequence and metrics depend on the statistics"
-RESERVED: Mapping[str, str] = {
+_RESERVED: Mapping[str, str] = {
     "model": "use --model-id",
     "revision": "use --revision",
     "dtype": "use --dtype",
@@ -26,29 +23,21 @@ RESERVED: Mapping[str, str] = {
     "tensor_parallel_size": "use --num-shard",
     "context_parallel_size": "a replica splits each layer over the GPUs of --num-shard",
     "trust_remote_code": "code in model folders is never run",
-    "backend": "the model folder decides",
-    "tokenizer": _TOKENIZES,
-    "tokenizer_mode": _TOKENIZES,
-    "tokenizer_revision": _TOKENIZES,
-    "custom_tokenizer": _TOKENIZES,
-    "skip_tokenizer_init": _TOKENIZES,
-    "num_postprocess_workers": "the router converts tokens to text",
-    "postprocess_tokenizer_dir": "the router converts tokens to text",
+    "backend gather_generation_logits": "the model folder decides",
+    "tokenizer tokenizer_mode tokenizer_revision custom_tokenizer skip_tokenizer_init": "the router tokenizes, with the "
+    "tokenizer of --model-id",
+    "num_postprocess_workers postprocess_tokenizer_dir": "the router converts tokens to text",
     "reasoning_parser": "use --split-reasoning",
     "max_beam_width": "a request is one sequence",
-    "gather_generation_logits": "the model folder decides",
-    "enable_iter_perf_stats": _STATISTICS,
+    "enable_iter_perf_stats": "always on: sequence and metrics depend on the statistics",
     "cache_transceiver_config": "prefill and decoding are not split between servers here",
-    "orchestrator_type": _STARTS,
-    "gpus_per_node": _STARTS,
-    "mpi_session": _STARTS,
-    "ray_placement_config": _STARTS,
-    "ray_worker_extension_cls": _STARTS,
-    "mm_encoder_only": "the server generates text",
-    "encode_only": "the server generates text",
+    "orchestrator_type gpus_per_node mpi_session ray_placement_config ray_worker_extension_cls": "the launcher chooses "
+    "the GPUs and starts the processes",
+    "mm_encoder_only encode_only": "the server generates text",
     "decoding_config": "use speculative_config",
     "enable_lora": "use --lora-adapters",
 }
+RESERVED = {name: instead for names, instead in _RESERVED.items() for name in names.split()}
 """Options that the server sets itself → the flag to use instead, or the reason."""
 
 

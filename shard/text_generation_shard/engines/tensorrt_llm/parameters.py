@@ -278,11 +278,11 @@ class Parameters:
 
     def _penalties(self, sequence: NewSequence) -> dict[str, Any]:
         sampling = sequence.sampling
-        keywords: dict[str, Any] = {}
-        if sampling.repetition_penalty != 1:
-            keywords["repetition_penalty"] = sampling.repetition_penalty
-        if sampling.frequency_penalty:
-            keywords["frequency_penalty"] = sampling.frequency_penalty
+        keywords: dict[str, Any] = {
+            name: value
+            for name in ("repetition_penalty", "frequency_penalty")
+            if (value := getattr(sampling, name)) != getattr(_NEUTRAL, name)
+        }
         if sampling.output_frequency_penalty or sampling.output_presence_penalty:
             keywords["frequency_penalty"] = sampling.output_frequency_penalty
             keywords["presence_penalty"] = sampling.output_presence_penalty

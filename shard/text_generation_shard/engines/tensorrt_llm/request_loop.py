@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from contextvars import copy_context
 from typing import Any
 
 import structlog
@@ -29,6 +28,7 @@ from text_generation_proto.values import FailureCode
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.library import explain
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
+from text_generation_shard.threads import daemon_thread
 
 JOIN_TIMEOUT_S = 5.0
 """Time for the thread of the loop to end."""
@@ -59,11 +59,7 @@ class RequestLoop:
         """The updates of this turn of the loop; used on its thread only."""
         self.last_output_at = time.monotonic()
         """Time of the last output of any request."""
-        # The context holds the fields that are bound to every log record.
-        context = copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name="tensorrt-llm requests", daemon=True
-        )
+        self._thread = daemon_thread(self._run, "tensorrt-llm requests")
         self._thread.start()
 
     # ---------------------------------------------------------------------------------------- from the engine's thread

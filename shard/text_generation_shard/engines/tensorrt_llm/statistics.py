@@ -11,13 +11,13 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from text_generation_shard.engines.tensorrt_llm.api import LLM
+from text_generation_shard.threads import daemon_thread
 
 POLL_INTERVAL_S = 0.5
 POLL_TIMEOUT_S = 0.01
@@ -69,10 +69,7 @@ class IterationStatistics:
         """Since the start."""
         self._logged_error = False
         self._closing = threading.Event()
-        context = copy_context()  # it holds the fields that are bound to every log record
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name="tensorrt-llm statistics", daemon=True
-        )
+        self._thread = daemon_thread(self._run, "tensorrt-llm statistics")
 
     def start(self) -> None:
         """Poll at intervals while requests run."""

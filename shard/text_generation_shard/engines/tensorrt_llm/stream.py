@@ -15,6 +15,8 @@ from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_shard.engine import NewSequence, PromptScores
 from text_generation_shard.engines.tensorrt_llm.api import RequestOutput
 
+Top = tuple[tuple[int, ...], tuple[float, ...]]
+"""The most probable tokens at a position, and their log-probabilities, best first."""
 _UNEXPLAINED_ENDS = {
     "stop": "the engine stopped the sequence without a stop token",
     "length": "the engine's own limit on the length of a sequence was reached",
@@ -31,8 +33,8 @@ class StreamUpdate:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """One for each token; empty unless requested."""
-    tops: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
-    """For each token, if requested: the most probable tokens and their log-probabilities, best first."""
+    tops: list[Top] = field(default_factory=list)
+    """One for each token; empty unless requested."""
     prompt_scores: PromptScores | None = None
     cached_tokens: int = 0
     """Prompt tokens found in the engine's prefix cache; 0 unless more are known than before."""
@@ -178,16 +180,10 @@ class Stream:
         top_n = self.sequence.logprobs.top_n
         for position, token_id in enumerate(update.token_ids, first):
             # The list may be shorter than the list of tokens; NaN means unknown.
-            entry = known[position] if position < len(known) else math.nan
-            if isinstance(entry, Mapping):
-                chosen = entry.get(token_id)
-                update.logprobs.append(math.nan if chosen is None else _value(chosen))
-                if top_n:
-                    update.tops.append(_best(entry, top_n))
-            else:
-                update.logprobs.append(_value(entry))
-                if top_n:
-                    update.tops.append(((), ()))
+            chosen, best = _read_entry(known[position] if position < len(known) else math.nan, token_id, top_n)
+            update.logprobs.append(chosen)
+            if top_n:
+                update.tops.append(best)
 
     def _prompt_scores(self, entries: Sequence[Any]) -> PromptScores:
         """Return the log-probabilities of the prompt's tokens, NaN for the first: entry i is for token i + 1."""
@@ -197,21 +193,23 @@ class Stream:
         # The last entry is for the first new token. Entries of cached tokens are missing at the front.
         first = max(1, 1 + len(prompt) - len(entries))
         for at, entry in zip(range(first, len(prompt)), entries, strict=False):
-            if isinstance(entry, Mapping):
-                chosen = entry.get(prompt[at])
-                scores.logprobs[at] = math.nan if chosen is None else _value(chosen)
-                if scores.tops is not None:
-                    scores.tops[at] = _best(entry, top_n)
-            else:
-                scores.logprobs[at] = _value(entry)
+            scores.logprobs[at], best = _read_entry(entry, prompt[at], top_n)
+            if scores.tops is not None:
+                scores.tops[at] = best
         return scores
+
+
+def _read_entry(entry: object, token_id: int, top_n: int) -> tuple[float, Top]:
+    """Return the log-probability of a token, NaN if it is unknown, and the best tokens; an entry may be one number."""
+    if not isinstance(entry, Mapping):
+        return _value(entry), ((), ())
+    chosen = _value(entry.get(token_id, math.nan))
+    if not top_n:
+        return chosen, ((), ())
+    best = sorted(((_value(value), each) for each, value in entry.items()), key=lambda pair: -pair[0])[:top_n]
+    return chosen, (tuple(each for _, each in best), tuple(value for value, _ in best))
 
 
 def _value(entry: object) -> float:
     """Return the log-probability in `entry`, a float or a Logprob."""
     return float(cast("float", getattr(entry, "logprob", entry)))
-
-
-def _best(entry: Mapping[int, Any], n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    best = sorted(((_value(value), token_id) for token_id, value in entry.items()), key=lambda pair: -pair[0])[:n]
-    return tuple(token_id for _, token_id in best), tuple(value for value, _ in best)

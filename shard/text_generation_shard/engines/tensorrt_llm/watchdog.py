@@ -10,11 +10,11 @@ from __future__ import annotations
 import faulthandler
 import threading
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass
 
 from text_generation_proto.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_shard.processes import Process, command, descendants
+from text_generation_shard.threads import daemon_thread
 
 STDERR = 2
 SECONDS_PER_PROMPT_TOKEN = 0.001
@@ -60,11 +60,7 @@ class Watchdog:
         self._silence = Silence()
         self._last_sign: float | None = None
         self._closing = threading.Event()
-        # The context holds the fields that are bound to every log record.
-        context = copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name="tensorrt-llm watchdog", daemon=True
-        )
+        self._thread = daemon_thread(self._run, "tensorrt-llm watchdog")
 
     def start(self) -> None:
         """Start checking."""

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import zipfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -66,13 +67,14 @@ def test_sizes_come_from_config_json(tmp_path: Path, config: str | None, sizes: 
 
 
 def test_server_info() -> None:
-    assert server_info(EchoEngine.build(ShardConfig()).info, 2) == pb.GetServerInfoResponse(
+    info = replace(EchoEngine.build(ShardConfig()).info, pipeline_parallel=3, context_parallel=2)
+    assert server_info(info, 12) == pb.GetServerInfoResponse(
         version=version("text-generation-trtllm"),
         backend="tensorrt-llm",
         tensor_parallel_size=2,
-        pipeline_parallel_size=1,
-        context_parallel_size=1,
-        world_size=2,
+        pipeline_parallel_size=3,
+        context_parallel_size=2,
+        world_size=12,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from model_folders import ENGINE, RANKS, fill
+from model_folders import ENGINE, RANKS, compiled_engine, fill
 from standin import VERSIONS, importable, model_folder
 
 from text_generation_proto.values import GrammarKind
@@ -38,7 +38,7 @@ def constructed(
 
 def compiled(engines: Path, options: dict[str, object] | None = None, **settings: object) -> Construction:
     config = ShardConfig(engine="tensorrt-llm", model_path=str(engines), tensor_parallel=2, **settings)  # type: ignore[arg-type]
-    return construct_compiled(config, inspect_folder(engines), options or {})
+    return construct_compiled(config, compiled_engine(engines), options or {})
 
 
 def test_defaults(library: Library, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_folders import ENGINE, RANKS, fill
+from model_folders import ENGINE, RANKS, compiled_engine, fill
 from standin import VERSIONS, importable, model_folder
 
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping, TraceContext
@@ -58,7 +58,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         if request.param == "1.2 compiled":
             model = fill(folder / "engines", ENGINE, RANKS)
             config = ShardConfig(engine="tensorrt-llm", model_path=str(model), tensor_parallel=2)
-            construction = construct_compiled(config, inspect_folder(model), options)
+            construction = construct_compiled(config, compiled_engine(model), options)
         else:
             model = model_folder(folder / "model")
             (model / "tokenizer.json").touch()
@@ -254,7 +254,7 @@ def test_an_engine_without_gathered_logits_has_no_logprobs(setup: SetUp, tmp_pat
     config = ENGINE | {"build_config": ENGINE["build_config"] | {"gather_generation_logits": False}}
     model = fill(tmp_path / "engines", config, RANKS)
     shard = ShardConfig(engine="tensorrt-llm", model_path=str(model), tensor_parallel=2)
-    capabilities = construct_compiled(shard, inspect_folder(model), {}).capabilities
+    capabilities = construct_compiled(shard, compiled_engine(model), {}).capabilities
     parameters = Parameters(load_library(), capabilities, VOCAB_SIZE, ())
     assert "top_n is not supported" in str(parameters.problem(sequence(logprobs=LogprobOptions(1))))
     assert "logprobs" not in parameters.sampling(sequence())

@@ -20,15 +20,14 @@ import select
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
 from pathlib import Path
 
 from text_generation_proto.sockets import SocketInUse, claim_socket, remove_socket
 from text_generation_shard.engine import EngineError
+from text_generation_shard.threads import daemon_thread
 
 GOODBYE = 0
 """The kind of the last message: the leader shuts down. Other kinds are positive."""
@@ -211,7 +210,7 @@ def _watch(peers: list[_Peer], on_lost: Callable[[str], None]) -> None:
             on_lost(end)
 
     # The context holds the fields that are logged with every record.
-    threading.Thread(target=copy_context().run, args=(wait,), name="group watch", daemon=True).start()
+    daemon_thread(wait, "group watch").start()
 
 
 def _lost(peers: list[_Peer], within: float) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextvars import copy_context
 from typing import Protocol
 
 import structlog
@@ -17,6 +16,7 @@ from text_generation_proto.one_line import typed_line
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import EngineError, EngineInfo, Failure, Orders, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
+from text_generation_shard.threads import daemon_thread
 
 CLOSE_TIMEOUT = 5.0
 """Seconds to wait at `close` for the step in progress."""
@@ -47,9 +47,7 @@ class FollowerEngine(SynchronousEngine):
         self._closing = False
         self._lock = threading.Lock()
         # Daemon: a thread blocked in a collective of a broken group must not keep the process alive.
-        self._thread = threading.Thread(
-            target=copy_context().run, args=(self._follow,), name="engine follower", daemon=True
-        )
+        self._thread = daemon_thread(self._follow, "engine follower")
         self._thread.start()
         channel.watch(self._on_leader_lost)
 

@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from contextvars import copy_context
 
 import structlog
 
@@ -42,6 +41,7 @@ from text_generation_shard.engines.torch.parallel.channel import (
     greeting,
     missing_ranks,
 )
+from text_generation_shard.threads import daemon_thread
 
 HANDSHAKE_TIMEOUT = 5.0
 """Seconds in which a connection must show that it belongs to the group."""
@@ -121,7 +121,7 @@ class _MeetingListener:
         self._stopped = False
 
     def start(self) -> None:
-        threading.Thread(target=copy_context().run, args=(self._accept,), name="group meeting", daemon=True).start()
+        daemon_thread(self._accept, "group meeting").start()
 
     def stop(self) -> None:
         """Stop to listen; also wakes the thread that accepts."""
@@ -140,8 +140,7 @@ class _MeetingListener:
             if not self._handshakes.acquire(blocking=False):
                 connection.close()
                 continue
-            arguments = (self._verify, connection, peer[0])
-            threading.Thread(target=copy_context().run, args=arguments, name="group handshake", daemon=True).start()
+            daemon_thread(self._verify, "group handshake", connection, peer[0]).start()
 
     def _verify(self, connection: socket.socket, host: str) -> None:
         try:
