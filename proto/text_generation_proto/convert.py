@@ -6,6 +6,7 @@ Only fields that differ from their neutral value are written, so that a new sequ
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import chain, islice
 from typing import Any
 
 from google.protobuf.message import Message
@@ -48,6 +49,8 @@ _SAMPLING = [(field.name, field.default) for field in fields(Sampling) if field.
 def sampling_to_pb(sampling: Sampling) -> pb.Sampling:
     """Return the message. `greedy` is always written: its neutral value is not protobuf's zero."""
     given = {name: value for name, neutral in _SAMPLING if (value := getattr(sampling, name)) != neutral}
+    if words := given.pop("bad_words", ()):
+        given |= {"bad_word_ids": chain.from_iterable(words), "bad_word_lengths": map(len, words)}
     return pb.Sampling(greedy=sampling.greedy, **given)
 
 
@@ -59,6 +62,14 @@ def sampling_from_pb(message: pb.Sampling) -> Sampling:
             "logit_bias_ids": tuple(message.logit_bias_ids),
             "logit_bias_values": tuple(message.logit_bias_values),
         }
+    if message.allowed_token_ids:
+        given["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    if message.bad_word_ids or message.bad_word_lengths:
+        ids, lengths = given.pop("bad_word_ids", ()), given.pop("bad_word_lengths", ())
+        rest = iter(ids)
+        # An empty word, which is refused, stands for lengths that do not fit.
+        fits = sum(lengths) == len(ids)
+        given["bad_words"] = tuple(tuple(islice(rest, length)) for length in lengths) if fits else ((),)
     return Sampling(**given)
 
 

@@ -17,6 +17,12 @@ LOGIT_BIAS = Range(-100, 100)
 """Values of logit_bias."""
 MAX_LOGIT_BIAS = 1024
 """Tokens that one sequence may bias."""
+MAX_ALLOWED_TOKENS = 16_384
+"""Tokens that one sequence may list as the only ones."""
+MAX_BAD_WORDS = 256
+"""Sequences of tokens that one sequence may ban."""
+MAX_BAD_WORD_TOKENS = 4096
+"""Tokens of all of them."""
 
 SEEDS = 2**64
 """Seeds are below this."""
@@ -95,6 +101,10 @@ class Sampling:
     logit_bias_ids: tuple[int, ...] = parameter((), openai="logit_bias")
     logit_bias_values: tuple[float, ...] = ()
     """logit_bias_values[i] is added to the logit of logit_bias_ids[i]."""
+    allowed_token_ids: tuple[int, ...] = parameter((), openai="allowed_token_ids")
+    """The only tokens that may be chosen; empty: any."""
+    bad_words: tuple[tuple[int, ...], ...] = parameter((), openai="bad_words")
+    """Sequences of tokens that the output must not contain."""
 
     def for_answer(self, index: int) -> Sampling:
         """Return the parameters of one of several answers to a prompt. Its seed follows from the first one's."""

@@ -18,9 +18,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from text_generation_proto.values import (
-    LOGIT_BIAS,
-    MAX_LOGIT_BIAS,
-    SAMPLING_PARAMETERS,
     FailureCode,
     FinishReason,
     Grammar,
@@ -32,6 +29,7 @@ from text_generation_proto.values import (
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, Matcher
+from text_generation_shard.sampling_checks import sampling_problem
 
 NO_BLOCKS = "the engine schedules for itself: it takes no KV blocks"
 NO_PREFILL = "the engine schedules for itself: it takes no prefill orders"
@@ -325,8 +323,7 @@ def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         _prompt_problem(sequence, info)
         or _stopping_problem(sequence.stopping)
         or _options_problem(sequence, info)
-        or _sampling_problem(sequence.sampling)
-        or _logit_bias_problem(sequence.sampling, info)
+        or sampling_problem(sequence.sampling, info.vocab_size)
     )
 
 
@@ -374,24 +371,4 @@ def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return "the engine serves no grammars"
     if sequence.adapter and sequence.adapter not in info.adapters:
         return "the engine does not hold its LoRA adapter"
-    return None
-
-
-def _sampling_problem(sampling: Sampling) -> str | None:
-    for parameter in SAMPLING_PARAMETERS:
-        if parameter.range is not None and not parameter.allows(getattr(sampling, parameter.field)):
-            return f"{parameter.field} {parameter.range.rule}"
-    return None
-
-
-def _logit_bias_problem(sampling: Sampling, info: EngineInfo) -> str | None:
-    ids, values = sampling.logit_bias_ids, sampling.logit_bias_values
-    if len(ids) != len(values):
-        return "logit_bias_ids and logit_bias_values differ in length"
-    if len(ids) > MAX_LOGIT_BIAS:
-        return f"logit_bias names at most {MAX_LOGIT_BIAS} tokens"
-    if ids and max(ids) >= info.vocab_size:
-        return f"a logit_bias token is outside the vocabulary of {info.vocab_size}"
-    if not all(value in LOGIT_BIAS for value in values):
-        return f"logit_bias values {LOGIT_BIAS.rule}"
     return None

@@ -25,6 +25,7 @@ Json = dict[str, Any]
 FIELDS = (
     *("temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "watermark"),
     *("output_frequency_penalty", "output_presence_penalty", "logit_bias_ids", "seed", "stop_token_ids"),
+    *("allowed_token_ids", "bad_words"),
     *("min_new_tokens", "top_n", "prompt", "prompt_top_n", "cache_salt", "unknown_to_this_router"),
 )
 
@@ -109,7 +110,7 @@ NEUTRAL_TGI = tgi(
 )  # fmt: skip
 NEUTRAL_CHAT = chat(
     temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0,
-    logit_bias={"5": 0.0}, min_tokens=0, stop_token_ids=[], logprobs=True, top_logprobs=0, n=2,
+    logit_bias={"5": 0.0}, min_tokens=0, stop_token_ids=[], bad_words=[], logprobs=True, top_logprobs=0, n=2,
 )  # fmt: skip
 SERVED: list[tuple[str, Json]] = [
     ("/generate", NEUTRAL_TGI),

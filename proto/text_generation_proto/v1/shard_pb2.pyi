@@ -503,7 +503,7 @@ Global___Grammar: typing_extensions.TypeAlias = Grammar
 @typing.final
 class Sampling(google.protobuf.message.Message):
     """Parameters that choose the next token. Order: watermark, repetition_penalty, frequency_penalty, output_frequency_penalty
-    and output_presence_penalty, logit_bias, min_new_tokens, grammar, temperature, top_k, top_p, min_p, typical_p, then the
+    and output_presence_penalty, logit_bias, min_new_tokens, bad words, allowed tokens, grammar, temperature, top_k, top_p, min_p, typical_p, then the
     largest (greedy) or a draw keyed by (seed, position), so that the tokens of a sequence do not depend on its batch.
     """
 
@@ -523,6 +523,9 @@ class Sampling(google.protobuf.message.Message):
     OUTPUT_PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
     LOGIT_BIAS_IDS_FIELD_NUMBER: builtins.int
     LOGIT_BIAS_VALUES_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BAD_WORD_IDS_FIELD_NUMBER: builtins.int
+    BAD_WORD_LENGTHS_FIELD_NUMBER: builtins.int
     greedy: builtins.bool
     """take the most probable token; the stages below still change the logprobs"""
     temperature: builtins.float
@@ -553,6 +556,18 @@ class Sampling(google.protobuf.message.Message):
     def logit_bias_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """logit_bias_ids[i]"""
 
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """at most 16384: no other token is chosen; empty: any"""
+
+    @property
+    def bad_word_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """At most 256 sequences of tokens, 4096 tokens in all: the last token of one is not chosen where the generated text ends with
+        those before it. Sequence i has the next bad_word_lengths[i], at least one, of bad_word_ids.
+        """
+
+    @property
+    def bad_word_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -570,8 +585,11 @@ class Sampling(google.protobuf.message.Message):
         output_presence_penalty: builtins.float = ...,
         logit_bias_ids: collections.abc.Iterable[builtins.int] | None = ...,
         logit_bias_values: collections.abc.Iterable[builtins.float] | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_word_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_word_lengths: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frequency_penalty", b"frequency_penalty", "greedy", b"greedy", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "min_p", b"min_p", "output_frequency_penalty", b"output_frequency_penalty", "output_presence_penalty", b"output_presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p", "watermark", b"watermark"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_word_ids", b"bad_word_ids", "bad_word_lengths", b"bad_word_lengths", "frequency_penalty", b"frequency_penalty", "greedy", b"greedy", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "min_p", b"min_p", "output_frequency_penalty", b"output_frequency_penalty", "output_presence_penalty", b"output_presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p", "watermark", b"watermark"]) -> None: ...
 
 Global___Sampling: typing_extensions.TypeAlias = Sampling
 

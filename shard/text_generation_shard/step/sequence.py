@@ -57,6 +57,8 @@ class Sequence:
     is_held: bool = True
     """False once dropped. A step in progress may still produce a token for it."""
     adapter: str = ""
+    allowed: NDArray[np.bool_] | None = None
+    """By token: True for those of `sampling.allowed_token_ids`; made with the first token."""
     end: int = 0
     """First position that its blocks or its maximum length exclude; see `update_end`."""
 
@@ -105,6 +107,20 @@ class Sequence:
     def suppressed(self) -> frozenset[int]:
         """Tokens that must not be sampled next because they would end the sequence before min_new_tokens."""
         return frozenset() if self.generated >= self.stopping.min_new_tokens else self.stop_ids
+
+    @property
+    def banned(self) -> frozenset[int]:
+        """Tokens that would complete one of its bad words."""
+        words = self.sampling.bad_words
+        if not words:
+            return frozenset()
+        start = self.prompt_length - self.generated_before
+        end = tuple(self.tokens[max(start, len(self.tokens) - max(map(len, words)) + 1) :])
+        return frozenset(word[-1] for word in words if len(word) <= len(end) + 1 and _ends_with(end, word[:-1]))
+
+
+def _ends_with(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    return tokens[len(tokens) - len(end) :] == end
 
 
 def finish_reason(stopping: Stopping, generated: int, token_id: int, *, grammar_ended: bool) -> FinishReason | None:

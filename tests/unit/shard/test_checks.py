@@ -7,7 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
+from text_generation_proto.convert import sampling_from_pb
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    Grammar,
+    GrammarKind,
+    LogprobOptions,
+    Sampling,
+    Stopping,
+)
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence as New
 from text_generation_shard.engine import sequence_problem
@@ -24,6 +36,8 @@ def test_values_in_range_are_no_problem() -> None:
         output_presence_penalty=2.0,
         logit_bias_ids=(0, INFO.vocab_size - 1),
         logit_bias_values=(-100.0, 100.0),
+        allowed_token_ids=(0, INFO.vocab_size - 1),
+        bad_words=((0,), (1, INFO.vocab_size - 1)),
     )
     logprobs = LogprobOptions(prompt=True, prompt_top_n=20)
     for new in (VALID, New(0, (1, 2, 3), Stopping(61, min_new_tokens=61), sampling, logprobs=logprobs)):
@@ -88,3 +102,24 @@ def test_sampling_out_of_range_is_reported_by_name(name: str, values: tuple[floa
 def test_problems_of_a_logit_bias(ids: tuple[int, ...], values: tuple[float, ...], words: str) -> None:
     sampling = Sampling(logit_bias_ids=ids, logit_bias_values=values)
     assert words in str(sequence_problem(replace(VALID, sampling=sampling), INFO))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (Sampling(allowed_token_ids=(INFO.vocab_size,)), "outside the vocabulary"),
+        (Sampling(allowed_token_ids=(1,) * (MAX_ALLOWED_TOKENS + 1)), "at most 16384"),
+        (Sampling(bad_words=((1, INFO.vocab_size),)), "outside the vocabulary"),
+        (Sampling(bad_words=((1,), ())), "the lengths of bad_words"),
+        (Sampling(bad_words=((1,),) * (MAX_BAD_WORDS + 1)), "at most 256"),
+        (Sampling(bad_words=((1,) * (MAX_BAD_WORD_TOKENS + 1),)), "at most 256 words of 4096 tokens"),
+    ],
+)
+def test_problems_of_allowed_and_banned_tokens(sampling: Sampling, words: str) -> None:
+    assert words in str(sequence_problem(replace(VALID, sampling=sampling), INFO))
+
+
+def test_lengths_of_bad_words_that_do_not_fit_are_refused() -> None:
+    for ids, lengths in (([1, 2], [1]), ([1], [2]), ([], [1]), ([1], [])):
+        sampling = sampling_from_pb(pb.Sampling(greedy=True, bad_word_ids=ids, bad_word_lengths=lengths))
+        assert "the lengths of bad_words" in str(sequence_problem(replace(VALID, sampling=sampling), INFO))

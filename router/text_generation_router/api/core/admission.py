@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from text_generation_proto.values import Grammar, GrammarKind, Sampling
+from text_generation_proto.values import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Grammar, GrammarKind, Sampling
 from text_generation_router.api.core.parameters import (
     GenerationOptions,
     check_options,
@@ -127,6 +127,8 @@ class RequestPreparer:
             self._metrics.requests.input_length.observe(len(prompt))
         grammar = await self._grammar(options, qos.tenant)
         sampling = self._with_seed(options)
+        if options.bad_words:
+            sampling = replace(sampling, bad_words=await self._bad_words(options.bad_words, qos.tenant))
         request = Request(
             id=self._next_id(),
             prompt=tuple(prompt),
@@ -192,6 +194,24 @@ class RequestPreparer:
         if not ids:  # the tokenizer dropped the whole text and added nothing
             options.check_prompt(ids)
         return ids
+
+    async def _bad_words(self, words: Sequence[str], tenant: TenantId) -> tuple[tuple[TokenId, ...], ...]:
+        """Return the tokens of each word, and of the word after a space, as vLLM does. Raises InvalidRequest."""
+        read: list[tuple[TokenId, ...]] = []
+        for word in words:
+            alone, spaced = [
+                tuple(await self._tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant))
+                for text in (word.lstrip(), f" {word.lstrip()}")
+            ]
+            read.append(alone)
+            if len(spaced) == len(alone) and spaced[:1] != alone[:1]:
+                read.append(spaced)
+        known = tuple(dict.fromkeys(filter(None, read)))
+        if len(known) > MAX_BAD_WORDS or sum(map(len, known)) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"`bad_words` supports up to {MAX_BAD_WORDS} words of {MAX_BAD_WORD_TOKENS} tokens in all"
+            )
+        return known
 
     async def _refuse_far_too_long(self, inputs: str, options: GenerationOptions, tenant: TenantId) -> None:
         """Check rule 15 on a prefix of the text where that suffices. Raises InvalidRequest.

@@ -46,6 +46,7 @@ _INPUTS = {
 }
 """The field of the prompt in each API."""
 
+_OF_TOKENS = ("logit_bias_ids", "allowed_token_ids", "bad_words")
 _TGI_SAMPLING = [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI in parameter.names]
 _TOP_N = next(parameter for parameter in LOGPROB_PARAMETERS if parameter.field == "top_n")
 _OTHER_SAMPLING = [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI not in parameter.names]
@@ -77,6 +78,8 @@ class GenerationOptions:
     """The client's name of `max_new_tokens`."""
     min_new_tokens: int = 0
     stop_token_ids: tuple[TokenId, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    """Texts that the output must not contain, read as tokens."""
     ignore_eos: bool = False
     stop_sequences: tuple[str, ...] = ()
     keep_stop_text: bool = False
@@ -100,17 +103,22 @@ class GenerationOptions:
 
 
 def given_sampling(body: object, api: Api) -> dict[str, Any]:
-    """Return the sampling parameters that `body` sets, by field of Sampling, without logit_bias."""
+    """Return the sampling parameters that `body` sets, by field of Sampling, without those that name tokens."""
     return {
         parameter.field: value
         for parameter in SAMPLING_PARAMETERS
-        if parameter.field != "logit_bias_ids"
+        if parameter.field not in _OF_TOKENS
         and (name := parameter.names.get(api)) is not None
         and (value := getattr(body, name, None)) is not None
     }
 
 
-def open_sampling(body: object, api: Api, logit_bias: Mapping[TokenId, float] | None = None) -> Sampling:
+def open_sampling(
+    body: object,
+    api: Api,
+    logit_bias: Mapping[TokenId, float] | None = None,
+    allowed_token_ids: Sequence[TokenId] | None = None,
+) -> Sampling:
     """Return the sampling of OpenAI and Anthropic: greedy at temperature 0; a filter that keeps all tokens is off."""
     given = {"seed": None, **given_sampling(body, api)}
     greedy = given.get("temperature") == 0.0
@@ -121,7 +129,13 @@ def open_sampling(body: object, api: Api, logit_bias: Mapping[TokenId, float] | 
     if given["seed"] is not None:
         given["seed"] %= 2**64
     biases = logit_bias or {}
-    return Sampling(greedy=greedy, logit_bias_ids=tuple(biases), logit_bias_values=tuple(biases.values()), **given)
+    return Sampling(
+        greedy=greedy,
+        logit_bias_ids=tuple(biases),
+        logit_bias_values=tuple(biases.values()),
+        allowed_token_ids=tuple(allowed_token_ids or ()),
+        **given,
+    )
 
 
 def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, limits: Limits) -> None:
@@ -141,8 +155,9 @@ def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, l
         raise InvalidRequest(f"{_TOP_N.label(options.api)} must be >= 0 and <= {most_tops}. Given: {top_n}")
     options.check_prompt(inputs)
     if options.truncate is not None and not 0 < options.truncate <= limits.max_input_tokens:
+        name = "truncate" if options.api is Api.TGI else "truncate_prompt_tokens"
         raise InvalidRequest(
-            f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. Given: {options.truncate}"
+            f"`{name}` must be strictly positive and less than {limits.max_input_tokens}. Given: {options.truncate}"
         )
     _check_ranges(options, _OTHER_SAMPLING)
     if sampling.repetition_penalty < MIN_REPETITION_PENALTY:
@@ -155,6 +170,7 @@ def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, l
     if not all(bias in LOGIT_BIAS for bias in sampling.logit_bias_values):
         raise InvalidRequest(f"`logit_bias` values {LOGIT_BIAS.rule}")
     check_token_ids("logit_bias", sampling.logit_bias_ids, limits)
+    check_token_ids("allowed_token_ids", sampling.allowed_token_ids, limits)
     if len(options.stop_token_ids) > MAX_STOP_TOKENS:
         given = len(options.stop_token_ids)
         raise InvalidRequest(f"`stop_token_ids` supports up to {MAX_STOP_TOKENS} tokens. Given: {given}")

@@ -64,11 +64,12 @@ def _options(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return GenerationOptions(
         api=api,
-        sampling=open_sampling(body, api, _logit_bias(body)),
+        sampling=open_sampling(body, api, _logit_bias(body), body.allowed_token_ids),
         max_new_tokens=max_tokens,
         length_field="max_tokens",
         min_new_tokens=body.min_tokens or 0,
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
         ignore_eos=bool(body.ignore_eos),
         stop_sequences=tuple(text for text in stop if text),
         keep_stop_text=bool(body.include_stop_str_in_output or body.no_stop_trim),

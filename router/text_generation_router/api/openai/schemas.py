@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field
 from typing_extensions import TypeAliasType
 
-from text_generation_proto.values import MAX_LOGIT_BIAS
+from text_generation_proto.values import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from text_generation_router.api.http.bodies import (
+    MAX_STOP_CHARACTERS,
     MAX_STOPS,
     Body,
     Float32,
@@ -54,6 +55,11 @@ LogitBias = Biases | BiasList
 PromptTexts = TypeAliasType("PromptTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_PROMPTS)])
 PromptIds = TypeAliasType("PromptIds", Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_PROMPTS)])
 StopTokenIds = TypeAliasType("StopTokenIds", Annotated[list[UInt32], FailFast(), Field(max_length=MAX_STOPS)])
+AllowedTokenIds = TypeAliasType(
+    "AllowedTokenIds", Annotated[list[UInt32], FailFast(), Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
+)
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+BadWords = TypeAliasType("BadWords", Annotated[list[BadWord], FailFast(), Field(max_length=MAX_BAD_WORDS // 2)])
 Documents = TypeAliasType("Documents", Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_DOCUMENTS)])
 TemplateArguments = TypeAliasType(
     "TemplateArguments", Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_TEMPLATE_ARGUMENTS, "keys"))]
@@ -111,6 +117,10 @@ class OpenAIBody(ConstraintFields, UnservedFields, TieredFields):
     """The fewest tokens to generate."""
     stop_token_ids: StopTokenIds | None = None
     """Tokens that end an answer."""
+    allowed_token_ids: AllowedTokenIds | None = None
+    """vLLM's: the only tokens that are chosen. The end of the answer is a token too."""
+    bad_words: BadWords | None = None
+    """vLLM's: texts that the answer does not contain."""
     include_stop_str_in_output: bool | None = None
     """vLLM's: keep the stop text at the end of the answer."""
     no_stop_trim: bool | None = None

@@ -11,6 +11,7 @@
     output_frequency_penalty,    frequency_penalty, presence_penalty, with prompt_ignore_length to leave the prompt out
     output_presence_penalty
     logit_bias                   embedding_bias, a value for every token of the vocabulary
+    allowed_token_ids            the same, with −1e9 for all other tokens
     eos_token_ids                end_id for one, stop_token_ids for the others; ignore_eos if there are none
     stop_token_ids               stop_token_ids, with include_stop_str_in_output so that reported tokens are never removed
     min_new_tokens               min_tokens
@@ -52,6 +53,8 @@ MAX_SCORED_BYTES = 4 << 30
 """Limit of the logits of a scored prompt, which TensorRT-LLM holds in memory: prompt × vocabulary × 4 bytes."""
 CXX_SAMPLER = "TRTLLMSampler"
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "output_frequency_penalty", "output_presence_penalty")
+_BIASES = ("logit_bias_ids", "allowed_token_ids")
+_FORBIDDEN = -1e9
 _NEUTRAL = Sampling()
 _GUIDES = {
     GrammarKind.JSON_SCHEMA: "json",
@@ -89,10 +92,11 @@ class EngineCapabilities:
         fields = [
             ("typical_p", "TensorRT-LLM has no typical sampling"),
             ("watermark", "TensorRT-LLM has no watermark"),
+            ("bad_words", "TensorRT-LLM bans texts that it tokenizes itself; `logit_bias` can forbid single tokens"),
         ]
         if self.speculation is not None and self.speculation.in_model:
             why = f"speculative decoding ({self.speculation.kind}) ignores it"
-            fields += [(name, why) for name in (*_PENALTIES, "min_p", "seed", "min_new_tokens", "logit_bias_ids")]
+            fields += [(name, why) for name in (*_PENALTIES, "min_p", "seed", "min_new_tokens", *_BIASES)]
         elif not self.penalties:
             why = "the default sampler of this version of TensorRT-LLM ignores it"
             if self.speculation is None:
@@ -145,6 +149,8 @@ class Parameters:
             "prompt": sequence.logprobs.prompt,
             "prompt_top_n": sequence.logprobs.prompt_top_n > 0,
             "logit_bias_ids": any(sampling.logit_bias_values),
+            "allowed_token_ids": bool(sampling.allowed_token_ids),
+            "bad_words": bool(sampling.bad_words),
             **{name: getattr(sampling, name) != getattr(_NEUTRAL, name) for name in _PENALTIES},
         }
         for name, is_used in used.items():
@@ -219,9 +225,11 @@ class Parameters:
         keywords |= self._drawing(sequence.sampling)
         if self._capabilities.penalties:
             keywords |= self._penalties(sequence)
-        if sequence.sampling.logit_bias_ids:
-            bias = np.zeros(self._vocab_size, dtype=np.float32)
-            np.add.at(bias, list(sequence.sampling.logit_bias_ids), sequence.sampling.logit_bias_values)
+        drawn = sequence.sampling
+        if drawn.logit_bias_ids or drawn.allowed_token_ids:
+            bias = np.full(self._vocab_size, _FORBIDDEN if drawn.allowed_token_ids else 0, dtype=np.float32)
+            bias[list(drawn.allowed_token_ids)] = 0
+            np.add.at(bias, list(drawn.logit_bias_ids), drawn.logit_bias_values)
             keywords["embedding_bias"] = bias
         keywords |= self._logprobs(sequence)
         if sequence.grammar is not None:

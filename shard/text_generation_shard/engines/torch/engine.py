@@ -43,7 +43,7 @@ from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
 from text_generation_shard.grammar import Grammars
 from text_generation_shard.step.masks import Mask, TokenMasks
-from text_generation_shard.step.sequence import GREEDY, SamplerOutput, StepRow, StepRows
+from text_generation_shard.step.sequence import GREEDY, SamplerOutput, Sequence, StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 Masks = dict[int, Mask]
@@ -278,10 +278,20 @@ class TorchEngine(SynchronousEngine):
             last_token=sequence.tokens[-1],
             history=self._histories.tokens(sequence) if needs_history(sequence.sampling) else None,
             generated=sequence.generated_before + sequence.generated,
-            # The mask already excludes them.
-            suppressed=sequence.suppressed if mask is None else frozenset(),
-            allowed=None if mask is None or mask.failure is not None else torch.from_numpy(mask.allowed),
+            # The mask already excludes those of the first kind.
+            suppressed=(sequence.suppressed if mask is None else frozenset()) | sequence.banned,
+            allowed=self._allowed(sequence, mask),
         )
+
+    def _allowed(self, sequence: Sequence, mask: Mask | None) -> Tensor | None:
+        """Return the tokens that the grammar and the request allow; None for all."""
+        allowed = None if mask is None or mask.failure is not None else mask.allowed
+        if sequence.sampling.allowed_token_ids:
+            if sequence.allowed is None:
+                sequence.allowed = np.zeros(self.info.vocab_size, dtype=np.bool_)
+                sequence.allowed[list(sequence.sampling.allowed_token_ids)] = True
+            allowed = sequence.allowed if allowed is None else sequence.allowed & allowed
+        return None if allowed is None else torch.from_numpy(allowed)
 
 
 def _is_greedy(row: StepRow) -> bool:

@@ -39,6 +39,8 @@ def test_every_option_arrives() -> None:
             output_presence_penalty=-0.25,
             logit_bias_ids=(3, 4),
             logit_bias_values=(1.5, -100.0),
+            allowed_token_ids=(7, 0),
+            bad_words=((1, 2), (3,)),
         ),
         stop_token_ids=frozenset({8, 9}),
         min_new_tokens=6,

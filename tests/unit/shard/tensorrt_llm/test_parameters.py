@@ -178,6 +178,9 @@ def test_a_bias_is_a_value_for_every_token(setup: SetUp) -> None:
     bias = setup.parameters.sampling(sequence(sampling=sampling))["embedding_bias"]
     assert bias.shape == (VOCAB_SIZE,)
     assert {int(at): float(bias[at]) for at in bias.nonzero()[0]} == {5: 2.5, 7: -1.0}
+    allowed = Sampling(allowed_token_ids=(5, 6), logit_bias_ids=(5,), logit_bias_values=(2.0,))
+    bias = setup.parameters.sampling(sequence(sampling=allowed))["embedding_bias"]
+    assert {at: float(value) for at, value in enumerate(bias) if value > -1e8} == {5: 2.0, 6: 0.0}
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_both_frequency_penalties_are_refused(setup: SetUp) -> None:
 def test_unsupported_parameters_are_listed(setup: SetUp) -> None:
     listed = {name for name, _ in setup.construction.capabilities.unsupported}
     penalties = {"repetition_penalty", "frequency_penalty", "output_frequency_penalty", "output_presence_penalty"}
-    expected = {"typical_p", "watermark"}
+    expected = {"typical_p", "watermark", "bad_words"}
     if setup.name in DROPS_PENALTIES:
         expected |= penalties | {"min_p", "seed", "min_new_tokens"}
     if setup.name in NO_PROMPT_LOGPROBS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,29 @@ def test_a_large_logit_bias_decides(driver: Driver) -> None:
     stream = driver.admit(PROMPT, 5, sampling=Sampling(logit_bias_ids=(33,), logit_bias_values=(100.0,)))
     driver.run()
     assert stream.tokens == [33] * 5
+
+
+def test_only_allowed_tokens_are_chosen_and_no_bad_word_is_completed(driver: Driver) -> None:
+    free = driver.admit(PROMPT, 12)
+    driver.run()
+    banned = (free.tokens[1], free.tokens[2])
+    streams = {
+        "allowed": driver.admit(PROMPT, 12, sampling=Sampling(allowed_token_ids=(33, 34))),
+        "one": driver.admit(PROMPT, 12, sampling=Sampling(bad_words=((free.tokens[0],),))),
+        "two": driver.admit(PROMPT, 12, sampling=Sampling(bad_words=(banned, (*PROMPT[-1:], free.tokens[0])))),
+        "free": driver.admit(PROMPT, 12),
+    }
+    driver.run()
+    assert {*streams["allowed"].tokens} <= {33, 34}
+    assert free.tokens[0] not in streams["one"].tokens
+    # Words are compared with the output alone: one that begins in the prompt is free.
+    assert streams["two"].tokens[:2] == free.tokens[:2]
+    assert banned not in set(pairwise(streams["two"].tokens))
+    assert streams["free"].tokens == free.tokens
+    # A sequence that goes on after a preemption counts its earlier tokens as output.
+    moved = driver.admit((*PROMPT, *free.tokens[:2]), 3, sampling=Sampling(bad_words=(banned,)), generated_tokens=2)
+    driver.run()
+    assert moved.tokens[0] != free.tokens[2]
 
 
 def test_bfloat16_is_close_to_float32(checkpoint: Path, driver: Driver) -> None:

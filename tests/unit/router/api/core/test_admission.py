@@ -16,6 +16,7 @@ from text_generation_router.api.core.settings import Limits
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.metrics import Metrics
 from text_generation_router.preparation import Preparation
+from text_generation_router.request import DEFAULT_TENANT
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.text.tokenizer import Tokenizer
@@ -44,6 +45,15 @@ async def test_truncate_keeps_the_last_tokens(pool: TokenizerPool) -> None:
     [cut] = await preparer.prepare("one two three four", replace(OPTIONS, truncate=2))
     assert cut.prompt == whole.prompt[-2:]
     assert cut.max_new_tokens == 198
+
+
+async def test_bad_words_are_read_as_tokens_alone_and_after_a_space(pool: TokenizerPool) -> None:
+    options = replace(OPTIONS, bad_words=("Hello", " there now", "(", "Hello"))
+    [request] = await a_preparer(pool).prepare("x", options)
+    read = [await pool.decode(word, DEFAULT_TENANT) for word in request.sampling.bad_words]
+    assert read == ["Hello", " Hello", "there now", " there now", "(", " ("]
+    with pytest.raises(InvalidRequest, match="`bad_words` supports up to 256 words of 4096 tokens in all"):
+        await a_preparer(pool).prepare("x", replace(OPTIONS, bad_words=("a b c d " * 600,)))
 
 
 async def test_each_request_has_its_own_id_and_seed(pool: TokenizerPool) -> None:

@@ -40,6 +40,8 @@ ASKED: list[tuple[str, dict[str, Any], str]] = [
     ("output_frequency_penalty", {"sampling": Sampling(output_frequency_penalty=0.1)}, "`frequency_penalty`"),
     ("output_presence_penalty", {"sampling": Sampling(output_presence_penalty=0.1)}, "`presence_penalty`"),
     ("logit_bias_ids", {"sampling": Sampling(logit_bias_ids=(1, 2), logit_bias_values=(0.0, 0.5))}, "`logit_bias`"),
+    ("allowed_token_ids", {"sampling": Sampling(allowed_token_ids=(0,))}, "`allowed_token_ids`"),
+    ("bad_words", {"sampling": Sampling(bad_words=((1,),))}, "`bad_words`"),
     ("watermark", {"sampling": Sampling(watermark=True)}, "`watermark`"),
     ("seed", {"sampling": Sampling(greedy=False, seed=0)}, "`seed`"),
     ("stop_token_ids", {"stop_token_ids": frozenset((3,))}, "`stop_token_ids`"),
@@ -99,6 +101,7 @@ def test_every_field_of_the_wire_is_a_parameter_or_set_in_every_request() -> Non
     of_every_request = {"greedy", "max_new_tokens", "eos_token_ids", "logit_bias_values"}
     messages = (pb.Sampling, pb.Stopping, pb.LogprobOptions)
     fields = {field.name.removeprefix("no_") for message in messages for field in message.DESCRIPTOR.fields}
+    fields = fields - {"bad_word_ids", "bad_word_lengths"} | {"bad_words"}  # two columns of one parameter
     parameters = {one.field for one in (*SAMPLING_PARAMETERS, *STOPPING_PARAMETERS, *LOGPROB_PARAMETERS)}
     assert parameters == fields - of_every_request
     assert {name for name, _, _ in ASKED} == parameters | {"cache_salt"}
@@ -123,6 +126,10 @@ def test_every_parameter_of_openais_bodies_reaches_the_options() -> None:
         "top_k": 7,
         "seed": -1,
         "logit_bias": {"3": 1.5, "4": -100},
+        "allowed_token_ids": [3, 9],
+        "bad_words": ["no"],
+        "include_stop_str_in_output": True,
+        "truncate_prompt_tokens": 50,
         "stop": ["a", ""],
         "stop_token_ids": [5],
         "ignore_eos": True,
@@ -143,7 +150,11 @@ def test_every_parameter_of_openais_bodies_reaches_the_options() -> None:
             seed=2**64 - 1,
             logit_bias_ids=(3, 4),
             logit_bias_values=(1.5, -100),
+            allowed_token_ids=(3, 9),
         ),
+        bad_words=("no",),
+        keep_stop_text=True,
+        truncate=50,
         max_new_tokens=9,
         min_new_tokens=2,
         stop_token_ids=(5,),
