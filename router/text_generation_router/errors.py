@@ -132,7 +132,7 @@ class ModelNotFound(NotFound):
 
     openai_code = "model_not_found"
     message = "The model `other` does not exist"
-    operations = Operation.FIND | Operation.TEMPLATE | Operation.COMPLETE
+    operations = Operation.FIND | Operation.TEMPLATE | Operation.GENERATE
 
 
 class UnknownRoute(NotFound):
@@ -212,8 +212,7 @@ class NoInstances(InvalidRequest):
     """The request has no instances."""
 
     error_type = "Input validation error"
-    prefix = ""
-    message = "Input validation error"
+    message = "`instances` cannot be empty"
     operations = Operation.PREDICT
 
 

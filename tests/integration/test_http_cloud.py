@@ -87,7 +87,7 @@ class TestVertex:
     async def test_no_instances_are_refused(self, stack: Stack) -> None:
         assert await post(stack, "/vertex", {"instances": []}) == (
             422,
-            {"error": "Input validation error", "error_type": "Input validation error"},
+            {"error": "Input validation error: `instances` cannot be empty", "error_type": "Input validation error"},
         )
 
     async def test_one_failure_fails_all_and_frees_all(self, stack: Stack) -> None:

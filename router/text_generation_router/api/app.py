@@ -63,7 +63,7 @@ def create_app(
     ]
     docs = DocsRoutes()
     table += docs.routes()
-    docs.describe(table, settings.version, keys=bool(settings.api_keys), limits=settings.limits)
+    docs.describe(table, settings, generations=serving.permits.limit, vocabulary=serving.tokenizer_pool.vocabulary)
 
     app = web.Application(client_max_size=settings.config.payload_limit)
     app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s, serving.stage)

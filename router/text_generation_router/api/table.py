@@ -27,7 +27,7 @@ from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody
 from text_generation_router.api.tgi import service as about
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.replies import GenerateAnswer, StreamEvent
-from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody
+from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, StreamBody
 from text_generation_router.api.tgi.service import ServiceRoutes
 from text_generation_router.error_attributes import Operation
 
@@ -93,7 +93,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             "/generate_stream",
             generate.generate_stream,
             "TGI",
-            body=GenerateBody,
+            body=StreamBody,
             events=StreamEvent,
             operations=Operation.GENERATE,
         ),

@@ -203,12 +203,7 @@ def new_tokens(input_tokens: int, options: GenerationOptions, limits: Limits) ->
             limit=limits.max_input_tokens,
             context=limits.max_total_tokens,
         )
-    granted = min(_wanted(input_tokens, options, limits), limits.max_total_tokens - input_tokens)
-    if options.min_new_tokens > granted:
-        raise InvalidRequest(
-            f"`min_tokens` must be <= `{options.length_field}`. Given: {options.min_new_tokens} and {granted}"
-        )
-    return granted
+    return min(_wanted(input_tokens, options, limits), limits.max_total_tokens - input_tokens)
 
 
 def check_total(input_tokens: int, options: GenerationOptions, limits: Limits, *, given: str) -> None:

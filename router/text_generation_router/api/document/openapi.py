@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -11,9 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.parameters import CALLER_HEADERS
-from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import JSON
 from text_generation_router.api.http.dialects import ANTHROPIC_VERSION, ERROR_ANSWERS, Dialect, error_answer, status_of
 from text_generation_router.api.http.routes import Route
@@ -55,12 +53,15 @@ _NAME = r"\1"
 _NO_WORD = re.compile(r"\W+")
 
 
-def document(table: Iterable[Route], version: str, *, keys: bool, limits: Limits | None = None) -> Json:
-    """The document of the routes in `table`; `keys`: routes other than probes require an API key."""
+def document(table: Iterable[Route], version: str, *, keys: bool, rules: Callable[[Json], None] | None = None) -> Json:
+    """The document of the routes in `table`; `keys`: routes other than probes require an API key.
+
+    `rules` adds those of the server's settings to the schemas.
+    """
     routes = [route for route in table if route.documented]
     schemas, components = _schemas(routes)
-    if limits is not None:
-        document_rules(components, limits)
+    if rules is not None:
+        rules(components)
     paths: dict[str, Json] = {}
     for route in routes:
         path = _VARIABLE.sub(r"{\1}", route.path)

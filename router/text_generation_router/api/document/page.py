@@ -6,6 +6,8 @@ Every file comes from this server, and the page's content security policy allows
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import orjson
 from aiohttp import hdrs, web
 
-from text_generation_router.api.core.settings import Limits
+from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.document.openapi import document
+from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import JSON
 from text_generation_router.api.http.routes import Handler, Route
 from text_generation_router.errors import NotFound
@@ -68,14 +71,27 @@ class DocsRoutes:
     def __init__(self) -> None:
         self._document = b""
 
-    def describe(self, table: list[Route], version: str, *, keys: bool, limits: Limits) -> None:
-        """Make the document of `table`, which includes these routes."""
-        self._document = orjson.dumps(document(table, version, keys=keys, limits=limits))
+    def describe(self, table: list[Route], settings: Settings, *, generations: int, vocabulary: int) -> None:
+        """Make the document of `table`, which includes these routes.
+
+        `generations`: the most of one request; `vocabulary`: the tokens that the tokenizer knows.
+        """
+        known = min(settings.limits.vocab_size, vocabulary)
+        rules = partial(
+            document_rules,
+            limits=replace(settings.limits, vocab_size=known),
+            prompts=settings.config.max_client_batch_size,
+            generations=generations,
+        )
+        self._document = orjson.dumps(document(table, settings.version, keys=bool(settings.api_keys), rules=rules))
 
     def routes(self) -> list[Route]:
         """The routes of the documentation."""
         return [
-            Route("GET", "/api-doc/openapi.json", self.openapi, tag="Documentation", answer=dict[str, Any]),
+            *(
+                Route("GET", path, self.openapi, tag="Documentation", answer=dict[str, Any])
+                for path in ("/api-doc/openapi.json", "/openapi.json")
+            ),
             Route("GET", "/docs", self.page, tag="Documentation", answer=str, content_type="text/html"),
             Route("GET", "/docs/", self.page, documented=False),
             Route("GET", "/docs/start.js", self.start, documented=False),
@@ -83,7 +99,7 @@ class DocsRoutes:
         ]
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
-        """GET /api-doc/openapi.json: this document."""
+        """GET /api-doc/openapi.json and /openapi.json: this document."""
         return web.Response(body=self._document, content_type=JSON)
 
     async def page(self, request: web.Request) -> web.StreamResponse:

@@ -22,6 +22,7 @@ from pydantic import (
     Field,
     GetPydanticSchema,
     ValidationError,
+    WithJsonSchema,
     model_validator,
     with_config,
 )
@@ -77,7 +78,12 @@ def _to_float32(value: float) -> float:
     return rounded
 
 
-Float32 = Annotated[float, AfterValidator(_to_float32)]
+MAX_FLOAT32 = 3.4028234663852886e38
+Float32 = Annotated[
+    float,
+    AfterValidator(_to_float32),
+    WithJsonSchema({"type": "number", "minimum": -MAX_FLOAT32, "maximum": MAX_FLOAT32}),
+]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
@@ -100,6 +106,27 @@ def _short_as_json(name: str) -> str:
     return name
 
 
+NULL: dict[str, Any] = {"type": "null"}
+OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def words(*known: str, optional: bool = False) -> WithJsonSchema:
+    """The words that a text may be, for the OpenAPI document. Others are refused by name later than other types are."""
+    return WithJsonSchema({"anyOf": [{"enum": [*known]}, NULL]} if optional else {"enum": [*known]})
+
+
+def form(kind: str, **fields: object) -> dict[str, Any]:
+    """The schema of an object with this `type` and these fields, for the OpenAPI document."""
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, **fields},
+        "required": ["type", *fields],
+    }
+
+
+REGEX = {"type": "string", "format": "regex"}
+ObjectOrText = Annotated[dict[str, Any] | str, WithJsonSchema(OBJECT)]
+"""An object, or its JSON as text, which the OpenAPI document leaves out: no schema describes such a text."""
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 ModelName = Annotated[Name, AfterValidator(_short_as_json)]
 StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
@@ -203,8 +230,11 @@ def _is_whole(detail: ErrorDetails) -> bool:
 
 
 def _with_integers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a JSON value with each number such as 2.0 as an integer. `check_structure` limits its depth."""
-    if isinstance(value, float) and value.is_integer():
+    """Return a JSON value with each number such as 2.0 as an integer. `check_structure` limits its depth.
+
+    An integer that orjson cannot write stays a number.
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if isinstance(value, list):
         return [_with_integers(item) for item in value]

@@ -14,32 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from text_generation_router.api.openai.responses_schemas import AnyTool, FunctionTool, NamedFunction
+from text_generation_router.api.openai.responses_schemas import HOSTED, AnyTool, FunctionTool, NamedFunction
 from text_generation_router.api.openai.schemas import FunctionDefinition, FunctionName, NamedToolChoice, ToolDefinition
 from text_generation_router.errors import InvalidRequest
-
-HOSTED = frozenset(
-    (
-        "apply_patch",
-        "code_interpreter",
-        "computer",
-        "computer_use",
-        "computer_use_preview",
-        "custom",
-        "file_search",
-        "image_generation",
-        "local_shell",
-        "mcp",
-        "programmatic_tool_calling",
-        "shell",
-        "tool_search",
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    )
-)
-"""Types of tools that are left out. Unknown types are refused: they may be misspelled."""
 
 Origin = tuple[str | None, str]
 """The namespace of a function, if any, and its own name."""

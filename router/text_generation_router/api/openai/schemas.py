@@ -8,27 +8,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from text_generation_router.api.http.bodies import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    NULL,
     Body,
     Float32,
     Int32,
     ModelName,
     Name,
+    ObjectOrText,
     StopText,
     StopTexts,
     TokenIds,
     UInt32,
     UInt64,
     at_most,
+    words,
 )
 from text_generation_router.api.http.caller import TieredFields
-from text_generation_router.api.openai.shared_fields import ConstraintFields, Off, UnservedFields
+from text_generation_router.api.openai.shared_fields import ConstraintFields, Off, UnservedFields, at_most_one
 from text_generation_router.grammar.tools import MAX_TOOLS
 
 MAX_MESSAGES = MAX_PARTS = 10_000
@@ -42,6 +45,7 @@ MAX_DOCUMENTS = 1024
 MAX_PROMPTS = 4096
 """Prompts that are read; `--max-client-batch-size` limits those that are used."""
 
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
@@ -138,9 +142,9 @@ class FunctionDefinition(Body):
     """The name of the function."""
     description: str | None = None
     """A description for the model."""
-    parameters: dict[str, Any] | str | None = None
+    parameters: ObjectOrText | None = None
     """JSON schema of its arguments, or that schema as text."""
-    arguments: dict[str, Any] | str | None = None
+    arguments: ObjectOrText | None = None
     """TGI's other name for `parameters`."""
     strict: bool | None = None
     """Calls must follow the schema. Forced calls always do; free calls if the model's call format has text markers."""
@@ -149,7 +153,7 @@ class FunctionDefinition(Body):
 class ToolDefinition(Body):
     """A tool; only functions are supported."""
 
-    type: Name = "function"
+    type: Annotated[Name, words("function")] = "function"
     """`function`."""
     function: FunctionDefinition
     """The function."""
@@ -179,8 +183,8 @@ class NamedToolChoice(Body):
 class ContentPart(Body):
     """A part of a message."""
 
-    type: Name
-    """`text`; images and audio are refused."""
+    type: Annotated[Name, words("text", "input_text", "output_text", "refusal")]
+    """Images and audio are refused."""
     text: str | None = None
     """The text."""
 
@@ -200,7 +204,7 @@ class FunctionCall(Body):
 class ToolCall(Body):
     """A tool call of the assistant."""
 
-    id: Name | int | None = None
+    id: Name | Int64 | None = None
     """The id that the tool's message refers to."""
     type: Name | None = None
     """`function`."""
@@ -243,7 +247,10 @@ class ChatBody(OpenAIBody):
     """Report also the log-probabilities of so many most probable tokens at each position."""
     tools: ToolDefinitions | None = None
     """The tools that the model may call."""
-    tool_choice: Literal["auto", "none", "required"] | Name | NamedToolChoice | None = None
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | Name | NamedToolChoice | None,
+        words("auto", "none", "required", optional=True),
+    ] = None
     """The model's freedom to call them; a name, or an object with one, forces that function."""
     tool_prompt: str | None = None
     """TGI's: the text that introduces the tools."""
@@ -265,20 +272,30 @@ class ChatBody(OpenAIBody):
     """vLLM's: true is refused in chats."""
 
 
+def _one_or_many(schema: dict[str, Any]) -> None:
+    """Add the rule that a request has a limited number of answers, by prompts and choices, to the schema of a body."""
+    one = {"properties": {"n": {"enum": [None, 1]}}}
+    many = {"properties": {"prompt": {"type": "string"}, "echo": {"enum": [None, False]}}}
+    at_most_one(schema)
+    schema["allOf"].append({"anyOf": [one, many]})
+
+
 class CompletionBody(OpenAIBody):
     """Body of /v1/completions."""
+
+    model_config = ConfigDict(json_schema_extra=_one_or_many)
 
     prompt: str | PromptTexts | TokenIds | PromptIds
     """A text, several, or token ids."""
     max_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt. 0 only with `echo`."""
-    suffix: str | None = None
+    suffix: Annotated[str | None, WithJsonSchema(NULL)] = None
     """Refused."""
     echo: bool | None = None
     """Repeat the prompt before the text."""
     logprobs: Annotated[UInt32 | None, BeforeValidator(_as_count)] = None
     """Report the log-probabilities of the tokens and of so many most probable ones at each position; true: of one."""
-    best_of: UInt64 | None = None
+    best_of: Annotated[UInt64 | None, WithJsonSchema({"enum": [None, 1]})] = None
     """Must be 1 or equal `n`."""
     add_special_tokens: bool | None = None
     """Have the tokenizer add its special tokens, such as the first one; default: true."""

@@ -7,42 +7,79 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, WrapValidator
+from pydantic import ConfigDict, FailFast, Field, WithJsonSchema, WrapValidator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.bodies import Body, Name
+from text_generation_router.api.http.bodies import NULL, OBJECT, REGEX, Body, Name, form
 
 MAX_CHOICE_TEXTS = 10_000
 """Texts of `guided_choice` that are read; a grammar has fewer."""
 
 ChoiceTexts = TypeAliasType("ChoiceTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_CHOICE_TEXTS)])
+_WITH_SCHEMA = {"type": "object", "properties": {"schema": OBJECT}, "required": ["schema"]}
+RESPONSE_FORMAT = {
+    "anyOf": [
+        form("text"),
+        form("json_object"),
+        form("json_schema", json_schema=_WITH_SCHEMA),
+        form("regex", value=REGEX),
+    ]
+}
+"""The forms of `response_format` that a schema describes, for the OpenAPI document. TGI's `json` and others are taken too."""
+_STRUCTURED = {
+    "type": "object",
+    "anyOf": [
+        {"properties": {"json": OBJECT}, "required": ["json"]},
+        {"properties": {"regex": REGEX}, "required": ["regex"]},
+        {
+            "properties": {"choice": {"type": "array", "items": {"type": "string"}, "minItems": 1}},
+            "required": ["choice"],
+        },
+        {"properties": {"json_object": {"const": True}}, "required": ["json_object"]},
+    ],
+    "maxProperties": 1,
+}
+_DESCRIBED = ("response_format", "structured_outputs")
+
+
+def at_most_one(schema: dict[str, Any]) -> None:
+    """Add the rule that at most one constraint may be given to the schema of a body."""
+    schema.setdefault("allOf", []).append(
+        {"anyOf": [{"properties": {name: NULL for name in _DESCRIBED if name != given}} for given in _DESCRIBED]}
+    )
 
 
 class ConstraintFields(Body):
-    """Constraints on the answer. At most one of them may be given."""
+    """Constraints on the answer. At most one of them may be given.
 
-    response_format: dict[str, Any] | None = None
+    The OpenAPI document has the first two. It leaves out the older ones of vLLM and those of SGLang, which mean the same.
+    """
+
+    model_config = ConfigDict(json_schema_extra=at_most_one)
+
+    response_format: Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)] | None = None
     """OpenAI's; also TGI's, and `structural_tag` of vLLM and SGLang."""
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Annotated[dict[str, Any], WithJsonSchema(_STRUCTURED)] | None = None
     """vLLM's: one of `json`, `regex`, `choice`, `grammar`, `structural_tag`, `json_object`."""
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: SkipJsonSchema[dict[str, Any] | str | None] = None
     """vLLM's: a JSON schema for the answer."""
-    guided_regex: str | None = None
+    guided_regex: SkipJsonSchema[str | None] = None
     """vLLM's: a regular expression for the answer."""
-    guided_choice: ChoiceTexts | None = None
+    guided_choice: SkipJsonSchema[ChoiceTexts | None] = None
     """vLLM's: the answer is one of these."""
-    guided_grammar: str | None = None
+    guided_grammar: SkipJsonSchema[str | None] = None
     """vLLM's: rules for the answer, in EBNF or Lark."""
     guided_decoding_backend: Name | None = None
     """vLLM's. Accepted; not used: there is one backend."""
-    json_schema: dict[str, Any] | str | None = None
+    json_schema: SkipJsonSchema[dict[str, Any] | str | None] = None
     """SGLang's: a JSON schema for the answer."""
-    regex: str | None = None
+    regex: SkipJsonSchema[str | None] = None
     """SGLang's: a regular expression for the answer."""
-    ebnf: str | None = None
+    ebnf: SkipJsonSchema[str | None] = None
     """SGLang's: rules for the answer, in EBNF or Lark."""
-    structural_tag: dict[str, Any] | str | None = None
+    structural_tag: SkipJsonSchema[dict[str, Any] | str | None] = None
     """SGLang's: a structural tag."""
 
     @property

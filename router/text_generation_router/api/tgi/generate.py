@@ -19,7 +19,7 @@ from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.api.tgi.replies import GenerateAnswer, TokenEvents, whole_reply
-from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
+from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters, StreamBody
 from text_generation_router.errors import InvalidRequest
 
 
@@ -40,7 +40,7 @@ class GenerateRoutes:
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         """POST /generate_stream: stream an event per token."""
-        return await self._streamed(request, await parse_body(request, GenerateBody))
+        return await self._streamed(request, await parse_body(request, StreamBody))
 
     async def compat(self, request: web.Request) -> web.StreamResponse:
         """POST /: whole or streamed, as in Hugging Face's hosted API."""

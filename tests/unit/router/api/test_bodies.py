@@ -89,7 +89,7 @@ CONTENT = frozenset(
         *("inputs", "prompt", "text", "content", "output", "summary", "arguments", "instructions", "thinking"),
         *("description", "parameters", "tool_prompt", "reasoning_content", "suffix", "data", "conversation"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "system", "input"),
-        *("json_schema", "regex", "ebnf", "structural_tag"),
+        *("json_schema", "regex", "ebnf", "structural_tag", "value", "choice"),
     )
 )
 """Fields whose texts are as long as a body may be. An answer repeats such a text three times at most."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from aiohttp import web
 from pydantic import BaseModel
 
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.openapi import document
+from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import Body
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route, add_routes
@@ -71,13 +74,14 @@ def test_a_route_of_two_dialects_lists_the_errors_of_both() -> None:
 def test_validation_rules_are_in_the_schemas() -> None:
     limits = Limits(max_best_of=3, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=10, max_total_tokens=20)
     route = Route("POST", "/generate", handler, "TGI", body=GenerateBody)
-    schemas = document([route], "1", keys=False, limits=limits)["components"]["schemas"]
+    rules = partial(document_rules, limits=limits, prompts=1, generations=1)
+    schemas = document([route], "1", keys=False, rules=rules)["components"]["schemas"]
     properties = schemas["GenerateParameters"]["properties"]
     for name, rule in {
         "best_of": {"maximum": 3},
         "max_new_tokens": {"minimum": 1},
         "truncate": {"minimum": 1, "maximum": 10},
-        "top_p": {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        "top_p": {"minimum": 1.2e-38, "maximum": 0.9999999},
     }.items():
         assert rule.items() <= properties[name].items()
     assert schemas["GenerateBody"]["properties"]["inputs"]["minLength"] == 1
