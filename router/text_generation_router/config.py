@@ -47,6 +47,7 @@ def _weights(value: object) -> object:
 
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A flag given several times, or once with commas; in the environment, with commas."""
+MetricNames = Annotated[tuple[Literal["tgi", "vllm", "trtllm"], ...], NoDecode, BeforeValidator(_split)]
 Weights = Annotated[dict[str, Annotated[float, Field(ge=0.001, le=1000)]], NoDecode, BeforeValidator(_weights)]
 """The weights of tenants, comma-separated, as a flag or in the environment."""
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class RouterSettings(SharedSettings, ShardAccess):
         "trust_caller_headers validation_workers",
         Topic.BATCHING: "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms waiting_served_ratio "
         "max_waiting_tokens prefix_caching prefix_cache_per_tenant",
+        Topic.TRACES: "metric_names",
     }
 
     model_id: str = ""
@@ -169,6 +171,9 @@ class RouterSettings(SharedSettings, ShardAccess):
     environment: command lines are visible to all users of the machine."""
     api_keys_file: str = ""
     """TOML file of further API keys with their tenants, priorities and rate limits, read again on SIGHUP."""
+    metric_names: MetricNames = ("tgi",)
+    """Names under which /metrics shows the metrics, with commas between: vllm and trtllm beside TGI's, which are always
+    there."""
     open_metrics: bool = False
     """Serve /metrics without a key, as TGI does and gateways of the Kubernetes inference extension need."""
     max_priority: Literal["system", "interactive", "default", "bulk"] = "interactive"

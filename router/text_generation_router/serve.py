@@ -283,6 +283,7 @@ def _cluster(config: RouterConfig, model: ReplicaInfo, limits: Limits) -> tuple[
     )
     cluster = Cluster(scheduler, metrics.steps, config.hang_timeout)
     metrics.add_shards(cluster)
+    metrics.add_names(config.metric_names, config.model_id or config.model_path)
     return cluster, metrics
 
 

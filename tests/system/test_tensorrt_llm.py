@@ -244,5 +244,5 @@ async def test_speculative_decoding(
             assert "`logprobs` is not supported by this engine: TensorRT-LLM computes no" in await response.text()
         async with session.get(f"{stack.url}/metrics") as response:
             lines = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
-        drafted = float(lines["vllm:spec_decode_num_draft_tokens_total"])
+        drafted = float(lines["text_generation_spec_decode_draft_tokens_total"])
         assert drafted > float(lines["text_generation_spec_decode_accepted_tokens_total"]) > 0

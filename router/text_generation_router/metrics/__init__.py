@@ -6,6 +6,7 @@
                 ◄── connections  HTTP connections                              updated by api/http/connections.py
                 ◄── scheduler  queue, slots, KV blocks, replicas               read when scraped
                 ◄── logs       log lines that were not written                 read when scraped
+                ◄── further    the names of vLLM and TensorRT-LLM for these    read when scraped
 
 To add a metric, add its instrument to the registry, in one of these modules, and update it at the call site. Nothing is
 counted per token: the cost is per step or per request.
@@ -14,9 +15,10 @@ counted per token: the cost is per step or per request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from text_generation_router.metrics.connections import ConnectionMetrics
+from text_generation_router.metrics.further import add_further_names
 from text_generation_router.metrics.instruments import Reading, Readings, Registry
 from text_generation_router.metrics.logs import DroppedLogLines
 from text_generation_router.metrics.requests import RequestMetrics, Spent
@@ -28,8 +30,9 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text"
 
-__all__ = ["CONTENT_TYPE", "Metrics", "RequestMetrics", "Spent"]
+__all__ = ["CONTENT_TYPE", "OPENMETRICS", "Metrics", "RequestMetrics", "Spent"]
 
 
 class Metrics:
@@ -67,6 +70,10 @@ class Metrics:
             )
         )
 
+    def add_names(self, names: Collection[str], model: str) -> None:
+        """Show the metrics under further names too: "vllm", "trtllm"."""
+        add_further_names(self._registry, self._scheduler, names, model)
+
     def scheduler_stats(self) -> SchedulerStats:
         """The statistics of the scheduler, for /info."""
         return self._scheduler.stats()
@@ -74,3 +81,7 @@ class Metrics:
     def exposition(self) -> bytes:
         """Every metric in Prometheus' text format."""
         return self._registry.exposition()
+
+    def texts(self, *, openmetrics: bool) -> Iterator[str]:
+        """Yield the text of each metric, in Prometheus' format or in OpenMetrics' with exemplars."""
+        return self._registry.texts(openmetrics=openmetrics)

@@ -9,9 +9,11 @@ buckets between two observations have the same count.
 
 from __future__ import annotations
 
+import re
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 """Upper bounds in seconds, 0.15 ms to 146 s: TGI's for every name that ends in `duration` (router/src/server.rs)."""
@@ -46,13 +48,34 @@ class Registry:
 
     def exposition(self) -> bytes:
         """All instruments in Prometheus' text format."""
-        return "".join([instrument.text() for instrument in self._instruments]).encode()
+        return "".join(self.texts()).encode()
+
+    def texts(self, *, openmetrics: bool = False) -> Iterator[str]:
+        """Yield the text of each instrument, in Prometheus' format or in OpenMetrics' with exemplars."""
+        for instrument in self._instruments:
+            if not openmetrics:
+                yield instrument.text()
+            elif isinstance(instrument, Histogram | RenamedHistogram):
+                yield instrument.text(exemplars=True)
+            else:
+                yield _COUNTER_HEAD.sub(_openmetrics_head, instrument.text())
+        if openmetrics:
+            yield "# EOF\n"
+
+    def histogram(self, name: str) -> Histogram:
+        """The histogram with this name. Raises StopIteration if there is none."""
+        return next(each for each in self._instruments if isinstance(each, Histogram) and each.name == name)
+
+    def counter(self, name: str) -> Counter:
+        """The counter with this name. Raises StopIteration if there is none."""
+        return next(each for each in self._instruments if isinstance(each, Counter) and each.name == name)
 
 
 class Counter:
     """A counter with one label or none."""
 
     def __init__(self, name: str, documentation: str, label: str = "", values: Sequence[str] = ("",)) -> None:
+        self.name = name
         self._head = head_text(name, documentation, "counter")
         self._prefixes = {value: f"{name}{_braces(label, value)} " for value in values}
         self.counts = dict.fromkeys(values, 0)
@@ -71,6 +94,7 @@ class Histogram:
     def __init__(
         self, name: str, documentation: str, bounds: Sequence[float], label: str = "", values: Sequence[str] = ("",)
     ) -> None:
+        self.name, self.documentation = name, documentation
         self._head = head_text(name, documentation, "histogram")
         self._series = {value: Buckets(name, tuple(bounds), label, value) for value in values}
 
@@ -78,41 +102,82 @@ class Histogram:
         """The series of a label value. Raises KeyError for an undeclared value."""
         return self._series[value]
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Add `count` observations of the same value to a histogram without a label."""
+    def observe(self, value: float, count: int = 1, trace_id: str = "") -> None:
+        """Add `count` observations of the same value to a histogram without a label; `trace_id` of an exemplar."""
         self._series[""].observe(value, count)
+        if trace_id:
+            self._series[""].exemplify(value, trace_id)
 
-    def text(self) -> str:
-        return self._head + "".join([series.text() for series in self._series.values()])
+    def text(self, *, exemplars: bool = False) -> str:
+        return self._head + "".join([series.text(exemplars=exemplars) for series in self._series.values()])
+
+
+class RenamedHistogram:
+    """A histogram without a label under another name, with labels."""
+
+    def __init__(self, source: Histogram, name: str, labels: Mapping[str, str]) -> None:
+        self._series = source.of()
+        self._head = head_text(name, source.documentation, "histogram")
+        self._names = self._series.names(name, labels)
+
+    def text(self, *, exemplars: bool = False) -> str:
+        return self._head + self._series.text(self._names, exemplars=exemplars)
+
+
+class _SeriesNames(NamedTuple):
+    """The lines of a series of a histogram, without their values."""
+
+    buckets: list[str]
+    count_line: str
+    sum_line: str
 
 
 class Buckets:
     """One series of a histogram: counts by bucket, and the sum of all observations."""
 
-    __slots__ = ("_bounds", "_count_prefix", "_counts", "_prefixes", "_sum", "_sum_prefix")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_names", "_sum")
 
     def __init__(self, name: str, bounds: tuple[float, ...], label: str, value: str) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
-        before = f'{label}="{value}",' if label else ""
-        self._prefixes = [f'{name}_bucket{{{before}le="{bound}"}} ' for bound in (*map(repr, bounds), "+Inf")]
-        self._count_prefix = f"{name}_count{_braces(label, value)} "
-        self._sum_prefix = f"{name}_sum{_braces(label, value)} "
+        self._names = self.names(name, {label: value} if label else {})
+        self._exemplars: dict[int, str] = {}
+        """By bucket: the end of its line, for the last traced observation in it."""
+
+    def names(self, name: str, labels: Mapping[str, str]) -> _SeriesNames:
+        """The lines under a name, with labels, without their values."""
+        before = "".join(f"{label}," for label in _pairs(labels))
+        braces = labels_text(labels)
+        return _SeriesNames(
+            [f'{name}_bucket{{{before}le="{bound}"}} ' for bound in (*map(repr, self._bounds), "+Inf")],
+            f"{name}_count{braces} ",
+            f"{name}_sum{braces} ",
+        )
 
     def observe(self, value: float, count: int = 1) -> None:
         """Add `count` observations of the same value. Upper bounds are inclusive."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
-    def text(self) -> str:
+    def exemplify(self, value: float, trace_id: str) -> None:
+        """Keep an observation of a request that is traced, as the exemplar of its bucket."""
+        exemplar = f' # {{trace_id="{trace_id}"}} {value!r} {time.time_ns() / 1e9:.3f}\n'
+        self._exemplars[bisect_left(self._bounds, value)] = exemplar
+
+    def text(self, names: _SeriesNames | None = None, *, exemplars: bool = False) -> str:
+        """The lines of this series, under its own names or others."""
+        prefixes, count_prefix, sum_prefix = names or self._names
         written: list[str] = []
         total = first = 0
         for end, count in enumerate(self._counts):
             if count:  # the buckets before it have the total so far
-                written.append(f"{total}.0\n".join((*self._prefixes[first:end], "")))
+                written.append(f"{total}.0\n".join((*prefixes[first:end], "")))
                 first, total = end, total + count
-        written.append(f"{total}.0\n".join((*self._prefixes[first:], self._count_prefix, self._sum_prefix)))
+                if exemplars and end in self._exemplars:
+                    written.append(f"{prefixes[end]}{total}.0{self._exemplars[end]}")
+                    first = end + 1
+        written.append(f"{total}.0\n".join((*prefixes[first:], count_prefix, sum_prefix)))
         return f"{''.join(written)}{self._sum!r}\n"
 
 
@@ -147,14 +212,36 @@ class Readings:
         return self._head + "".join(lines)
 
 
-def reading_text(name: str, documentation: str, kind: str, value: float) -> str:
-    """The lines of a gauge or a counter without a label."""
-    return f"{head_text(name, documentation, kind)}{name} {float(value)!r}\n"
+def reading_text(name: str, documentation: str, kind: str, value: float, braces: str = "") -> str:
+    """The lines of a gauge or a counter with one series; `braces`: its labels."""
+    return f"{head_text(name, documentation, kind)}{name}{braces} {float(value)!r}\n"
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """The labels of a series in braces; "" without labels."""
+    return f"{{{','.join(_pairs(labels))}}}" if labels else ""
+
+
+def _pairs(labels: Mapping[str, str]) -> list[str]:
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return [f'{label}="{value.translate(escapes)}"' for label, value in labels.items()]
 
 
 def head_text(name: str, documentation: str, kind: str) -> str:
     """The HELP and TYPE lines of a metric."""
     return f"# HELP {name} {documentation}\n# TYPE {name} {kind}\n"
+
+
+_COUNTER_HEAD = re.compile(r"^# HELP (\S+)( .*\n)# TYPE \1 counter$", re.MULTILINE)
+
+
+def _openmetrics_head(found: re.Match[str]) -> str:
+    """The head of a counter in OpenMetrics: without `_total`. A counter of TGI's without it is of an unknown kind there."""
+    name, documentation = found.groups()
+    if not name.endswith("_total"):
+        return f"# HELP {name}{documentation}# TYPE {name} unknown"
+    family = name.removesuffix("_total")
+    return f"# HELP {family}{documentation}# TYPE {family} counter"
 
 
 def _braces(label: str, value: str) -> str:

@@ -33,6 +33,10 @@ class Spent:
     queue_s: float
     inference_s: float
     generated_tokens: int
+    prefill_s: float = 0.0
+    """From leaving the queue to the first token."""
+    decode_s: float = 0.0
+    """From the first to the last token."""
 
     @property
     def per_token_s(self) -> float:
@@ -62,6 +66,20 @@ class RequestMetrics:
         self._queue = duration("tgi_request_queue_duration", "Seconds in the queue")
         self._inference = duration("tgi_request_inference_duration", "Seconds from leaving the queue to the end")
         self._per_token = duration("tgi_request_mean_time_per_token_duration", "Seconds of inference per new token")
+        self._prefill = registry.add(
+            Histogram(
+                "text_generation_request_prefill_seconds",
+                "Seconds from leaving the queue to the first new token",
+                FIRST_TOKEN_BUCKETS,
+            )
+        )
+        self._decode = registry.add(
+            Histogram(
+                "text_generation_request_decode_seconds",
+                "Seconds from the first to the last new token",
+                FIRST_TOKEN_BUCKETS,
+            )
+        )
         self._generated = tokens("tgi_request_generated_tokens", "New tokens", max_total_tokens)
         self.input_length = tokens("tgi_request_input_length", "Prompt tokens", max_input_tokens)
         self.max_new_tokens = tokens("tgi_request_max_new_tokens", "New tokens requested", max_total_tokens)
@@ -89,15 +107,17 @@ class RequestMetrics:
         self._count.add()
         self._started.add()
 
-    def succeeded(self, spent: Spent, reason: FinishReason) -> None:
-        """Count a generation that succeeded."""
+    def succeeded(self, spent: Spent, reason: FinishReason, trace_id: str = "") -> None:
+        """Count a generation that succeeded; `trace_id` if it is traced."""
         self._success.add()
         self._finished.add(reason.value)
-        self._total.observe(spent.total_s)
-        self._validation.observe(spent.validation_s)
-        self._queue.observe(spent.queue_s)
-        self._inference.observe(spent.inference_s)
-        self._per_token.observe(spent.per_token_s)
+        self._total.observe(spent.total_s, trace_id=trace_id)
+        self._validation.observe(spent.validation_s, trace_id=trace_id)
+        self._queue.observe(spent.queue_s, trace_id=trace_id)
+        self._inference.observe(spent.inference_s, trace_id=trace_id)
+        self._per_token.observe(spent.per_token_s, trace_id=trace_id)
+        self._prefill.observe(spent.prefill_s, trace_id=trace_id)
+        self._decode.observe(spent.decode_s, trace_id=trace_id)
         self._generated.observe(spent.generated_tokens)
 
     def failed(self, error: type[ServingError]) -> None:

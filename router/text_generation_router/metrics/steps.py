@@ -33,20 +33,17 @@ _DRAFTING = (
     (
         "Speculative decoding: steps of a sequence in which tokens were drafted",
         "text_generation_spec_decode_drafts_total",
-        "vllm:spec_decode_num_drafts_total",
     ),
     (
         "Speculative decoding: tokens drafted",
         "text_generation_spec_decode_draft_tokens_total",
-        "vllm:spec_decode_num_draft_tokens_total",
     ),
     (
         "Speculative decoding: drafted tokens that were accepted",
         "text_generation_spec_decode_accepted_tokens_total",
-        "vllm:spec_decode_num_accepted_tokens_total",
     ),
 )
-"""Documentation, our name and vLLM's, in the order of the fields of pb.Drafting."""
+"""Documentation and name, in the order of the fields of pb.Drafting."""
 
 
 class StepMetrics:
@@ -98,9 +95,7 @@ class StepMetrics:
         )
         self._prompt_tokens = registry.add(Counter("text_generation_prompt_tokens_total", "Prompt tokens computed"))
         self._new_tokens = registry.add(Counter("text_generation_generated_tokens_total", "New tokens delivered"))
-        self._drafting = [
-            [registry.add(Counter(name, documentation)) for name in names] for documentation, *names in _DRAFTING
-        ]
+        self._drafting = [registry.add(Counter(name, documentation)) for documentation, name in _DRAFTING]
         self._gaps: dict[int, TokenGaps] = {}
         """By replica."""
         self._engine_queued: dict[int, int] = {}
@@ -140,9 +135,8 @@ class StepMetrics:
         if report.HasField("drafting"):
             drafting = report.drafting
             counts = (drafting.drafts, drafting.draft_tokens, drafting.accepted_tokens)
-            for counters, count in zip(self._drafting, counts, strict=True):
-                for counter in counters:
-                    counter.add(count=count)
+            for counter, count in zip(self._drafting, counts, strict=True):
+                counter.add(count=count)
         if record.steps:  # 0: the report only acknowledges orders
             self._step(record, PREFILL if report.prefilled_slots else DECODE)
         if tokens := record.deliveries.tokens:

@@ -55,6 +55,11 @@ class GenerationRecord:
     trace: TraceContext | None = None
     """That of its HTTP request, if its trace is sampled."""
 
+    @property
+    def trace_id(self) -> str:
+        """The id of its trace; "" if it is not sampled."""
+        return "" if self.trace is None else self.trace.trace_id
+
     def follow(self, times: GenerationTimes) -> None:
         """Add a sequence that was queued for this generation."""
         self.preparation.close()
@@ -81,12 +86,14 @@ class GenerationRecord:
             queue_s=times.scheduled - times.queued,
             inference_s=now - times.scheduled,
             generated_tokens=0 if self.ending is None else self.ending.generated_tokens,
+            prefill_s=max(0.0, times.first_token - times.scheduled),
+            decode_s=max(0.0, times.ended - times.first_token),
         )
 
     def _on_first_token(self, now: float) -> None:
         if not self.first_token:
             self.first_token = now
-            self.metrics.first_token_seconds.observe(now - self.arrived)
+            self.metrics.first_token_seconds.observe(now - self.arrived, trace_id=self.trace_id)
 
 
 @dataclass(slots=True)
@@ -136,7 +143,7 @@ def finish(record: Record, request: web.Request, status: int, metrics: Metrics, 
         generation.caller.holder.spend_tokens(sum(times.generated_tokens for times in generation.sequences))
         error = record.error or generation.error
         if error is None and generation.ending is not None:
-            metrics.requests.succeeded(generation.spent(now), generation.ending.reason)
+            metrics.requests.succeeded(generation.spent(now), generation.ending.reason, generation.trace_id)
         else:
             metrics.requests.failed(error or first_error or IncompleteGeneration)
     write = log.info if request.method == "POST" else log.debug

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -26,7 +28,7 @@ from text_generation_router.api.http.bodies import (
 from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import Unhealthy
-from text_generation_router.metrics import CONTENT_TYPE, Metrics
+from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS, Metrics
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -34,6 +36,8 @@ TGI_VERSION = "3.3.7"
 """The last release of TGI, whose clients are served."""
 MAX_IDS = 1 << 18
 """Tokens that /detokenize takes."""
+SCRAPE_SLICE_S = 0.0003
+"""Time for which /metrics is written before tokens are delivered again."""
 
 # ----------------------------------------------------------------------------------------------------------------- bodies
 
@@ -246,8 +250,19 @@ class ServiceRoutes:
         return json_response(answer)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """GET /metrics: metrics in Prometheus' text format."""
-        return web.Response(body=self._metrics.exposition(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+        """GET /metrics: metrics in Prometheus' text format, or in OpenMetrics' if the client accepts that.
+
+        Tokens are delivered between its parts.
+        """
+        openmetrics = OPENMETRICS in request.headers.get(hdrs.ACCEPT, "")
+        body, resumed = bytearray(), time.perf_counter()
+        for text in self._metrics.texts(openmetrics=openmetrics):
+            body += text.encode()
+            if time.perf_counter() - resumed > SCRAPE_SLICE_S:
+                await asyncio.sleep(0)
+                resumed = time.perf_counter()
+        content_type = f"{OPENMETRICS}; version=1.0.0; charset=utf-8" if openmetrics else CONTENT_TYPE
+        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: the tokens of a text, with the bytes that each stands for."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from text_generation_router.metrics import Metrics
+from text_generation_proto.values import FinishReason
+from text_generation_router.metrics import Metrics, Spent
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 
@@ -29,9 +32,27 @@ GATEWAYS = {
     *("trtllm_num_requests_waiting", "trtllm_num_requests_running", "trtllm_kv_cache_utilization"),
     *("trtllm_kv_cache_tokens_per_block", "trtllm_kv_cache_max_blocks"),
 }
-VLLM = {
-    *("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"),
+VLLM_HISTOGRAMS = {
+    *("e2e_request_latency_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("time_per_output_token_seconds", "request_time_per_output_token_seconds", "request_queue_time_seconds"),
+    *("request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+    "request_params_max_tokens",
 }
+VLLM_OTHERS = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    *("cache_config_info", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success"),
+    *("prefix_cache_queries", "prefix_cache_hits", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+    "spec_decode_num_accepted_tokens",
+}
+"""vLLM's names, without `vllm:` and `_total` (vllm/v1/metrics/loggers.py)."""
+TRTLLM = {
+    *("request_success", "e2e_request_latency_seconds", "time_to_first_token_seconds", "kv_cache_hit_rate"),
+    *("time_per_output_token_seconds", "request_queue_time_seconds", "prompt_tokens", "prompt_cached_tokens"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
+    *("spec_decode_drafted_tokens", "spec_decode_accepted_tokens"),
+}
+"""TensorRT-LLM's names beside the gauges (tensorrt_llm/metrics/collector.py)."""
 FAILURES = {"overloaded", "validation", "incomplete", "template", "generation", "dropped", "tool", "timeout"}
 LABELS = {
     "tgi_request_failure": FAILURES,
@@ -54,7 +75,7 @@ def names(metrics: Metrics) -> list[str]:
 def test_every_metric_has_its_name_type_and_labels() -> None:
     families = {family.name: family for family in text_string_to_metric_families(some_metrics().exposition().decode())}
     assert families.keys() >= TGI.keys() | GATEWAYS
-    assert {name for name in families if not name.startswith("text_generation_")} == TGI.keys() | GATEWAYS | VLLM
+    assert {name for name in families if not name.startswith("text_generation_")} == TGI.keys() | GATEWAYS
     for name, (kind, label) in TGI.items():
         labels = [
             {key: sample.labels[key] for key in sample.labels if key != "le"} for sample in families[name].samples
@@ -83,3 +104,54 @@ def test_buckets_are_tgis() -> None:
     assert [float(bound) for bound in bounds("tgi_request_input_length")[:-1]] == list(range(1, 101))
     assert [float(bound) for bound in bounds("tgi_request_generated_tokens")[:-1]] == list(range(2, 201, 2))
     assert [float(bound) for bound in bounds("tgi_batch_next_size")[:-1]] == list(range(1, 1025))
+
+
+def test_further_names_show_the_same_figures_with_the_labels_of_their_dashboards() -> None:
+    metrics = some_metrics()
+    metrics.add_names(("tgi", "vllm", "trtllm"), 'a "model"')
+    spent = Spent(total_s=2.0, validation_s=0.1, queue_s=0.2, inference_s=1.7, generated_tokens=9, prefill_s=0.5)
+    for reason in (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LENGTH):
+        metrics.requests.started()
+        metrics.requests.succeeded(spent, reason)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.exposition().decode())}
+    further = {name for name in families if not name.startswith(("text_generation_", "tgi_"))}
+    vllm, trtllm = {f"vllm:{name}" for name in VLLM_HISTOGRAMS | VLLM_OTHERS}, {f"trtllm_{name}" for name in TRTLLM}
+    assert further == GATEWAYS | vllm | trtllm
+    assert {families[f"vllm:{name}"].type for name in VLLM_HISTOGRAMS} == {"histogram"}
+    for name in vllm | trtllm:
+        assert {sample.labels["model_name"] for sample in families[name].samples} == {'a "model"'}, name
+    for theirs, ours in (
+        ("vllm:e2e_request_latency_seconds", "tgi_request_duration"),
+        ("trtllm_request_queue_time_seconds", "tgi_request_queue_duration"),
+        ("vllm:request_prefill_time_seconds", "text_generation_request_prefill_seconds"),
+    ):
+        values = [[sample.value for sample in families[name].samples] for name in (theirs, ours)]
+        assert values[0] == values[1]
+        assert values[0][-2:] in ([3.0, 3 * 2.0], [3.0, pytest.approx(0.6)], [3.0, 3 * 0.5])
+    success = {sample.labels["finished_reason"]: sample.value for sample in families["vllm:request_success"].samples}
+    assert success == {"stop": 2, "length": 1, "abort": 0, "error": 0}
+
+
+def test_openmetrics_has_exemplars_with_trace_ids() -> None:
+    metrics = some_metrics()
+    metrics.add_names(("vllm",), "model")
+    spent = Spent(total_s=2.0, validation_s=0.1, queue_s=0.2, inference_s=1.7, generated_tokens=9)
+    metrics.requests.succeeded(spent, FinishReason.LENGTH, "ab" * 16)
+    metrics.requests.succeeded(spent, FinishReason.LENGTH)
+    written = "".join(metrics.texts(openmetrics=True))
+    families = {family.name: family for family in openmetrics.text_string_to_metric_families(written)}
+    for name in ("tgi_request_duration", "vllm:e2e_request_latency_seconds"):
+        (found,) = (sample for sample in families[name].samples if sample.exemplar)
+        assert (found.exemplar.labels, found.exemplar.value) == ({"trace_id": "ab" * 16}, 2.0)
+        assert float(found.labels["le"]) >= 2.0
+        assert found.value == 2
+    assert (families["tgi_request_count"].type, families["text_generation_requests_started"].type) == (
+        "unknown",
+        "counter",
+    )
+
+    def plain(text: str) -> list[str]:
+        return [line.split(" # ")[0] for line in text.splitlines() if line[0] != "#"]
+
+    assert plain(written) == plain(metrics.exposition().decode()), "the same samples"
+    assert "trace_id" not in metrics.exposition().decode()
