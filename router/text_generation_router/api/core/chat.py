@@ -9,6 +9,7 @@ A dialect streams the events through an EventSink, or collects the text and call
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -47,6 +48,8 @@ from text_generation_router.grammar.tools import auto_tools, check_number, force
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TenantId, TokenId, TopToken
 
 PLAIN = "plain"
+PARSED_AT_ONCE = 4096
+"""Characters of a whole answer that are parsed without a pause."""
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
 
@@ -109,7 +112,7 @@ class Call:
     """A tool call of a whole answer."""
 
     name: str
-    arguments: str = ""
+    arguments: str
 
 
 @dataclass(slots=True)
@@ -136,17 +139,21 @@ class ChatRequest:
     def prompt_tokens(self) -> int:
         return len(self.requests[0].prompt)
 
-    def read(self, ending: GenerationResult) -> tuple[Sequence[Event], AnswerEnd]:
-        """Return the events and the end of a finished text."""
-        parser = self.form.parser()
-        events = [*(parser.feed(ending.text) if ending.text else ()), *parser.finish()]
+    async def read(self, ending: GenerationResult) -> tuple[Sequence[Event], AnswerEnd]:
+        """Return the events and the end of a finished text. Other requests run between two pieces of it."""
+        parser, events = self.form.parser(), list[Event]()
+        for start in range(0, len(ending.text), PARSED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            events += parser.feed(ending.text[start : start + PARSED_AT_ONCE])
+        events += parser.finish()
         calls = any(isinstance(event, ToolCallStart) for event in events)
         return events, AnswerEnd(finish_of(ending, calls=calls), ending)
 
-    def answer(self, ending: GenerationResult) -> ParsedAnswer:
+    async def answer(self, ending: GenerationResult) -> ParsedAnswer:
         """Return a finished text as an answer."""
-        events, end = self.read(ending)
-        texts, thoughts, calls = [], [], []
+        events, end = await self.read(ending)
+        texts, thoughts, calls = [], [], list[tuple[str, list[str]]]()
         for event in events:
             match event:
                 case TextDelta(text):
@@ -154,10 +161,11 @@ class ChatRequest:
                 case ReasoningDelta(text):
                     thoughts.append(text)
                 case ToolCallStart(_, name):
-                    calls.append(Call(name))
+                    calls.append((name, []))
                 case ToolCallArguments(index, fragment):
-                    calls[index].arguments += fragment
-        return ParsedAnswer(end.finish, ending, "".join(texts), "".join(thoughts), calls)
+                    calls[index][1].append(fragment)
+        joined = [Call(name, "".join(fragments)) for name, fragments in calls]
+        return ParsedAnswer(end.finish, ending, "".join(texts), "".join(thoughts), joined)
 
 
 @dataclass(frozen=True, slots=True)

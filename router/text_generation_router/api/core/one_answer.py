@@ -51,14 +51,14 @@ async def answer(
         if script.scored:
             await _replay(collector, script_sink(Unsent(), script, chat, records[0]))
         else:
-            read_whole(script, chat, collector.ended.result())
+            await _read_whole(script, chat, collector.ended.result())
         headers |= timing_headers(records) | compute_time_header(records[0])
         return web.Response(body=orjson.dumps(script.whole()), content_type="application/json", headers=headers)
 
 
-def read_whole(script: Script[Any], chat: ChatRequest, ending: GenerationResult) -> None:
+async def _read_whole(script: Script[Any], chat: ChatRequest, ending: GenerationResult) -> None:
     """Write a finished text."""
-    events, end = chat.read(ending)
+    events, end = await chat.read(ending)
     script.events(events)
     script.end(end)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Literal, NotRequired
 
 import orjson
@@ -224,7 +224,7 @@ def alternative(logprob: LogprobJson) -> orjson.Fragment:
 
 
 async def whole_answer(
-    named: Named, kind: str, choices: Iterable[ChatChoice | CompletionChoice], usage: Usage
+    named: Named, kind: str, choices: AsyncIterator[ChatChoice | CompletionChoice], usage: Usage
 ) -> list[bytes]:
     """A ChatAnswer or CompletionAnswer as JSON, in parts. Each choice is made and written in turn.
 
@@ -232,7 +232,7 @@ async def whole_answer(
     """
     written = [named.head(kind)]
     before = b',"choices":['
-    for choice in choices:
+    async for choice in choices:
         written.append(before + orjson.dumps(choice))
         before = b","
         await asyncio.sleep(0)

@@ -68,7 +68,7 @@ class ChatRoutes:
         [collector] = await self._serving.collect(chat.requests, [record])
         ending = collector.ended.result()
         # There is no place for calls: with tools the text is as the model wrote it.
-        return ending.text if chat.form.tools else chat.answer(ending).text
+        return ending.text if chat.form.tools else (await chat.answer(ending)).text
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /chat_tokenize: return the prompt text of a conversation and its tokens."""
@@ -108,7 +108,7 @@ class ChatRoutes:
     ) -> list[bytes]:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
         choices = (
-            self._choice(index, body, chat.answer(collector.ended.result()), collector)
+            self._choice(index, body, await chat.answer(collector.ended.result()), collector)
             for index, collector in enumerate(collectors)
         )
         head = named("chatcmpl-", body.model, self._serving.settings)

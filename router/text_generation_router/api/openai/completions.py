@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -106,9 +106,9 @@ class CompletionRoutes:
         head = named("cmpl-", body.model, self._serving.settings)
         return await whole_answer(head, "text_completion", self._choices(body, prompts, collectors), counts)
 
-    def _choices(
+    async def _choices(
         self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]
-    ) -> Iterator[CompletionChoice]:
+    ) -> AsyncIterator[CompletionChoice]:
         left = iter(enumerate(collectors))
         for prompt in prompts:
             scored: LogprobColumns | None = None
