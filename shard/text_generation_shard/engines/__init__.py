@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -12,12 +14,15 @@ from text_generation_shard.config import ShardConfig, choose_engine
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.json_object import UnsupportedError
 
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.model.config import ModelConfig
+
 log = structlog.get_logger()
 
 
 def build_engine(config: ShardConfig) -> Engine:
     """Build the engine of `config` and load the model, without warm-up. Raises EngineError."""
-    name = choose_engine(config.engine, has_gpu=_has_gpu(config))
+    name = choose_engine(config.engine, has_gpu=has_gpu(config))
     if name == "echo":
         from text_generation_shard.engines.echo import EchoEngine
         from text_generation_shard.engines.echo_self import SelfSchedulingEcho
@@ -27,54 +32,83 @@ def build_engine(config: ShardConfig) -> Engine:
         from text_generation_shard.engines.tensorrt_llm.build import build
 
         return build(config)
+    choice = choose_code(config)
+    if choice.model is None:
+        return _build_with_transformers(config, choice)
+    from text_generation_shard.engines.torch.build import build_torch_engine
+
+    return build_torch_engine(config, choice.model)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeChoice:
+    """The code that runs a model in the torch engine."""
+
+    model: ModelConfig | None
+    """The config for the native decoder; None: transformers runs the model."""
+    reason: str
+    refused: bool = False
+    """True: the native decoder knows the model and does not take it, for `reason`."""
+
+
+def choose_code(config: ShardConfig) -> CodeChoice:
+    """Return the code that runs the model in the torch engine. Imports no PyTorch to refuse one. Raises EngineError."""
     if config.lora_adapters:
         raise EngineError("--lora-adapters: the torch engine does not serve LoRA adapters")
     if find_spec("torch") is None:
         raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
     if not config.model_path:
         raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
-    from text_generation_shard.engines.torch.model.config import is_native, read_model_config
+    from text_generation_shard.engines.torch.model.config import is_native, read_model_config, read_model_type
 
     folder = Path(config.model_path)
-    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native(folder)):
-        return _build_with_transformers(config, folder)
+    if config.model_impl == "transformers":
+        return CodeChoice(None, "--model-impl transformers")
+    if config.model_impl == "auto" and not is_native(folder):
+        return CodeChoice(None, f"the native decoder does not know model_type {read_model_type(folder)}")
     try:
         # Checked before PyTorch is imported, which takes seconds.
-        model_config = read_model_config(folder, config.quantize)
+        model = read_model_config(folder, config.quantize)
     except UnsupportedError as error:
         if config.model_impl == "native":
             raise
-        return _build_instead(config, folder, str(error))
-    from text_generation_shard.engines.torch.build import build_torch_engine
-
-    return build_torch_engine(config, model_config)
+        return CodeChoice(None, str(error), refused=True)
+    return CodeChoice(model, f"the native decoder knows model_type {model.model_type}")
 
 
-def _build_instead(config: ShardConfig, folder: Path, reason: str) -> Engine:
-    """Build the engine of a model that the native code refuses for `reason`; raise both errors in one if it fails."""
-    log.info("transformers runs the model", reason=reason)
+def _build_with_transformers(config: ShardConfig, choice: CodeChoice) -> Engine:
+    """Build the engine of a model that transformers runs; raise both errors in one if it fails too."""
+    if choice.refused:
+        log.info("transformers runs the model", reason=choice.reason)
     try:
-        return _build_with_transformers(config, folder)
+        check_transformers(config)
+        from text_generation_shard.engines.torch.huggingface.build import build_huggingface_engine
+
+        return build_huggingface_engine(config)
     except EngineError as error:
-        raise EngineError(f"{reason}; by transformers: {error}") from None
+        raise both_errors(choice, error) from None
 
 
-def _build_with_transformers(config: ShardConfig, folder: Path) -> Engine:
+def both_errors(choice: CodeChoice, error: EngineError) -> EngineError:
+    """Return the error of transformers, after that of the native decoder if it has one."""
+    return EngineError(f"{choice.reason}; by transformers: {error}") if choice.refused else error
+
+
+def check_transformers(config: ShardConfig) -> None:
+    """Raise EngineError if transformers is not installed; call this before the library is imported."""
     if find_spec("transformers") is None:
         from text_generation_shard.engines.torch.model.config import read_model_type
         from text_generation_shard.engines.torch.model.families import FAMILIES
 
+        folder = Path(config.model_path)
         raise EngineError(
             f"{folder}: model_type {read_model_type(folder)} needs transformers: "
             f"pip install 'text-generation-trtllm[transformers]' (without it: {', '.join(FAMILIES)})"
         )
     # Where the package `kernels` is installed, the library would fetch code from a hub.
     os.environ.setdefault("USE_HUB_KERNELS", "NO")
-    from text_generation_shard.engines.torch.huggingface.build import build_huggingface_engine
-
-    return build_huggingface_engine(config)
 
 
-def _has_gpu(config: ShardConfig) -> bool:
+def has_gpu(config: ShardConfig) -> bool:
     """Return True if a GPU seems usable; loads nothing to find out."""
     return config.device != "cpu" and Path("/dev/nvidiactl").exists()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +24,7 @@ from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine
 from text_generation_shard.engines.tensorrt_llm.folder import (
     HuggingFaceModel,
+    ModelFolder,
     check_folder,
     inspect_folder,
     read_hugging_face_model,
@@ -38,8 +40,19 @@ FIRST_TOKEN_TIMEOUT_S = 600.0
 log = structlog.get_logger()
 
 
-def build(config: ShardConfig) -> TensorRTEngine:
-    """Return an engine that has generated a token. Raises EngineError with a message of one line."""
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A model, as far as it is read without the library."""
+
+    folder: ModelFolder
+    options: Mapping[str, object]
+    """--trtllm-options."""
+    model: HuggingFaceModel | CompiledEngine
+    adapters: tuple[LoraAdapter, ...]
+
+
+def read_model(config: ShardConfig) -> ReadModel:
+    """Read the folder of the model and the options. Raises EngineError if they cannot be served."""
     if config.quantize is not None:
         raise EngineError(
             f"--quantize {config.quantize}: the tensorrt-llm engine serves checkpoints that are quantised already, "
@@ -50,7 +63,13 @@ def build(config: ShardConfig) -> TensorRTEngine:
     options = read_options(config.trtllm_options) if config.trtllm_options else {}
     check_options(options, None)
     model = folder.engine or read_hugging_face_model(folder, options)
-    adapters = read_adapters(config) if folder.engine is None else ()
+    return ReadModel(folder, options, model, read_adapters(config) if folder.engine is None else ())
+
+
+def build(config: ShardConfig) -> TensorRTEngine:
+    """Return an engine that has generated a token. Raises EngineError with a message of one line."""
+    read = read_model(config)
+    folder, options, model, adapters = read.folder, read.options, read.model, read.adapters
     if "telemetry_config" not in options:
         os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")  # ≥ 1.3 reports usage to NVIDIA otherwise
     library = load_library()

@@ -1,20 +1,17 @@
-"""Builds the torch engine from the settings of a shard: device, weights, executor."""
+"""Builds the torch engine from the settings of a shard: weights, executor."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, EngineError, EngineInfo, Scheduling
-from text_generation_shard.engines.torch.checkpoint import Checkpoint
+from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
-from text_generation_shard.engines.torch.memory import keep_freed_memory, total_memory
+from text_generation_shard.engines.torch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.memory import keep_freed_memory
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.decoder import Decoder
 from text_generation_shard.engines.torch.model.parameters import ModelWeights
@@ -22,80 +19,25 @@ from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.ops.cpu import CpuOps
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.quantization.layers import projection_itemsize
-from text_generation_shard.engines.torch.quantization.schemes import Scheme
+from text_generation_shard.engines.torch.prepare import Target, prepare
 from text_generation_shard.engines.torch.trace import open_trace
 from text_generation_shard.engines.torch.weights import load
-from text_generation_shard.grammar import Grammars, load_grammars
-
-MAX_SLOTS = 256
-MAX_TOP_N_TOKENS = 20
-DEVICES = ("cpu", "cuda")
-CPU_PREFILL_TOKENS = 1536
-"""On CPU, larger chunks do not speed up prefill. Prompts that arrive together also decode together if one step computes them."""
-CPU_CHUNK_TOKENS = 64
-"""Half as many cost a third more time each beside 48 decoding sequences, twice as many as much."""
-CUDA_PREFILL_TOKENS = (1024, 8192)
-"""Minimum and maximum. Products of fewer rows are slower; activations of more rows take memory from the KV cache."""
-CUDA_CHUNK_PRODUCTS = 16e12
-"""Multiplications per chunk, about 50 ms on a Hopper GPU: long enough to amortize a launch, short enough not to delay decoding.
-Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
-
-MAX_WEIGHTS_PER_BYTE = 1.0
-"""Most weights for a byte of a checkpoint without quantization: twice as many as in float16."""
-MAX_QUANTIZED_WEIGHTS_PER_BYTE = 8.0
-"""The same with quantization: twice as many as with 2 bits for a weight."""
-
-
-class ModelDescription(Protocol):
-    """The facts of a model's config that describe its engine."""
-
-    @property
-    def model_type(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_sequence_length(self) -> int: ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def projection_weights(self) -> int: ...
-
-    @property
-    def active_weights(self) -> int: ...
-
-    @property
-    def embedding_weights(self) -> int: ...
-
-    @property
-    def quantization(self) -> Scheme | None: ...
 
 
 def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    device = choose_device(config.device)
-    dtype = config.dtype or model_config.dtype
-    check_memory(model_config, getattr(torch, dtype).itemsize, device, config.world_size)
-    check_checkpoint(config, model_config)
-    grammars = load_grammars(config.model_path, model_config.eos_token_ids) if config.rank == 0 else None
-    info = engine_info(config, model_config, device, grammars)
+    prepared = prepare(config, model_config, Target.of(config))
+    info, grammars, device = prepared.info, prepared.grammars, prepared.target.device
     if device.type == "cuda" or config.world_size > 1:
         from text_generation_shard.engines.torch.cuda.build import build_on_cuda
 
         return build_on_cuda(config, model_config, info, grammars)
     keep_freed_memory()
     executor = CpuExecutor(
-        _decoder(config, model_config, device, getattr(torch, info.dtype)),
-        CacheShape(model_config.layers, device, getattr(torch, info.dtype)),
+        _decoder(config, model_config, device, prepared.dtype),
+        CacheShape(model_config.layers, device, prepared.dtype),
         info.max_sequence_length,
         info.max_slots,
         config.cpu_memory_fraction,
@@ -105,94 +47,15 @@ def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine
 
 @torch.inference_mode()
 def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Build the decoder of a single rank on a CPU, which has no quantized products: weights are dequantized while they load."""
-    scheme, model_config = model_config.quantization, replace(model_config, quantization=None)
-    weights = ModelWeights(model_config, TensorParallelRank(), device, dtype, Precision.uniform(dtype))
-    load(config, weights.named_parameters(), scheme)
+    """Build the decoder of a single rank on a CPU."""
+    weights = cpu_weights(model_config, device, dtype)
+    load(config, weights.named_parameters(), model_config.quantization)
     weights.process_weights_after_loading()
     weights.pack()
-    return Decoder(model_config, weights, CpuOps(), ParallelGroup(TensorParallelRank()))
+    return Decoder(replace(model_config, quantization=None), weights, CpuOps(), ParallelGroup(TensorParallelRank()))
 
 
-def check_memory(config: ModelDescription, itemsize: int, device: torch.device, ranks: int) -> None:
-    """Raise EngineError if the weights cannot fit in the memory of the devices, before any is allocated."""
-    on_cuda = device.type == "cuda"
-    memory = ranks * memory_of(device) if on_cuda else total_memory()
-    projections = projection_itemsize(config.quantization, itemsize) if on_cuda else itemsize
-    weights = config.projection_weights * projections + config.embedding_weights * itemsize
-    if weights > memory:
-        raise EngineError(
-            f"config.json describes weights of {weights / 2**30:,.1f} GiB, and there are only {memory / 2**30:,.1f} GiB "
-            f"of memory on {f'{ranks} × {device}' if on_cuda else 'this machine'}"
-        )
-
-
-def check_checkpoint(config: ShardConfig, model_config: ModelDescription) -> None:
-    """Raise EngineError if config.json describes a far larger model than the files hold, before memory for it is allocated.
-
-    A smaller difference is found by the loader, which names the tensor.
-    """
-    if config.load_format == "dummy":
-        return
-    weights = model_config.projection_weights + model_config.embedding_weights
-    nbytes = Checkpoint(Path(config.model_path)).nbytes
-    is_quantized = model_config.quantization is not None
-    if weights > nbytes * (MAX_QUANTIZED_WEIGHTS_PER_BYTE if is_quantized else MAX_WEIGHTS_PER_BYTE):
-        raise EngineError(
-            f"{config.model_path}: config.json describes {weights:,} weights, and the checkpoint has only {nbytes:,} bytes"
-        )
-
-
-def memory_of(device: torch.device) -> int:
-    """Return the bytes of memory of a device, or of the machine."""
-    if device.type == "cpu":
-        return total_memory()
-    total: int = torch.cuda.get_device_properties(device).total_memory
-    return total
-
-
-def engine_info(
-    config: ShardConfig, model_config: ModelDescription, device: torch.device, grammars: Grammars | None
-) -> EngineInfo:
-    """Return the description of the engine that `config` asks for."""
-    return EngineInfo(
-        engine="torch",
-        model_id=config.model_id or config.model_path,
-        model_type=model_config.model_type,
-        dtype=config.dtype or model_config.dtype,
-        device=str(device),
-        scheduling=Scheduling.STEP,
-        vocab_size=model_config.vocab_size,
-        max_sequence_length=model_config.max_sequence_length,
-        max_slots=config.max_batch_size or MAX_SLOTS,
-        block_size=BLOCK_SIZE,
-        eos_token_ids=model_config.eos_token_ids,
-        suggested_prefill_tokens=_suggested_prefill_tokens(model_config, device, config.world_size),
-        suggested_chunk_tokens=CPU_CHUNK_TOKENS if device.type == "cpu" else 0,
-        max_top_n_tokens=MAX_TOP_N_TOKENS,
-        grammar_kinds=grammars.kinds if grammars is not None else (),
-    )
-
-
-def _suggested_prefill_tokens(config: ModelDescription, device: torch.device, ranks: int) -> int:
-    if device.type == "cpu":
-        return CPU_PREFILL_TOKENS
-    least, most = CUDA_PREFILL_TOKENS
-    tokens = int(CUDA_CHUNK_PRODUCTS * ranks / config.active_weights)
-    return min(max(1 << (tokens.bit_length() - 1), least), most)
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise EngineError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from None
-    if device.type not in DEVICES:
-        raise EngineError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
-    if device.type == "cuda":
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise EngineError(f"device {name!r} is not available")
-        device = torch.device("cuda", device.index or 0)
-    return device
+def cpu_weights(model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelWeights:
+    """Return the empty weights of a CPU, which has no quantized products: weights are dequantized while they load."""
+    unquantized = replace(model_config, quantization=None)
+    return ModelWeights(unquantized, TensorParallelRank(), device, dtype, Precision.uniform(dtype))

@@ -18,6 +18,17 @@ NUM_BUFFERS = 3
 """A buffer is free when its step is over, and at most two steps are in flight."""
 
 
+ASSUMED_CAPABILITY = (9, 0)
+"""The compute capability of a GPU that is planned for and not there: Hopper."""
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU. The meta device stands for the GPU here, or one with ASSUMED_CAPABILITY."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else ASSUMED_CAPABILITY
+
+
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return [len(values)] on the device. `dtype` must exist in numpy, which reads a list in half of torch's time."""
     host = torch.empty(len(values), dtype=dtype, pin_memory=device.type == "cuda")

@@ -20,7 +20,7 @@ from text_generation_shard.engines.torch.parameter import NamedParameters, Param
 from text_generation_shard.engines.torch.quantization.formats.float8 import FP8
 from text_generation_shard.engines.torch.quantization.loading import LoadingPlan
 from text_generation_shard.engines.torch.quantization.schemes import Scheme
-from text_generation_shard.engines.torch.transfer import copy_all
+from text_generation_shard.engines.torch.transfer import Transfer, copy_all
 
 log = structlog.get_logger()
 
@@ -44,12 +44,17 @@ def load_weights(folder: Path, parameters: NamedParameters, scheme: Scheme | Non
 
     Weights that `scheme` says are quantized are dequantized into a parameter of a wider dtype.
     """
-    parts = {name: _part(parameter) for name, parameter in parameters.items()}
-    transfers = LoadingPlan(Checkpoint(folder, text_only=True), parts, scheme).transfers()
+    transfers = plan_loading(folder, parameters, scheme)
     progress = LoadingProgress(sum(transfer.nbytes for transfer in transfers))
     for copied in copy_all(transfers):
         progress.add(copied)
     progress.end()
+
+
+def plan_loading(folder: Path, parameters: NamedParameters, scheme: Scheme | None) -> list[Transfer]:
+    """Return the copies that fill the parameters; only headers are read. Raises EngineError for tensors that do not fit."""
+    parts = {name: part_of(parameter) for name, parameter in parameters.items()}
+    return LoadingPlan(Checkpoint(folder, text_only=True), parts, scheme).transfers()
 
 
 def fill_dummy(parameters: NamedParameters) -> None:
@@ -59,7 +64,7 @@ def fill_dummy(parameters: NamedParameters) -> None:
     single device of the same type; different device types generate different numbers.
     """
     for name, parameter in parameters.items():
-        part = _part(parameter)
+        part = part_of(parameter)
         if name.endswith(ONES):
             part.tensor.fill_(1.0)
         elif name.endswith(("weight_scale", "input_scale")):
@@ -99,7 +104,8 @@ class LoadingProgress:
         log.info("weights loaded", gib=_gib(self._done), seconds=round(self._clock() - self._started, 1))
 
 
-def _part(parameter: Tensor | ParameterShard) -> ParameterShard:
+def part_of(parameter: Tensor | ParameterShard) -> ParameterShard:
+    """Return the part of the checkpoint that a parameter takes."""
     return parameter if isinstance(parameter, ParameterShard) else ParameterShard.whole(parameter)
 
 

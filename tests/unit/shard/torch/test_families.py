@@ -17,11 +17,11 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.build import engine_info
 from text_generation_shard.engines.torch.cuda.build import build_on_cuda
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.model.config import read_model_config
 from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS
+from text_generation_shard.engines.torch.prepare import engine_info
 
 NEW_TOKENS = 16
 LENGTHS = (1, 16, 31, 50, 200)

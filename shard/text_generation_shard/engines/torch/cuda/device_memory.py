@@ -46,5 +46,10 @@ class DeviceMemory:
             return int(total_memory() * self._fraction) - peak_memory()
         total = torch.cuda.mem_get_info(self._device)[1]
         others = self.in_use() - torch.cuda.memory_allocated(self._device)
-        margin = max(MIN_MARGIN, int(total * MARGIN_FRACTION))
-        return int(total * self._fraction) - others - torch.cuda.max_memory_allocated(self._device) - margin
+        peak = torch.cuda.max_memory_allocated(self._device)
+        return int(total * self._fraction) - others - peak - margin_of(total)
+
+
+def margin_of(total: int) -> int:
+    """Return the bytes that stay free on a device with `total` bytes."""
+    return max(MIN_MARGIN, int(total * MARGIN_FRACTION))

@@ -178,7 +178,13 @@ def _scales(positions: Tensor, period: float, strength: float) -> Tensor:
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride() and tensor.shape == other.shape
+    """Return True for two views of the same memory. A tensor on the meta device has a storage and no address."""
+    return (
+        tensor.untyped_storage() is other.untyped_storage()
+        and tensor.storage_offset() == other.storage_offset()
+        and tensor.stride() == other.stride()
+        and tensor.shape == other.shape
+    )
 
 
 def _widened(heads: Tensor, head_dim: int) -> Tensor:

@@ -11,13 +11,6 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
-from text_generation_shard.engines.torch.build import (
-    check_checkpoint,
-    check_memory,
-    choose_device,
-    engine_info,
-    memory_of,
-)
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor
@@ -31,8 +24,8 @@ from text_generation_shard.engines.torch.memory import keep_freed_memory, total_
 from text_generation_shard.engines.torch.ops.interface import Kernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup, join_group
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.prepare import Prepared, Target, check_memory, describe
 from text_generation_shard.engines.torch.trace import open_trace
-from text_generation_shard.grammar import Grammars, load_grammars
 
 STATES_FRACTION = 0.25
 """Largest share of the usable memory that the states of layers with a state take."""
@@ -44,18 +37,11 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    device = choose_device(config.device)
-    model_config = read_config(Path(config.model_path), config.quantize)
-    dtype = getattr(torch, config.dtype or model_config.dtype)
-    # The weights are dequantized.
-    check_memory(replace(model_config, quantization=None), dtype.itemsize, device, config.world_size)
-    if config.world_size > 1:
-        _check_division(model_config, config)
-    check_checkpoint(config, model_config)
-    grammars = load_grammars(config.model_path, model_config.eos_token_ids) if config.rank == 0 else None
-    info = engine_info(config, model_config, device, grammars)
+    prepared = prepare_for_transformers(config, Target.of(config))
+    model_config, info, grammars = prepared.model, prepared.info, prepared.grammars
+    device, dtype = prepared.target.device, prepared.dtype
     if device.type == "cuda" or config.world_size > 1:
-        return _build_with_runner(config, model_config, info, dtype, grammars)
+        return _build_with_runner(config, prepared)
     keep_freed_memory()
     group = ParallelGroup(TensorParallelRank())
     model = TransformersModel(load_model(config, model_config, group, device, dtype))
@@ -70,6 +56,17 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
     return TorchEngine(info, executor(), grammars, open_trace(config))
 
 
+def prepare_for_transformers(config: ShardConfig, target: Target) -> Prepared[TransformersConfig]:
+    """Check a model that transformers is to run. Raises EngineError."""
+    model_config = read_config(Path(config.model_path), config.quantize)
+    dtype = getattr(torch, config.dtype or model_config.dtype)
+    # The weights are dequantized.
+    check_memory(replace(model_config, quantization=None), dtype.itemsize, target, config.world_size)
+    if config.world_size > 1:
+        _check_division(model_config, config)
+    return describe(config, model_config, target)
+
+
 def _check_division(model_config: TransformersConfig, config: ShardConfig) -> None:
     """Raise EngineError if the model cannot be divided over the ranks, before the checkpoint is read."""
     with torch.device("meta"):
@@ -77,13 +74,7 @@ def _check_division(model_config: TransformersConfig, config: ShardConfig) -> No
     divide(model, ParallelGroup(TensorParallelRank(config.rank, config.world_size)), torch.device("meta"))
 
 
-def _build_with_runner(
-    config: ShardConfig,
-    model_config: TransformersConfig,
-    info: EngineInfo,
-    dtype: torch.dtype,
-    grammars: Grammars | None,
-) -> Engine:
+def _build_with_runner(config: ShardConfig, prepared: Prepared[TransformersConfig]) -> Engine:
     """Build the engine of a GPU, or of a rank of a group. A group on CPUs uses the reference kernels, which are slow."""
     from text_generation_shard.engines.torch.cuda.build import prepare_device
     from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
@@ -92,14 +83,15 @@ def _build_with_runner(
     from text_generation_shard.engines.torch.cuda.worker import TPWorker
     from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
 
-    device = torch.device(info.device)
+    model_config, info, grammars = prepared.model, prepared.info, prepared.grammars
+    device, dtype = prepared.target.device, prepared.dtype
     on_cuda = device.type == "cuda"
     prepare_device(device, dtype)
     group = join_group(config, device)
     alone = ParallelGroup(TensorParallelRank())
     model = TransformersModel(load_model(config, model_config, group, device, dtype), _head_dims(device))
     fraction = config.cuda_memory_fraction if on_cuda else config.cpu_memory_fraction
-    info = _with_states(info, model, int(memory_of(device) * fraction))
+    info = _with_states(info, model, int(prepared.target.memory * fraction))
     memory = DeviceMemory(device, fraction)
 
     def runner(group: ParallelGroup) -> Runner:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.device import compute_capability
 from text_generation_shard.engines.torch.model.linear import Projection, bias_parameters, fused_rows, weight_parameters
 from text_generation_shard.engines.torch.parameter import ParameterShard
 from text_generation_shard.engines.torch.quantization.formats.float8 import FP8, FP8_MAX, MIN_SCALE, Fp8Format
@@ -27,7 +28,7 @@ def can_multiply(projections: Sequence[Projection], device: torch.device) -> boo
     outputs = sum(projection.outputs.length for projection in projections)
     if outputs % SIZE_MULTIPLE or projections[0].inputs.length % SIZE_MULTIPLE:
         return False
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    return device.type == "cpu" or compute_capability(device) >= MIN_CAPABILITY
 
 
 class Fp8Linear:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.device import compute_capability
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.model.linear import Projection, bias_parameters
 from text_generation_shard.engines.torch.parameter import PackedSource, ParameterShard
@@ -69,9 +70,9 @@ def bits_and_group(weights: WeightFormat | None) -> tuple[int, int] | None:
 def can_multiply(projections: Sequence[Projection], weights: WeightFormat | None, device: torch.device) -> bool:
     """Return True if humming is installed and multiplies these projections on the device."""
     found = bits_and_group(weights)
-    if found is None or device.type != "cuda" or not is_installed():
+    if found is None or device.type == "cpu" or not is_installed():
         return False
-    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+    if compute_capability(device) < MIN_CAPABILITY:
         return False
     inputs, group = projections[0].inputs, found[1] or 1
     outputs = [projection.outputs for projection in projections]

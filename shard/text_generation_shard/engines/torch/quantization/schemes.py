@@ -34,6 +34,12 @@ class Scheme:
     online: bool = False
     """True: the checkpoint is not quantized, rows are quantized while they are loaded."""
 
+    @property
+    def label(self) -> str:
+        """The method and the formats in words, for example `gptq (GPTQ int4 g128)`."""
+        formats = ", ".join(dict.fromkeys(weights.label for _, weights in self.rules))
+        return f"{self.method} ({formats}{', quantized while they are loaded' if self.online else ''})"
+
     def format_of(self, module: str) -> WeightFormat | None:
         """Return the format of a linear layer, for example model.layers.0.mlp.down_proj; None if it is not quantized."""
         if matches_any(module, self.ignored):

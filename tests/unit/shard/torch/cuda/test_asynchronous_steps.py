@@ -21,9 +21,9 @@ from text_generation_proto.values import FailureCode, FinishReason, Sampling, St
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Orders
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.build import engine_info
 from text_generation_shard.engines.torch.cuda.build import build_on_cuda
 from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.prepare import engine_info
 
 SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, output_presence_penalty=0.5)
 

@@ -21,7 +21,6 @@ from transformers import Gemma4TextConfig
 from text_generation_proto.values import Stopping
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders
-from text_generation_shard.engines.torch.build import engine_info
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.step_plan import Padding, SlotTables, StepPlan, plan_chunks, plan_decoding
 from text_generation_shard.engines.torch.graphs.decode import ForwardOutput, GraphPool
@@ -42,6 +41,7 @@ from text_generation_shard.engines.torch.ops.device import DeviceOps
 from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.prepare import engine_info
 from text_generation_shard.step.sequence import SamplerOutput, StepRows
 from text_generation_shard.step.table import SequenceTable
 

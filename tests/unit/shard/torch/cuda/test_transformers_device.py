@@ -13,7 +13,6 @@ from model_families import FAMILIES, random_model, tiny_config, write_model
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.torch.build import engine_info
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
 from text_generation_shard.engines.torch.cuda.runner import Runner
@@ -29,6 +28,7 @@ from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.prepare import engine_info
 
 CPU = torch.device("cpu")
 ALONE = ParallelGroup(TensorParallelRank())

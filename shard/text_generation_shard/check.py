@@ -1,0 +1,147 @@
+"""Say how a shard would serve a model, without loading it: the program behind `text-generation-launcher check`.
+
+The functions are those of a start: settings, config, headers and tokenizer are checked as there, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.logs import configure_logging
+from text_generation_proto.settings import parse_config, print_to_end
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.config import ShardConfig, choose_engine
+from text_generation_shard.convert import info_to_pb
+from text_generation_shard.engine import EngineError, EngineInfo
+from text_generation_shard.engines import both_errors, build_engine, check_transformers, choose_code, has_gpu
+
+
+class CheckConfig(ShardConfig, cli_prog_name="text_generation_shard.check"):
+    """Check a shard's model and print the result as JSON."""
+
+    gpu_memory: int = 0
+    """Bytes of memory of the GPUs to plan for; 0: those that are there."""
+    max_batch_prefill_tokens: int = 0
+    """Most prompt tokens of a step; 0: what the engine suggests."""
+    max_batch_total_tokens: int = 0
+    """Tokens of KV cache; 0: as many as fit."""
+
+
+def check(config: CheckConfig) -> dict[str, Any]:
+    """Return the facts of the model as JSON values. Raises EngineError with the reason why it would be refused."""
+    name = choose_engine(config.engine, has_gpu=has_gpu(config) or config.gpu_memory > 0)
+    if name == "echo":
+        return _described(build_engine(config).info, code="echo", reason="--engine echo", blocks=config.echo_blocks)
+    if name == "tensorrt-llm":
+        return _check_tensorrt_llm(config)
+    return _check_torch(config)
+
+
+def _check_torch(config: CheckConfig) -> dict[str, Any]:
+    choice = choose_code(config)
+    if choice.model is None:
+        check_transformers(config)
+    import torch
+
+    from text_generation_shard.engines.torch.footprint import native_footprint, transformers_footprint
+    from text_generation_shard.engines.torch.huggingface.build import prepare_for_transformers
+    from text_generation_shard.engines.torch.prepare import Target, prepare
+
+    target = Target(torch.device("cuda", 0), config.gpu_memory) if config.gpu_memory else Target.of(config)
+    limits = WarmUpLimits(
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_batch_total_tokens=config.max_batch_total_tokens,
+    )
+    if choice.model is not None:
+        native = prepare(config, choice.model, target)
+        footprint = native_footprint(config, native, limits)
+        info, quantization = native.info, choice.model.quantization
+    else:
+        try:
+            foreign = prepare_for_transformers(config, target)
+            footprint = transformers_footprint(config, foreign, limits)
+        except EngineError as error:
+            raise both_errors(choice, error) from None
+        quantization = foreign.model.quantization
+        info = replace(foreign.info, keeps_states=footprint.states > 0)
+    blocks = footprint.blocks(info, limits)
+    return _described(
+        info,
+        code="transformers" if choice.model is None else "native",
+        reason=choice.reason,
+        blocks=blocks,
+        quantization=None if quantization is None else quantization.label,
+        memory={
+            "device": target.memory,
+            "usable": footprint.memory,
+            "weights": footprint.weights,
+            "states": footprint.states,
+            "largest_step": footprint.largest_step,
+            "kv_cache_left": footprint.cache,
+            "kv_cache_token": footprint.token,
+        },
+    )
+
+
+def _check_tensorrt_llm(config: CheckConfig) -> dict[str, Any]:
+    from text_generation_shard.engines.tensorrt_llm.build import read_model
+
+    found = read_model(config)
+    weights = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
+    return {
+        "engine": "tensorrt-llm",
+        "code": found.folder.kind.value,
+        "reason": "TensorRT-LLM's own",
+        "model_type": "" if found.model is None else found.model.model_type,
+        "dtype": config.dtype or ("" if found.model is None else found.model.dtype),
+        "max_sequence_length": None if found.model is None else found.model.max_sequence_length,
+        "memory": {"weights": weights // config.tensor_parallel} if weights else None,
+    }
+
+
+def _described(
+    info: EngineInfo,
+    *,
+    code: str,
+    reason: str,
+    blocks: int | None,
+    quantization: str | None = None,
+    memory: Mapping[str, int | None] | None = None,
+) -> dict[str, Any]:
+    return {
+        "engine": info.engine,
+        "code": code,
+        "reason": reason,
+        "model_type": info.model_type,
+        "dtype": info.dtype,
+        "device": info.device,
+        "quantization": quantization,
+        "max_sequence_length": info.max_sequence_length,
+        "max_slots": info.max_slots,
+        "block_size": info.block_size,
+        "blocks": blocks,
+        "memory": memory,
+        "description": info_to_pb(info, 0, 1).SerializeToString().hex(),
+    }
+
+
+def main() -> None:
+    """Check the model of the command line; print facts, or the reason of a refusal, as one line of JSON."""
+    config = parse_config(CheckConfig)
+    configure_logging(config, "check")
+    try:
+        found = check(config)
+    except EngineError as error:
+        found = {"refused": str(error)}
+    print_to_end(f"{json.dumps(found)}\n")
+    sys.exit(ExitCode.FAILED if "refused" in found else ExitCode.STOPPED)
+
+
+if __name__ == "__main__":
+    main()
