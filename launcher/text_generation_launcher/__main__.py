@@ -32,6 +32,8 @@ def main() -> None:
     if argv[:1] == ["completion"]:
         _print_completion(argv[1:])
         return
+    if argv[:1] == ["check"]:
+        sys.exit(_check(argv[1:]))
     only_env = argv[:1] == ["env"]
     config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
     configure_logging(config, "launcher")
@@ -70,6 +72,16 @@ def _print_config(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCod
         return log_start_error(error)
     print_config(processes, json_output=config.json_output)
     return ExitCode.STOPPED
+
+
+def _check(arguments: list[str]) -> ExitCode:
+    from text_generation_launcher.check import check, check_command
+
+    config = check_command(arguments, os.environ)
+    configure_logging(config, "check")
+    environ = dict(os.environ)
+    erase({name for name in environ if is_secret(name)})
+    return asyncio.run(check(config, environ))
 
 
 def _print_completion(arguments: list[str]) -> None:

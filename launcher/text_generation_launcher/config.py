@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, TypeVar
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
@@ -243,17 +243,25 @@ class LauncherConfig(
         return self.parts != "router" and self.engine != "echo" and self.load_format != "dummy"
 
 
+Settings = TypeVar("Settings", bound=LauncherConfig)
+
+
 def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> LauncherConfig:
     """Return the launcher's settings. Invalid ones: one line on standard error and exit code USAGE."""
+    return read_settings(LauncherConfig, argv, environ)
+
+
+def read_settings(config: type[Settings], argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Return the settings of the launcher or of one of its commands. Invalid ones: one line on standard error and exit code USAGE."""
     for name in sorted(UNSUPPORTED):
         flag = f"--{name.replace('_', '-')}"
         instead = f"; {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
-            exit_with_usage_error(LauncherConfig, f"{flag} is a flag of TGI's that this server does not have{instead}")
+            exit_with_usage_error(config, f"{flag} is a flag of TGI's that this server does not have{instead}")
         if environ.get(name.upper()):
             # Ignoring it would be worse: with KV_CACHE_DTYPE unnoticed, the cache takes twice the memory.
             exit_with_usage_error(
-                LauncherConfig,
+                config,
                 f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it{instead}",
             )
     given = {word.partition("=")[0] for word in argv}
@@ -266,7 +274,7 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     if port := environ.get("AIP_HTTP_PORT"):  # set by Vertex AI
         variables["port"] = "AIP_HTTP_PORT"
         argv = [*argv, "--port", port]
-    return parse_config(LauncherConfig, argv, variables)
+    return parse_config(config, argv, variables)
 
 
 def child_settings(config: LauncherConfig, child: type[ProcessConfig]) -> dict[str, object]:

@@ -5,24 +5,29 @@ A download that was killed is continued by the next one.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import structlog
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    SafetensorsParsingError,
 )
 from huggingface_hub.utils.tqdm import tqdm
 
@@ -58,6 +63,8 @@ class DownloadConfig(ChildConfig, cli_prog_name="text_generation_launcher.downlo
     """Download the weights too."""
     engines: bool = False
     """Accept compiled engines instead of weights."""
+    headers_folder: str = ""
+    """Folder for the small files and, instead of the weights, files of their sizes with nothing but their headers."""
     result_fd: int
     """File descriptor that the path is written to."""
 
@@ -86,6 +93,8 @@ class _Progress(tqdm):
 
 def fetch(config: DownloadConfig) -> Path:
     """Download the model and return its folder. Raises DownloadError."""
+    if config.headers_folder:
+        return fetch_headers(config, Path(config.headers_folder))
     weight_patterns = (*WEIGHTS, *(ENGINES if config.engines else ())) if config.weights else ()
     try:
         folder = Path(
@@ -105,6 +114,41 @@ def fetch(config: DownloadConfig) -> Path:
             f"{config.model_id} has no {' or '.join(weight_patterns)} weights; no other format is supported"
         )
     return folder
+
+
+def fetch_headers(config: DownloadConfig, folder: Path) -> Path:
+    """Fill `folder` with copies of the small files and, for the weights, with files that have only headers."""
+    small = fetch(config.model_copy(update={"headers_folder": "", "weights": False}))
+    for path in small.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            shutil.copyfile(path, folder / path.name)
+    if config.weights:
+        try:
+            metadata = HfApi().get_safetensors_metadata(config.model_id, revision=config.revision)
+        except (
+            HfHubHTTPError,
+            OfflineModeIsEnabled,
+            NotASafetensorsRepoError,
+            SafetensorsParsingError,
+            OSError,
+        ) as error:
+            raise DownloadError(_reason(error, config)) from error
+        for name, file in metadata.files_metadata.items():
+            write_header(folder / Path(name).name, file.tensors)
+    return folder
+
+
+def write_header(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Write a safetensors file of the right size with its header. The rest is a hole, which takes no space."""
+    header = json.dumps(
+        {
+            name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": list(tensor.data_offsets)}
+            for name, tensor in tensors.items()
+        }
+    ).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0))
 
 
 def _reason(error: Exception, config: DownloadConfig) -> str:

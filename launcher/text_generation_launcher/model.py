@@ -38,6 +38,16 @@ async def resolve_model(
     return await _resolve(config.model_id, flags, config, environ, stop, lifeline_fd)
 
 
+async def resolve_headers(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: int, folder: Path) -> Path:
+    """Return `folder`, with the small files of a model of the hub and the headers of its weights. Raises ModelError."""
+    flags = (
+        "--weights" if config.needs_weights else "--no-weights",
+        f"--headers-folder={folder}",
+        *((f"--revision={config.revision}",) if config.revision else ()),
+    )
+    return await _resolve(config.model_id, flags, config, environ, GracefulShutdown(reloads=False), lifeline_fd)
+
+
 async def resolve_adapters(
     config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, lifeline_fd: int
 ) -> str:

@@ -169,7 +169,7 @@ def parse_config(
     try:
         parsed = CliApp.run(config, cli_args=argv, cli_settings_source=source)
     except ValidationError as error:
-        exit_with_usage_error(config, "; ".join(_message(detail) for detail in error.errors()))
+        exit_with_usage_error(config, "; ".join(_message(config, detail) for detail in error.errors()))
     except SettingsError as error:
         exit_with_usage_error(config, str(error).removeprefix("error parsing CLI: "))
     from_environment = _Environment(config, config.without_variable())()
@@ -221,10 +221,11 @@ def exit_with_usage_error(config: type[ProcessConfig], message: str) -> NoReturn
     raise SystemExit(int(ExitCode.USAGE))
 
 
-def _message(error: ErrorDetails) -> str:
+def _message(config: type[ProcessConfig], error: ErrorDetails) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
         return message
     name = str(error["loc"][0])
     given = "" if is_secret(name) else f", not {error['input']!r}"
-    return f"--{name.replace('_', '-')} (or {name.upper()}): {message}{given}"
+    variable = "" if name in config.without_variable() else f" (or {name.upper()})"
+    return f"--{name.replace('_', '-')}{variable}: {message}{given}"

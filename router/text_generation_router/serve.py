@@ -64,7 +64,7 @@ async def serve(config: RouterConfig) -> ExitCode:
     signals = StopSignals()
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
-        templates = _load_templates(config)
+        templates = load_templates(config)
     except (TokenizerError, ChatTemplateError) as error:
         raise CannotServe(str(error)) from error
     tracer = start_tracing(config, "text-generation-inference.router", f"router-{os.getpid()}", VERSION)
@@ -147,7 +147,7 @@ def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
     )
 
 
-def _load_templates(config: RouterConfig) -> ChatTemplates:
+def load_templates(config: RouterConfig) -> ChatTemplates:
     """Load the chat templates. Raises ChatTemplateError."""
     return ChatTemplates.load(
         Path(config.model_path),

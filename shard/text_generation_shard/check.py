@@ -16,26 +16,15 @@ from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.logs import configure_logging
 from text_generation_proto.settings import parse_config, print_to_end
 from text_generation_proto.values import WarmUpLimits
-from text_generation_shard.config import ShardConfig, choose_engine
+from text_generation_shard.config import ShardCheckConfig, choose_engine
 from text_generation_shard.convert import info_to_pb
 from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines import both_errors, build_engine, check_transformers, choose_code, has_gpu
 
 
-class CheckConfig(ShardConfig, cli_prog_name="text_generation_shard.check"):
-    """Check a shard's model and print the result as JSON."""
-
-    gpu_memory: int = 0
-    """Bytes of memory of the GPUs to plan for; 0: those that are there."""
-    max_batch_prefill_tokens: int = 0
-    """Most prompt tokens of a step; 0: what the engine suggests."""
-    max_batch_total_tokens: int = 0
-    """Tokens of KV cache; 0: as many as fit."""
-
-
-def check(config: CheckConfig) -> dict[str, Any]:
+def check(config: ShardCheckConfig) -> dict[str, Any]:
     """Return the facts of the model as JSON values. Raises EngineError with the reason why it would be refused."""
-    name = choose_engine(config.engine, has_gpu=has_gpu(config) or config.gpu_memory > 0)
+    name = choose_engine(config.engine, has_gpu=has_gpu(config) or (config.memory > 0 and config.device != "cpu"))
     if name == "echo":
         return _described(build_engine(config).info, code="echo", reason="--engine echo", blocks=config.echo_blocks)
     if name == "tensorrt-llm":
@@ -43,17 +32,19 @@ def check(config: CheckConfig) -> dict[str, Any]:
     return _check_torch(config)
 
 
-def _check_torch(config: CheckConfig) -> dict[str, Any]:
+def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
     choice = choose_code(config)
     if choice.model is None:
         check_transformers(config)
     import torch
 
     from text_generation_shard.engines.torch.footprint import native_footprint, transformers_footprint
-    from text_generation_shard.engines.torch.huggingface.build import prepare_for_transformers
     from text_generation_shard.engines.torch.prepare import Target, prepare
 
-    target = Target(torch.device("cuda", 0), config.gpu_memory) if config.gpu_memory else Target.of(config)
+    if config.memory:
+        target = Target(torch.device("cpu" if config.device == "cpu" else "cuda"), config.memory)
+    else:
+        target = Target.of(config)
     limits = WarmUpLimits(
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         max_batch_total_tokens=config.max_batch_total_tokens,
@@ -63,6 +54,8 @@ def _check_torch(config: CheckConfig) -> dict[str, Any]:
         footprint = native_footprint(config, native, limits)
         info, quantization = native.info, choice.model.quantization
     else:
+        from text_generation_shard.engines.torch.huggingface.build import prepare_for_transformers
+
         try:
             foreign = prepare_for_transformers(config, target)
             footprint = transformers_footprint(config, foreign, limits)
@@ -89,7 +82,7 @@ def _check_torch(config: CheckConfig) -> dict[str, Any]:
     )
 
 
-def _check_tensorrt_llm(config: CheckConfig) -> dict[str, Any]:
+def _check_tensorrt_llm(config: ShardCheckConfig) -> dict[str, Any]:
     from text_generation_shard.engines.tensorrt_llm.build import read_model
 
     found = read_model(config)
@@ -97,7 +90,7 @@ def _check_tensorrt_llm(config: CheckConfig) -> dict[str, Any]:
     return {
         "engine": "tensorrt-llm",
         "code": found.folder.kind.value,
-        "reason": "TensorRT-LLM's own",
+        "code_reason": "TensorRT-LLM's own",
         "model_type": "" if found.model is None else found.model.model_type,
         "dtype": config.dtype or ("" if found.model is None else found.model.dtype),
         "max_sequence_length": None if found.model is None else found.model.max_sequence_length,
@@ -117,7 +110,7 @@ def _described(
     return {
         "engine": info.engine,
         "code": code,
-        "reason": reason,
+        "code_reason": reason,
         "model_type": info.model_type,
         "dtype": info.dtype,
         "device": info.device,
@@ -133,7 +126,7 @@ def _described(
 
 def main() -> None:
     """Check the model of the command line; print facts, or the reason of a refusal, as one line of JSON."""
-    config = parse_config(CheckConfig)
+    config = parse_config(ShardCheckConfig)
     configure_logging(config, "check")
     try:
         found = check(config)

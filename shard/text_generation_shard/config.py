@@ -183,6 +183,22 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
         return shard_name(self.replica, self.rank, self.world_size)
 
 
+class ShardCheckConfig(ShardConfig, cli_prog_name="text_generation_shard.check"):
+    """Check a shard's model and print the result as JSON."""
+
+    topics: ClassVar[Mapping[Topic, str]] = {
+        Topic.SHARD: "memory",
+        Topic.BATCHING: "max_batch_prefill_tokens max_batch_total_tokens",
+    }
+
+    memory: NonNegativeInt = 0
+    """Bytes of memory of the device to plan for; 0: that of the device that is there."""
+    max_batch_prefill_tokens: NonNegativeInt = 0
+    """Most prompt tokens of a step; 0: what the engine suggests."""
+    max_batch_total_tokens: NonNegativeInt = 0
+    """Tokens of KV cache; 0: as many as fit."""
+
+
 def shard_name(replica: int, rank: int, world_size: int) -> str:
     """Return `shard-0` if a replica is one shard, else `shard-0-rank-1`."""
     return f"shard-{replica}" if world_size == 1 else f"shard-{replica}-rank-{rank}"

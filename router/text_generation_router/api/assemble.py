@@ -14,6 +14,7 @@ from text_generation_router.api.core.settings import Settings
 from text_generation_router.chat.parsers import FORMATS, NAMES, detect_format, detect_reasoning
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
+from text_generation_router.config import RouterConfig
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import Metrics
 from text_generation_router.preparation import Preparation
@@ -49,11 +50,20 @@ async def assemble(
         await running.enter_async_context(pool)
         preparer = RequestPreparer(pool, settings.limits, metrics, grammars, grammar_kinds)
         serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings, stage)
-        template = "\n".join(templates.sources.values())
-        special = frozenset(tokenizer.special_texts.values())
-        chosen = config.tool_call_parser
-        call_format = detect_format(template, special) if chosen == "auto" else NAMES[chosen]
-        if chosen == "auto" and not (templates.using_tools or FORMATS[call_format].has_channels):
-            call_format = "json"  # the prompt asks for it
-        reasoning = detect_reasoning(template, special) if config.split_reasoning else None
+        call_format = find_call_format(config, templates, tokenizer)
+        reasoning = detect_reasoning(*_marks(templates, tokenizer)) if config.split_reasoning else None
         yield serving, ChatPreparer(serving, renderer, call_format=call_format, reasoning=reasoning)
+
+
+def find_call_format(config: RouterConfig, templates: ChatTemplates, tokenizer: Tokenizer) -> str:
+    """Return the format of the model's tool calls: that of the settings, else the one that its template shows."""
+    if config.tool_call_parser != "auto":
+        return NAMES[config.tool_call_parser]
+    found = detect_format(*_marks(templates, tokenizer))
+    # Without them, the prompt asks for JSON.
+    return found if templates.using_tools or FORMATS[found].has_channels else "json"
+
+
+def _marks(templates: ChatTemplates, tokenizer: Tokenizer) -> tuple[str, frozenset[str]]:
+    """Return the texts of all templates, and the special tokens."""
+    return "\n".join(templates.sources.values()), frozenset(tokenizer.special_texts.values())

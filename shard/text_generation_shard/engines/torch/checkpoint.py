@@ -81,7 +81,7 @@ def _mapped(path: Path, names: list[str]) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise _unreadable(path, error) from None
 
 
@@ -102,7 +102,7 @@ def _files(folder: Path) -> dict[str, Path]:
         try:
             with safe_open(path, framework="pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
             raise _unreadable(path, error) from None
     return files
 

@@ -1,0 +1,230 @@
+"""`text-generation-launcher check MODEL`: what would be served, how, with how much memory, or why not.
+
+The functions are those of a start, up to the point where weights are read: the launcher's plan, the shard's choice of engine and
+code in a process of its own, the router's tokenizer, chat template and limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator
+
+from text_generation_launcher.config import LauncherConfig, read_settings
+from text_generation_launcher.devices import Devices
+from text_generation_launcher.launch import START_ERRORS, check_settings, devices_for_shards, local_cpus
+from text_generation_launcher.model import local_folder, resolve_headers
+from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, count_shards, make_plan
+from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.lifeline import open_lifeline
+from text_generation_proto.settings import print_to_end
+from text_generation_proto.topics import Topic
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.api.assemble import find_call_format
+from text_generation_router.chat.template_files import ChatTemplateError
+from text_generation_router.config import RouterConfig
+from text_generation_router.serve import check_honoured, load_templates, resolve_limits
+from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
+from text_generation_shard.config import ShardCheckConfig
+
+
+def parse_size(text: str) -> str:
+    """Check a size such as 80GiB. Raises ValueError."""
+    size_in_bytes(text)
+    return text
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes that a text such as 80GiB, 80G or 0.5TiB names; 0 for an empty text. Raises ValueError."""
+    if not text:
+        return 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", text)
+    # Powers of two, as the memory of GPUs is given.
+    size = int(float(found[1]) * (1 << 10 * " KMGT".index(found[2] or " "))) if found else 0
+    if size <= 0:
+        raise ValueError("expected a size such as 80GiB")
+    return size
+
+
+class LauncherCheckConfig(LauncherConfig, cli_prog_name="text-generation-launcher check"):
+    """Print what would be served, by which engine and code, with how much memory, or why not. Nothing is loaded."""
+
+    flag_only: ClassVar[frozenset[str]] = frozenset({"memory"})
+    topics: ClassVar[Mapping[Topic, str]] = {Topic.MODEL: "memory"}
+    usages: ClassVar[Sequence[str]] = ("MODEL [--json] [--memory 80GiB] [flags of a start]",)
+
+    memory: Annotated[str, AfterValidator(parse_size)] = ""
+    """Memory of each GPU to plan for, such as 80GiB; with --device cpu that of the machine. Default: what is there. A flag only."""
+
+
+def check_command(arguments: Sequence[str], environ: Mapping[str, str]) -> LauncherCheckConfig:
+    """Return the settings of `check MODEL [flags]`; --json stands for --json-output."""
+    argv = [argument for argument in arguments if argument != "--json"]
+    if argv and not argv[0].startswith("-"):
+        argv = [f"--model-id={argv[0]}", *argv[1:]]
+    if "--json" in arguments:
+        argv.append("--json-output")
+    return read_settings(LauncherCheckConfig, argv, environ)
+
+
+async def check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> ExitCode:
+    """Check the model, print the result and return the exit code: FAILED if the model would be refused."""
+    try:
+        found = await _check(config, environ)
+    except (*START_ERRORS, TokenizerError, ChatTemplateError) as error:
+        found = {"model": config.model_id, "served": False, "reason": str(error)}
+    print_to_end(f"{json.dumps(found)}\n" if config.json_output else "\n".join(_lines(found)) + "\n")
+    return ExitCode.STOPPED if found["served"] else ExitCode.FAILED
+
+
+async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+    devices = await devices_for_shards(config, environ)
+    if config.memory and config.device != "cpu":
+        wanted = count_shards(config, replace(devices, count=max(devices.count, 1))) * config.num_replicas
+        devices = replace(devices, count=wanted, name=f"GPU of {config.memory}")
+    checked = check_settings(config, environ, devices)
+    with tempfile.TemporaryDirectory(prefix="text-generation-check-") as temporary:
+        folder = local_folder(config.model_id)
+        if folder is None:
+            with open_lifeline() as lifeline_fd:
+                folder = await resolve_headers(config, environ, lifeline_fd, Path(temporary))
+        context = LaunchContext(
+            devices, local_cpus(), folder, Path(temporary), lifeline_fd=-1, log_drops_fd=-1, environ=environ
+        )
+        plan = make_plan(checked, context)
+        model = await _check_shard(config, plan) if plan.shards else None
+        found = {
+            "model": config.model_id,
+            "served": True,
+            "engine": checked.engine if plan.shards else None,
+            "engine_reason": _engine_reason(config, checked, devices),
+            "shards": count_shards(checked, devices),
+            "replicas": config.num_replicas,
+            "device": devices.name or ("GPU" if devices.count and config.device != "cpu" else "CPU"),
+        }
+        if plan.router is not None:
+            assert isinstance(plan.router.config, RouterConfig)
+            found |= _check_router(plan.router.config, model)
+    if model is not None:
+        found = {name: value for name, value in model.items() if name != "description"} | found
+    return found
+
+
+async def _check_shard(config: LauncherCheckConfig, plan: LaunchPlan) -> dict[str, Any]:
+    """Return what a shard finds out in a process of its own, which may import PyTorch. Raises CannotServe."""
+    shard = plan.shards[0]
+    settings = shard.config.model_dump() | {
+        "json_output": False,
+        "memory": size_in_bytes(config.memory),
+        "max_batch_prefill_tokens": config.max_batch_prefill_tokens or 0,
+        "max_batch_total_tokens": config.max_batch_total_tokens or 0,
+    }
+    process = await asyncio.create_subprocess_exec(
+        *child_argv("text_generation_shard.check", ShardCheckConfig.of(**settings)),
+        env=shard.env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    try:
+        found: dict[str, Any] = json.loads(output)
+    except ValueError:
+        raise CannotServe(f"the check of the engine ended with exit code {process.returncode}") from None
+    if "refused" in found:
+        raise CannotServe(found["refused"])
+    return found
+
+
+def _check_router(config: RouterConfig, model: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what the router finds out. Raises CannotServe, TokenizerError, ChatTemplateError."""
+    tokenizer, templates = Tokenizer.load(Path(config.model_path)), load_templates(config)
+    found: dict[str, Any] = {
+        "chat_template": sorted(templates.sources),
+        "tools_in_template": bool(templates.using_tools),
+        "tool_call_parser": find_call_format(config, templates, tokenizer),
+    }
+    if model is not None and model.get("blocks") is not None:
+        info = pb.InfoResponse.FromString(bytes.fromhex(model["description"]))
+        replica = ReplicaInfo(info, pb.WarmUpResponse(num_blocks=model["blocks"], block_size=model["block_size"]))
+        check_honoured(config, replica)
+        limits = resolve_limits(config, replica)
+        tokens = model["blocks"] * model["block_size"]
+        found |= {
+            "max_input_tokens": limits.max_input_tokens,
+            "max_total_tokens": limits.max_total_tokens,
+            "kv_cache_tokens": tokens,
+            "full_streams": min(tokens // limits.max_total_tokens, model["max_slots"]),
+        }
+    return found
+
+
+def _engine_reason(config: LauncherConfig, checked: LauncherConfig, devices: Devices) -> str:
+    if config.engine != "auto":
+        return f"--engine {config.engine}"
+    if checked.engine == "tensorrt-llm":
+        return "it is installed, and there is a GPU"
+    return "TensorRT-LLM is not installed" if devices.count and config.device != "cpu" else "no GPU is used"
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["served"]:
+        yield f"{found['model']} would be refused: {found['reason']}"
+        return
+    yield f"{found['model']} would be served."
+    for name, text in _rows(found):
+        yield f"  {name:14}{text}"
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if found["engine"] is not None:
+        yield "engine", f"{found['engine']} ({found['engine_reason']})"
+        yield "code", f"{found['code']} ({found['code_reason']})"
+        kind = " ".join(filter(None, (found["model_type"], found["dtype"])))
+        yield "model", f"{kind}, quantization: {found.get('quantization') or 'none'}"
+        yield "devices", f"{found['replicas']} × {found['shards']} × {found['device']} (replicas × shards × device)"
+    if "chat_template" in found:
+        templates = ", ".join(found["chat_template"]) or "none: the model cannot chat"
+        tools = "reads tools" if found["tools_in_template"] else "does not read tools: they are put into the prompt"
+        yield "chat", f"template: {templates}" + (f"; {tools}" if found["chat_template"] else "")
+        yield "tool calls", f"parser {found['tool_call_parser']}"
+    if found.get("max_sequence_length"):
+        served = f"; served: {found['max_total_tokens']:,}" if "max_total_tokens" in found else ""
+        yield "context", f"{found['max_sequence_length']:,} tokens{served}"
+    yield from _memory_rows(found, found.get("memory") or {})
+
+
+def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
+    if weights := memory.get("weights"):
+        yield "weights", f"{_gib(weights)} on each device"
+    if usable := memory.get("usable"):
+        yield "memory", f"{_gib(usable)} of {_gib(memory['device'] or 0)} may be used on each device"
+        yield (
+            "largest step",
+            f"about {_gib(memory['largest_step'] or 0)}, with graphs and libraries; the start measures it",
+        )
+    if states := memory.get("states"):
+        yield "states", f"{_gib(states)} for the layers with a state of {found['max_slots']} sequences"
+    if token := memory.get("kv_cache_token"):
+        yield "KV cache", f"{token:,} bytes a token on each device; about {_gib(memory['kv_cache_left'] or 0)} are left"
+    elif memory:
+        yield "KV cache", "its size is known once the model is loaded"
+    if "kv_cache_tokens" in found:
+        yield (
+            "capacity",
+            (
+                f"about {found['kv_cache_tokens']:,} tokens: {found['full_streams']:,} streams of {found['max_total_tokens']:,} tokens, "
+                f"at most {found['max_slots']:,} shorter ones, in each replica"
+            ),
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB"
