@@ -18,10 +18,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator
 
 from text_generation_launcher.config import LauncherConfig, read_settings
+from text_generation_launcher.counts import count_shards
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.launch import START_ERRORS, check_settings, devices_for_shards, local_cpus
 from text_generation_launcher.model import local_folder, resolve_headers
-from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, count_shards, make_plan
+from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, make_plan
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import open_lifeline
 from text_generation_proto.settings import print_to_end

@@ -84,16 +84,18 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
 
 def _check_tensorrt_llm(config: ShardCheckConfig) -> dict[str, Any]:
     from text_generation_shard.engines.tensorrt_llm.build import read_model
+    from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel
 
     found = read_model(config)
+    model = found.model
     weights = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
     return {
         "engine": "tensorrt-llm",
         "code": found.folder.kind.value,
-        "code_reason": "TensorRT-LLM's own",
-        "model_type": "" if found.model is None else found.model.model_type,
-        "dtype": config.dtype or ("" if found.model is None else found.model.dtype),
-        "max_sequence_length": None if found.model is None else found.model.max_sequence_length,
+        "code_reason": "the kind of the folder",
+        "model_type": model.model_type if isinstance(model, HuggingFaceModel) else "",
+        "dtype": config.dtype or model.dtype,
+        "max_sequence_length": model.max_sequence_length if isinstance(model, HuggingFaceModel) else model.max_seq_len,
         "memory": {"weights": weights // config.tensor_parallel} if weights else None,
     }
 
