@@ -183,11 +183,17 @@ test-ray: $(STAMP) ## Start shards in a Ray cluster of two nodes and lose an act
 test-trtllm: model ## Install the recipes of docs/tensorrt-llm.md in empty environments and serve a grammar, with a stand-in
 	$(BIN)/pytest tests/deploy/test_trtllm_recipes.py $(PYTEST_ARGS)
 
+UV := .cache/uv/bin/uv
+
+.PHONY: uv
+uv: ## Install uv, which locks requirements and makes the environments of client libraries for the tests
+	@test -x $(UV) || { $(PYTHON) -m venv .cache/uv \
+		&& .cache/uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9; } \
+		|| echo "uv: uv cannot be installed: the client libraries are not tested"
+
 .PHONY: lock
-lock: ## Generate deploy/container/requirements*.txt, with hashes, from pyproject.toml and constraints.txt
-	@test -x .cache/uv/bin/uv || { $(PYTHON) -m venv .cache/uv \
-		&& .cache/uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9; }
-	$(PYTHON) scripts/lock_requirements.py .cache/uv/bin/uv
+lock: uv ## Generate deploy/container/requirements*.txt, with hashes, from pyproject.toml and constraints.txt
+	$(PYTHON) scripts/lock_requirements.py $(UV)
 
 # Longer, or another sample: make chaos MINUTES=60 SEED=7. One case: make chaos ARGS="--only SIGKILL/shard/decode".
 MINUTES ?= 10

@@ -1,0 +1,50 @@
+"""Environments of client libraries, each with a pinned version, in .cache/clients."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(__file__).parents[2] / ".cache"
+UV = CACHE / "uv" / "bin" / "uv"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The packages of an environment."""
+
+    name: str
+    pins: Sequence[str]
+    python: str = sys.executable
+    without: Sequence[str] = ()
+    """Packages that the others require but do not need here."""
+
+    def installed(self) -> Path:
+        """Install the packages, unless they are; return the folder of their commands. Skip the test where that fails."""
+        folder = CACHE / "clients" / self.name
+        stamp, digest = folder / "pins", hashlib.sha256(repr(self).encode()).hexdigest()
+        if not stamp.is_file() or stamp.read_text() != digest:
+            if not UV.is_file():
+                pytest.skip("uv is not installed: `make uv`")
+            self._run("venv", "--clear", "--no-python-downloads", "--python", self.python, str(folder))
+            overrides = folder / "overrides"
+            overrides.write_text("".join(f"{name}; python_version < '3'\n" for name in self.without))
+            python = str(folder / "bin" / "python")
+            self._run("pip", "install", "--python", python, "--overrides", str(overrides), *self.pins)
+            stamp.write_text(digest)
+        return folder / "bin"
+
+    def _run(self, *args: str) -> None:
+        command = [str(UV), "--cache-dir", str(CACHE / "uv" / "cache"), *args]
+        pythons = [os.environ["PATH"], *map(str, (Path.home() / ".pyenv" / "versions").glob("*/bin"))]
+        environ = os.environ | {"PATH": os.pathsep.join(pythons)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            pytest.skip(f"the environment of {self.name} cannot be installed: {done.stderr.strip()}")
