@@ -82,9 +82,9 @@ class RouterSettings(SharedSettings, ShardAccess):
     topics: ClassVar[Mapping[Topic, str]] = {
         Topic.MODEL: "model_id served_model_name revision tokenizer_config_path chat_template tool_call_parser split_reasoning",
         Topic.REPLICAS: "dispatch max_request_moves shards peers peer_name shard_connect_timeout",
-        Topic.HTTP: "hostname port management_port api_key api_keys_file open_metrics cors_allow_origin payload_limit "
-        "max_connections max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout compute_type "
-        "docker_label aip_predict_route aip_health_route",
+        Topic.HTTP: "hostname port management_port api_key api_keys_file open_metrics dashboard cors_allow_origin "
+        "payload_limit max_connections max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout "
+        "compute_type docker_label aip_predict_route aip_health_route",
         Topic.REQUESTS: "max_input_tokens max_total_tokens max_best_of max_stop_sequences max_top_n_tokens "
         "max_client_batch_size disable_grammar_support token_logprobs enable_prefill_logprobs",
         Topic.QUEUE: "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights max_priority "
@@ -197,6 +197,8 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Additional path for health checks; Vertex AI sets AIP_HEALTH_ROUTE."""
     docker_label: str = ""
     """Name of the build, shown by /info."""
+    dashboard: bool = True
+    """Serve a page for operators at /dashboard."""
     cors_allow_origin: CommaList = ()
     """Origins allowed by CORS; default: any."""
     compute_type: str = "gpu+optimized"

@@ -46,7 +46,10 @@ async def test_every_route_but_the_probes_needs_a_key(stack: Stack) -> None:
                 else:
                     probes.add((method, path))
     health = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
-    assert probes == {("get", path) for path in ("/", "/ping", *health, "/v2/models/{name}/versions/{version}/ready")}
+    pages = ("/dashboard",)  # without anything of this server
+    assert probes == {
+        ("get", path) for path in ("/", "/ping", *health, *pages, "/v2/models/{name}/versions/{version}/ready")
+    }
 
 
 @pytest.mark.parametrize(

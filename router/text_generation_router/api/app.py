@@ -14,6 +14,7 @@ from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
 from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.dashboard import DashboardRoutes
 from text_generation_router.api.document.page import DocsRoutes
 from text_generation_router.api.http.body_reader import BODIES, BodyReader
 from text_generation_router.api.http.gate import Gate
@@ -61,6 +62,8 @@ def create_app(
             settings,
         ),
     ]
+    if settings.config.dashboard:
+        table += DashboardRoutes(serving, info.engine, info.dtype, info.device_type).routes()
     docs = DocsRoutes()
     table += docs.routes()
     docs.describe(table, settings, generations=serving.permits.limit, vocabulary=serving.tokenizer_pool.vocabulary)
@@ -68,12 +71,12 @@ def create_app(
     app = web.Application(client_max_size=settings.config.payload_limit)
     app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s, serving.stage)
     rows = add_routes(app, table)
-    probes = [added for added, route in rows.items() if route.probe]
     gate = Gate([added for added, route in rows.items() if route.probe or route.always], serving.cluster)
     spans = None if tracer is None else RequestSpans(tracer, settings.model_id)
-    cors = Cors(settings.config.cors_allow_origin)
+    keyless = [added for added, route in rows.items() if route.probe or route.public]
+    cors = Cors(settings.config.cors_allow_origin, [added for added, route in rows.items() if route.same_origin])
     app.middlewares.extend(
-        [answering(metrics, spans), gate.middleware(), cors.middleware(), settings.api_keys.middleware(probes)]
+        [answering(metrics, spans), gate.middleware(), cors.middleware(), settings.api_keys.middleware(keyless)]
     )
     app.on_response_prepare.extend([end_preparation, cors.add_headers, add_request_id, gate.close_connection])
     return app

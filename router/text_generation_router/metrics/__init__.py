@@ -7,6 +7,7 @@
                 ◄── scheduler  queue, slots, KV blocks, replicas               read when scraped
                 ◄── logs       log lines that were not written                 read when scraped
                 ◄── further    the names of vLLM and TensorRT-LLM for these    read when scraped
+    errors         the last errors, for the dashboard                          updated by api/http/record.py
 
 To add a metric, add its instrument to the registry, in one of these modules, and update it at the call site. Nothing is
 counted per token: the cost is per step or per request.
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from text_generation_router.metrics.connections import ConnectionMetrics
+from text_generation_router.metrics.errors import RecentErrors
 from text_generation_router.metrics.further import add_further_names
 from text_generation_router.metrics.instruments import Reading, Readings, Registry
 from text_generation_router.metrics.logs import DroppedLogLines
@@ -46,6 +48,7 @@ class Metrics:
         self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
         self.steps = StepMetrics(self._registry)
         self.connections = ConnectionMetrics(self._registry)
+        self.errors = RecentErrors()
         self._registry.add(SchedulerMetrics(scheduler))
         self._registry.add(DroppedLogLines(log_drops_fd))
 

@@ -72,6 +72,10 @@ class GpuMetrics:
             if _UUID.fullmatch(state.uuid)
         ]
 
+    def states(self, replica: int) -> list[pb.GpuState]:
+        """The last states of a replica's GPUs."""
+        return [state for _, state in self._states.get(replica, ())]
+
     def remove(self, replica: int) -> None:
         """Forget the GPUs of a replica."""
         self._states.pop(replica, None)

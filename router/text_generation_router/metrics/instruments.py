@@ -155,6 +155,16 @@ class Buckets:
             f"{name}_sum{braces} ",
         )
 
+    @property
+    def bounds(self) -> Sequence[float]:
+        """The upper bounds of all buckets but the last, which has none."""
+        return self._bounds
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """The observations in each bucket."""
+        return self._counts
+
     def observe(self, value: float, count: int = 1) -> None:
         """Add `count` observations of the same value. Upper bounds are inclusive."""
         self._counts[bisect_left(self._bounds, value)] += count

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from text_generation_proto.values import FinishReason
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.errors import ServingError, error_classes
-from text_generation_router.metrics.instruments import DURATION_BUCKETS, Counter, Histogram, Registry, token_buckets
+from text_generation_router.metrics.instruments import (
+    DURATION_BUCKETS,
+    Buckets,
+    Counter,
+    Histogram,
+    Registry,
+    token_buckets,
+)
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
@@ -91,7 +98,7 @@ class RequestMetrics:
             )
         )
         self._started = counter("text_generation_requests_started_total", "Generations requested")
-        self._finished = counter(
+        self.finished = counter(
             "text_generation_requests_finished_total",
             "Generations that ended, by reason; refused ones never reached the queue",
             "reason",
@@ -102,6 +109,11 @@ class RequestMetrics:
             "Generations whose client left before the response was complete",
         )
 
+    @property
+    def first_token_times(self) -> Buckets:
+        """The counts of times to first token, for the dashboard."""
+        return self.first_token_seconds.of()
+
     def started(self) -> None:
         """Count a requested generation."""
         self._count.add()
@@ -110,7 +122,7 @@ class RequestMetrics:
     def succeeded(self, spent: Spent, reason: FinishReason, trace_id: str = "") -> None:
         """Count a generation that succeeded; `trace_id` if it is traced."""
         self._success.add()
-        self._finished.add(reason.value)
+        self.finished.add(reason.value)
         self._total.observe(spent.total_s, trace_id=trace_id)
         self._validation.observe(spent.validation_s, trace_id=trace_id)
         self._queue.observe(spent.queue_s, trace_id=trace_id)
@@ -123,6 +135,6 @@ class RequestMetrics:
     def failed(self, error: type[ServingError]) -> None:
         """Count a generation that failed."""
         self._failure.add(error.metric_label)
-        self._finished.add(error.outcome.value)
+        self.finished.add(error.outcome.value)
         if error.outcome is Outcome.CANCELLED:
             self._cancelled.add()

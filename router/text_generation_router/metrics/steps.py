@@ -86,15 +86,15 @@ class StepMetrics:
         self._skipped = registry.add(
             Histogram("tgi_request_skipped_tokens", "Tokens per sequence and step beyond one", SKIPPED_TOKENS_BUCKETS)
         )
-        self._gap_seconds = registry.add(
+        self.token_gaps = registry.add(
             Histogram(
                 "text_generation_inter_token_seconds",
                 "Seconds between two new tokens of a request; 0 within a step",
                 TOKEN_GAP_BUCKETS,
             )
         )
-        self._prompt_tokens = registry.add(Counter("text_generation_prompt_tokens_total", "Prompt tokens computed"))
-        self._new_tokens = registry.add(Counter("text_generation_generated_tokens_total", "New tokens delivered"))
+        self.prompt_tokens = registry.add(Counter("text_generation_prompt_tokens_total", "Prompt tokens computed"))
+        self.new_tokens = registry.add(Counter("text_generation_generated_tokens_total", "New tokens delivered"))
         self._drafting = [registry.add(Counter(name, documentation)) for documentation, name in _DRAFTING]
         self._gaps: dict[int, TokenGaps] = {}
         """By replica."""
@@ -108,14 +108,14 @@ class StepMetrics:
             )
         )
 
-        self._gpus = registry.add(GpuMetrics())
+        self.gpus = registry.add(GpuMetrics())
 
     def on_session(self, replica: int) -> None:
-        self._gaps.setdefault(replica, TokenGaps(self._gap_seconds))
+        self._gaps.setdefault(replica, TokenGaps(self.token_gaps))
 
     def on_loss(self, replica: int) -> None:
         self._engine_queued.pop(replica, None)
-        self._gpus.remove(replica)
+        self.gpus.remove(replica)
 
     def on_removal(self, replica: int) -> None:
         self._gaps.pop(replica, None)
@@ -131,7 +131,7 @@ class StepMetrics:
         report = record.report
         self._engine_queued[record.replica] = report.queued
         if report.gpus:
-            self._gpus.update(record.replica, report.gpus)
+            self.gpus.update(record.replica, report.gpus)
         if report.HasField("drafting"):
             drafting = report.drafting
             counts = (drafting.drafts, drafting.draft_tokens, drafting.accepted_tokens)
@@ -156,18 +156,18 @@ class StepMetrics:
         filtering.observe(record.update_s)
         decode.observe(record.deliver_s)
         if method is PREFILL:
-            self._prompt_tokens.add(count=sum(report.prefilled_tokens))
+            self.prompt_tokens.add(count=sum(report.prefilled_tokens))
 
     def _tokens(self, deliveries: Deliveries, *, one_each: bool) -> None:
         requests = len(deliveries.tokens)
         if one_each:
-            self._new_tokens.add(count=requests)
+            self.new_tokens.add(count=requests)
             self._skipped.observe(0, requests)
             return
         for _, first, end, _ in deliveries.tokens:
-            self._new_tokens.add(count=end - first)
+            self.new_tokens.add(count=end - first)
             self._skipped.observe(end - first - 1)
-            self._gap_seconds.observe(0.0, end - first - 1)
+            self.token_gaps.observe(0.0, end - first - 1)
 
 
 class TokenGaps:

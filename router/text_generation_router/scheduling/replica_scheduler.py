@@ -56,6 +56,8 @@ class ReplicaScheduler:
         self.promised_tokens = 0
         """Prompt and maximum new tokens of all sequences with a slot."""
         self.preemptions = 0
+        self.prompt_tokens = self.hit_tokens = 0
+        """Prompt tokens of the sequences that were placed here for the first time, and those found in the prefix cache."""
         self._policy = policy
         self._chunk_sizer = ChunkSizer(policy, spec.block_size)
         self._slots: list[ScheduledSequence | None] = [None] * spec.num_slots

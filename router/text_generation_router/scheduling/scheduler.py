@@ -87,10 +87,9 @@ class Scheduler:
         self._throughputs = Throughputs()
         self._numbers = count()
         self._arrivals = 0
-        self._lost_preemptions = 0
-        """Preemptions of replicas that were lost since."""
+        self._lost_preemptions = self._lost_prompt_tokens = self._lost_hit_tokens = 0
+        """Counts of replicas that were lost since."""
         self._cancellations = self.expired = self._moves = 0
-        self._prompt_tokens = self._hit_tokens = 0
         for _ in range(replicas):
             self.add()
 
@@ -177,8 +176,8 @@ class Scheduler:
         if not sequence.charged_tokens:
             # The cache of a self-scheduling engine is only modelled here: it reports its hits later.
             cached = 0 if replica.spec.self_scheduling else sequence.cached_tokens
-            self._prompt_tokens += len(sequence.request.prompt)
-            self._hit_tokens += cached
+            replica.prompt_tokens += len(sequence.request.prompt)
+            replica.hit_tokens += cached
             sequence.charged_tokens = len(sequence.request.prompt) - cached + sequence.expected_new_tokens
             self.queue.charge(tenant, sequence.charged_tokens)
 
@@ -201,12 +200,10 @@ class Scheduler:
         assert scheduler is not None, "a lost replica makes no steps"
         served, left = scheduler.update(output, deliveries)
         for request_id, _ in deliveries.cached:
-            self._count_hits(self._sequences[request_id])
+            self._count_hits(self._sequences[request_id], scheduler)
         if output.step_s:
             share = 1.0 if output.prefilled else scheduler.room_in_use
-            queued = len(self.queue) > 0
-            self._throughputs.record(replica, now, served, output.step_s, queued=queued, share=share)
-
+            self._throughputs.record(replica, now, served, output.step_s, queued=len(self.queue) > 0, share=share)
         for sequence in left:
             if sequence.state is State.WAITING:
                 self._requeue(sequence)
@@ -217,11 +214,11 @@ class Scheduler:
         self._dispatcher.changed(replica)
         return deliveries
 
-    def _count_hits(self, sequence: ScheduledSequence) -> None:
+    def _count_hits(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
         """Count the hits in the cache of a self-scheduling engine; its tenant pays less."""
         found = sequence.engine_cached_tokens - sequence.counted_hits
         sequence.counted_hits += found
-        self._hit_tokens += found
+        replica.hit_tokens += found
         self.queue.charge(sequence.request.qos.tenant, -found)
 
     def _requeue(self, sequence: ScheduledSequence) -> None:
@@ -286,6 +283,8 @@ class Scheduler:
         self.replicas[replica] = None
         self._dispatcher.changed(replica)
         self._lost_preemptions += lost.preemptions
+        self._lost_prompt_tokens += lost.prompt_tokens
+        self._lost_hit_tokens += lost.hit_tokens
         for sequence in lost.close():
             if sequence.state is State.CANCELLED:
                 self._forget(sequence)
@@ -380,8 +379,8 @@ class Scheduler:
             cancellations=self._cancellations,
             expirations=self.expired,
             moves=self._moves,
-            prompt_tokens=self._prompt_tokens,
-            hit_tokens=self._hit_tokens,
+            prompt_tokens=self._lost_prompt_tokens + sum(replica.prompt_tokens for replica in serving),
+            hit_tokens=self._lost_hit_tokens + sum(replica.hit_tokens for replica in serving),
         )
 
     def check_invariants(self) -> None:

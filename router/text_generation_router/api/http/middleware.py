@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import structlog
@@ -225,9 +225,11 @@ class Cors:
     with their versions.
     """
 
-    def __init__(self, allowed_origins: Sequence[str]) -> None:
+    def __init__(self, allowed_origins: Sequence[str], same_origin: Collection[web.AbstractRoute] = ()) -> None:
+        """`same_origin`: routes whose responses no page of another origin may read."""
         self._any = not allowed_origins or "*" in allowed_origins
         self._origins = frozenset(allowed_origins)
+        self._same_origin = frozenset(same_origin)
 
     def middleware(self) -> Middleware:
         """The middleware that answers preflight requests, on every path and without a key: browsers send none."""
@@ -250,6 +252,8 @@ class Cors:
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Signal handler for `on_response_prepare`: allow the origin to read the response."""
+        if request.match_info.route in self._same_origin:
+            return
         headers = response.headers
         origin = request.headers.get(hdrs.ORIGIN)
         if self._any:

@@ -20,10 +20,12 @@ from aiohttp import web
 
 from text_generation_proto.values import TraceContext
 from text_generation_router.api.http.caller import Caller
+from text_generation_router.api.http.keys import ANYONE, HOLDER
 from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.errors import IncompleteGeneration, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics, RequestMetrics, Spent
+from text_generation_router.metrics.errors import MAX_ERROR_TEXT
 from text_generation_router.request import Request
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class GenerationRecord:
     """The error of this generation alone, if the HTTP request continued."""
     trace: TraceContext | None = None
     """That of its HTTP request, if its trace is sampled."""
+    error_text: str = ""
+    """The text of the error, cut after MAX_ERROR_TEXT characters."""
 
     @property
     def trace_id(self) -> str:
@@ -75,7 +79,7 @@ class GenerationRecord:
 
     def failed(self, error: ServingError) -> None:
         """Record the error sent to the client."""
-        self.error = type(error)
+        self.error, self.error_text = type(error), str(error)[:MAX_ERROR_TEXT]
 
     def spent(self, now: float) -> Spent:
         """The latency breakdown of a finished generation."""
@@ -112,6 +116,8 @@ class Record:
     """The request's own span, if its trace is sampled here."""
     error: type[ServingError] | None = None
     """The error of the whole request, and thereby of each of its generations."""
+    error_text: str = ""
+    """The text of the error, cut after MAX_ERROR_TEXT characters."""
 
     def start(self, metrics: Metrics) -> GenerationRecord:
         """Add a requested generation. `finish` counts it once, as a success or as a failure."""
@@ -122,7 +128,7 @@ class Record:
 
     def failed(self, error: ServingError) -> None:
         """Record the error sent to the client as the response."""
-        self.error = type(error)
+        self.error, self.error_text = type(error), str(error)[:MAX_ERROR_TEXT]
 
 
 def cached_tokens(generations: Iterable[GenerationRecord]) -> int:
@@ -138,7 +144,8 @@ def finish(record: Record, request: web.Request, status: int, metrics: Metrics, 
     """Count a request that ended; log it, unless it is one of too many refusals."""
     now = time.monotonic()
     # The error of one generation ends the others of its stream.
-    first_error = next((generation.error for generation in record.generations if generation.error), None)
+    failed = record if record.error else next((each for each in record.generations if each.error), None)
+    first_error = failed.error if failed else None
     for generation in record.generations:
         generation.caller.holder.spend_tokens(sum(times.generated_tokens for times in generation.sequences))
         error = record.error or generation.error
@@ -146,11 +153,14 @@ def finish(record: Record, request: web.Request, status: int, metrics: Metrics, 
             metrics.requests.succeeded(generation.spent(now), generation.ending.reason, generation.trace_id)
         else:
             metrics.requests.failed(error or first_error or IncompleteGeneration)
+    if failed and first_error:
+        resource = request.match_info.route.resource
+        tenant = record.generations[0].caller.tenant if record.generations else request.get(HOLDER, ANYONE).tenant
+        route = resource.canonical if resource else ""
+        metrics.errors.add(first_error, failed.error_text, route, tenant, record.http_request_id, now)
     write = log.info if request.method == "POST" else log.debug
     if request.method != "POST" or refusals.admits(status):
-        write(
-            "request finished", route=request.path, status=status, **_fields(record, record.error or first_error, now)
-        )
+        write("request finished", route=request.path, status=status, **_fields(record, first_error, now))
 
 
 def _fields(record: Record, error: type[ServingError] | None, now: float) -> dict[str, object]:

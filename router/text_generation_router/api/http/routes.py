@@ -46,7 +46,11 @@ class Route:
     always: bool = False
     """Answered on the management port, beyond the limit of connections and while draining."""
     documented: bool = True
-    """Listed in the OpenAPI document; False for the files of the documentation page."""
+    """Listed in the OpenAPI document; False for the files of pages, and for what only a page reads."""
+    public: bool = False
+    """Needs no key: a page, which contains nothing of this server."""
+    same_origin: bool = False
+    """No page of another origin may read the response, also where CORS allows it."""
 
     @property
     def dialects(self) -> tuple[Dialect, ...]:
@@ -56,7 +60,7 @@ class Route:
     @property
     def errors(self) -> tuple[type[ServingError], ...]:
         """The errors of its operations and of its body; a missing key is not among them."""
-        operations = self.operations if self.probe or self.always else self.operations | Operation.ANY
+        operations = self.operations if self.probe or self.always or self.public else self.operations | Operation.ANY
         return tuple(
             error
             for error in error_classes()

@@ -1,0 +1,172 @@
+"""The dashboard: a page for operators, its files, and the stream of events that it shows.
+
+The page and its files contain nothing of this server and need no key. The stream needs one, where there are keys. It names
+other tenants, and shows errors and settings, only to a caller that may act for them: see `KeyHolder.trusted`.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import hdrs, web
+
+from text_generation_proto.effective import masked
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.http.dialects import tgi_error_event
+from text_generation_router.api.http.keys import HOLDER
+from text_generation_router.api.http.routes import Handler, Route
+from text_generation_router.api.http.sse import EventStream
+from text_generation_router.dashboard.feed import Feed
+from text_generation_router.dashboard.state import Sample, StateReader, event
+from text_generation_router.errors import Overloaded
+
+MAX_VIEWERS = 32
+"""Most streams of events at a time."""
+
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".LICENSE": "text/plain",
+}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    )
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+class DashboardRoutes:
+    """Handlers of the dashboard."""
+
+    def __init__(self, serving: Serving, engine: str, dtype: str, device: str) -> None:
+        self._serving = serving
+        self._about = {"engine": engine, "dtype": dtype, "device": device}
+        self._state = StateReader(serving.metrics, serving.cluster)
+        self._feed = Feed(self._state.sample, lambda: serving.cluster.draining)
+
+    def routes(self) -> list[Route]:
+        """The routes of the dashboard."""
+        folder = files("text_generation_router") / "dashboard" / "static"
+        contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+        page = contents.pop("index.html")
+        return [
+            Route(
+                "GET",
+                "/dashboard",
+                _page(page),
+                "Service",
+                answer=str,
+                content_type="text/html",
+                public=True,
+            ),
+            Route("GET", "/dashboard/", _to_page, public=True, documented=False),
+            Route("GET", "/dashboard/events", self.events, documented=False, same_origin=True),
+            *(
+                Route("GET", f"/dashboard/{name}", _file(name, content), public=True, documented=False)
+                for name, content in contents.items()
+            ),
+        ]
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """GET /dashboard/events: the server once, then a sample of its state every second."""
+        if request.method == hdrs.METH_HEAD:
+            return web.Response(content_type="text/event-stream")
+        if self._feed.viewers >= MAX_VIEWERS:
+            raise Overloaded(f"at most {MAX_VIEWERS} dashboards are served at a time", retry_after_s=60)
+        holder = request[HOLDER]
+        full = holder.trusted or not self._serving.settings.api_keys
+        stream = self._serving.stream(request, {}, tgi_error_event)
+        stream.send(event("server", self._server() | (self._settings() if full else {})))
+        with self._feed.watched_by(_Viewer(stream, full=full)):
+            return await stream.run()
+
+    def _server(self) -> dict[str, Any]:
+        """Return the properties of the server that do not change."""
+        settings = self._serving.settings
+        limits = settings.limits
+        return {
+            "model": settings.model_id,
+            "version": settings.version,
+            **self._about,
+            "max_input_tokens": limits.max_input_tokens,
+            "max_total_tokens": limits.max_total_tokens,
+            "max_concurrent_requests": self._serving.permits.limit,
+            "top_logprobs": 0 if "logprobs" in limits.unsupported else limits.max_top_n_tokens,
+            "buckets": self._state.buckets,
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings; secrets are masked."""
+        config = self._serving.settings.config
+        values = masked(config)
+        shown = [
+            {
+                "name": name,
+                "value": values[name],
+                "default": getattr(config, name) == field.get_default(call_default_factory=True, validated_data={}),
+            }
+            for name, field in type(config).model_fields.items()
+            if name not in config.flag_only
+        ]
+        return {"settings": shown}
+
+
+class _Viewer:
+    """A stream that shows samples."""
+
+    def __init__(self, stream: EventStream, *, full: bool) -> None:
+        self._stream = stream
+        self._full = full
+
+    def show(self, sample: Sample) -> None:
+        self._stream.send(sample.full if self._full else sample.common)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _page(content: bytes) -> Handler:
+    handler = _file("index.html", content)
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        """GET /dashboard: a page for operators that shows the state of the server, and a chat with its model."""
+        return await handler(request)
+
+    return page
+
+
+async def _to_page(request: web.Request) -> web.StreamResponse:
+    """GET /dashboard/: to the page, wherever a proxy has put it."""
+    return web.Response(status=308, headers={hdrs.LOCATION: "../dashboard"})
+
+
+def _file(name: str, content: bytes) -> Handler:
+    tag = f'"{sha256(content).hexdigest()[:16]}"'
+    content_type = next(kind for suffix, kind in _TYPES.items() if name.endswith(suffix))
+    # Browsers ask each time whether the file has changed: files of two versions must not meet.
+    headers = {**_HEADERS, hdrs.ETAG: tag, hdrs.CACHE_CONTROL: "no-cache"}
+
+    async def file(request: web.Request) -> web.StreamResponse:
+        if request.headers.get(hdrs.IF_NONE_MATCH) == tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=content, content_type=content_type, charset="utf-8", headers=headers)
+
+    return file

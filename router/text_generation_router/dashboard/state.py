@@ -1,0 +1,149 @@
+"""The state of the server as the dashboard shows it, read from what the router counts anyway.
+
+Counters are sent as they are: the page computes rates and distributions over time from their differences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import Any
+
+import orjson
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.metrics import Metrics
+from text_generation_router.scheduling.fairness import Tenant
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.member import ShardMember
+
+MAX_TENANTS = 20
+"""Tenants shown: those with most requests."""
+MAX_REPLICAS = 256
+"""Replicas shown."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The state at one time, as server-sent events."""
+
+    common: bytes
+    """For callers that may not see other tenants."""
+    full: bytes
+    """For operators: also tenants and errors."""
+
+
+def event(name: str, data: Json) -> bytes:
+    """Return a server-sent event with JSON data."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))
+
+
+class StateReader:
+    """Reads the state of the server."""
+
+    def __init__(self, metrics: Metrics, cluster: Cluster) -> None:
+        self._metrics = metrics
+        self._cluster = cluster
+
+    @property
+    def buckets(self) -> Json:
+        """The upper bounds of the histograms in samples, in seconds."""
+        return {
+            "first_token": self._metrics.requests.first_token_times.bounds,
+            "token_gap": self._metrics.steps.token_gaps.of().bounds,
+        }
+
+    def sample(self) -> Sample:
+        """Return the state now."""
+        now = time.monotonic()
+        common = self._common(now)
+        return Sample(event("sample", common), event("sample", common | self._private(now)))
+
+    def _common(self, now: float) -> Json:
+        metrics, stats = self._metrics, self._cluster.scheduler.stats(now)
+        requests, steps = metrics.requests, metrics.steps
+        return {
+            "now": round(now, 3),
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "queue_tokens": stats.queued_tokens,
+            "queue_seconds": round(stats.queue_seconds, 3),
+            "busy": round(stats.busy_ratio, 3),
+            "connections": metrics.connections.open,
+            "ended": requests.finished.counts,
+            "new_tokens": steps.new_tokens.counts[""],
+            "prompt_tokens": steps.prompt_tokens.counts[""],
+            "looked_up_tokens": stats.prompt_tokens,
+            "hit_tokens": stats.hit_tokens,
+            "preemptions": stats.preemptions,
+            "moves": stats.moves,
+            "first_token": requests.first_token_times.counts,
+            "token_gap": steps.token_gaps.of().counts,
+            "replicas": [self._replica(member) for member, _ in zip(self._cluster.members, range(MAX_REPLICAS))],  # noqa: B905 - the first ones
+            "replicas_total": len(self._cluster.members),
+        }
+
+    def _replica(self, member: ShardMember) -> Json:
+        shown: Json = {
+            "number": member.number,
+            "address": member.address,
+            "state": member.state.value,
+            "reason": member.reason,
+        }
+        if (replica := self._cluster.scheduler.replicas.get(member.number)) is None:
+            return shown
+        return shown | {
+            "batch": replica.occupied_slots,
+            "slots": replica.spec.num_slots,
+            "kv_used": replica.cache.used * replica.spec.block_size,
+            "kv_cached": replica.cache.tree.cached_blocks * replica.spec.block_size,
+            "kv_tokens": replica.spec.num_tokens,
+            "looked_up_tokens": replica.prompt_tokens,
+            "hit_tokens": replica.hit_tokens,
+            "gpus": [_gpu(state) for state in self._metrics.steps.gpus.states(member.number)],
+        }
+
+    def _private(self, now: float) -> Json:
+        return {"tenants": list(self._tenants()), "errors": list(self._errors(now))}
+
+    def _tenants(self) -> Iterator[Json]:
+        tenants = self._cluster.scheduler.queue.tenants
+        active = (tenant for tenant in tenants if tenant.active)
+        for tenant in nlargest(MAX_TENANTS, active, key=_requests):
+            yield {
+                "name": tenant.name,
+                "running": tenant.running,
+                "waiting": tenant.queued,
+                "queue_tokens": tenant.work,
+                "weight": tenant.weight,
+                "share": round(tenants.share(tenant.name), 4),
+            }
+
+    def _errors(self, now: float) -> Iterator[Json]:
+        for kind in self._metrics.errors:
+            yield {
+                "age": round(now - kind.at),
+                "count": kind.count,
+                "status": kind.status,
+                "type": kind.error_type,
+                "route": kind.route,
+                "tenant": kind.tenant,
+                "text": kind.text,
+                "request_id": kind.http_request_id,
+            }
+
+
+def _requests(tenant: Tenant) -> tuple[int, int]:
+    return tenant.running + tenant.queued, -tenant.number
+
+
+def _gpu(state: pb.GpuState) -> Json:
+    shown: Json = {"index": state.index}
+    for field in ("utilization", "memory_used_bytes", "memory_total_bytes", "power_watts", "temperature_celsius"):
+        if state.HasField(field):
+            shown[field] = getattr(state, field)
+    return shown

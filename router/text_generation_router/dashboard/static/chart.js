@@ -1,0 +1,115 @@
+// Charts over time: uPlot with our colours, a legend of texts, and a cursor that keys move too.
+
+import { byId, color, make, setText } from "./dom.js";
+import { seconds } from "./format.js";
+
+const charts = new Set();
+const HEIGHT = 190;
+const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+
+/** A chart in the figure `id`. Each series has `label`, `color` (a CSS variable), `format`, and perhaps `fill` or `dash`. */
+export class Chart {
+  constructor(id, { title, series, scale = {}, axis, before, hint = "" }) {
+    this.title = title;
+    this.series = series;
+    this.amounts = series.map(() => make("span", { class: "amount" }));
+    this.when = make("span", { class: "muted when" });
+    const legend = series.map((each, i) =>
+      make("li", {}, make("span", { class: `key ${each.color}${each.dash ? " dash" : ""}`, "aria-hidden": "true" }), `${each.label} `, this.amounts[i]),
+    );
+    this.box = make("div", { class: "plot", tabindex: "0", role: "img", "aria-label": title });
+    const figure = byId(id);
+    figure.append(
+      make("figcaption", {}, make("strong", {}, title), make("span", { class: "muted" }, hint), this.when),
+      this.box,
+      make("ul", { class: "legend" }, ...legend),
+    );
+    this.data = [[], ...series.map(() => [])];
+    this.plot = new uPlot(this.#options(scale, axis, before), this.data, this.box);
+    this.box.addEventListener("keydown", (event) => this.#move(event));
+    this.box.addEventListener("blur", () => this.plot.setCursor({ left: -10, top: -10 }));
+    charts.add(this);
+    new ResizeObserver(() => this.plot.setSize({ width: this.box.clientWidth, height: HEIGHT })).observe(this.box);
+  }
+
+  #options(scale, axis, before) {
+    const line = () => color("line");
+    const axes = { stroke: () => color("muted"), grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 }, font: "12px system-ui" };
+    return {
+      width: this.box.clientWidth || 300,
+      height: HEIGHT,
+      legend: { show: false },
+      padding: [8, 8, 0, 0],
+      cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false } },
+      scales: { x: { time: true }, y: { range: (_, low, high) => [0, Math.max(1, high ?? 1) * 1.08], ...scale } },
+      series: [
+        {},
+        ...this.series.map((each) => ({
+          label: each.label,
+          stroke: () => color(each.color),
+          width: 1.75,
+          dash: each.dash,
+          fill: each.fill && (() => `${color(each.color)}26`),
+          points: { show: false },
+        })),
+      ],
+      axes: [
+        { ...axes, size: 28, values: (_, ticks) => ticks.map((tick) => clock.format(tick * 1000).slice(0, tick % 60 ? 8 : 5)), space: 70 },
+        { ...axes, size: 52, ...axis, grid: { ...axes.grid, filter: axis?.filter } },
+      ],
+      hooks: { drawClear: before ? [before] : [], setCursor: [() => this.#showAmounts()] },
+    };
+  }
+
+  /** Shows columns: times, then the values of each series; the last `window` seconds. */
+  show(data, window) {
+    this.data = data;
+    const now = Date.now() / 1000;
+    this.plot.batch(() => {
+      this.plot.setData(data, false);
+      this.plot.setScale("x", { min: now - window, max: now });
+    });
+    this.#showAmounts();
+  }
+
+  #showAmounts() {
+    if (!this.plot) return;
+    const chosen = this.plot.cursor.left >= 0 ? this.plot.cursor.idx : null;
+    const index = chosen ?? this.#last();
+    setText(this.when, chosen == null ? "" : clock.format(this.data[0][chosen] * 1000));
+    this.series.forEach((each, i) => setText(this.amounts[i], each.format(this.data[i + 1][index])));
+  }
+
+  #last() {
+    for (let i = this.data[0].length - 1; i >= 0; i -= 1) if (this.data.slice(1).some((column) => column[i] != null)) return i;
+    return -1;
+  }
+
+  /** Describes the chart for screen readers. */
+  describe() {
+    const parts = this.series.map((each, i) => {
+      const values = this.data[i + 1].filter((value) => value != null);
+      return values.length ? `${each.label} now ${each.format(values.at(-1))}, most ${each.format(Math.max(...values))}` : `${each.label} none`;
+    });
+    this.box.setAttribute("aria-label", `${this.title}: ${parts.join("; ")}. Arrow keys show values.`);
+  }
+
+  #move(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step || !this.data[0].length) return;
+    event.preventDefault();
+    const at = this.plot.cursor.left >= 0 ? this.plot.cursor.idx : this.data[0].length;
+    const index = Math.min(this.data[0].length - 1, Math.max(0, (at ?? this.data[0].length) + step));
+    this.plot.setCursor({ left: this.plot.valToPos(this.data[0][index], "x"), top: 10 });
+  }
+}
+
+/** A scale of times, logarithmic, around the values that there are. */
+export const logTimes = (range) => ({ distr: 3, range });
+
+/** An axis of times: lines and labels at 1, 2 and 5 times powers of ten. */
+const round = (_, ticks) => ticks.map((tick) => (tick && /^[125](\.0*)?e/.test(tick.toExponential(3)) ? tick : null));
+export const timeAxis = { filter: round, values: (_, ticks) => ticks.map((tick) => (tick ? seconds(tick) : "")) };
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.plot.redraw(false)));
+setInterval(() => charts.forEach((chart) => chart.describe()), 10_000);

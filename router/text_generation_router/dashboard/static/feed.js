@@ -1,0 +1,64 @@
+// The stream of events of the server: connects again when it ends, and pauses while nobody looks.
+
+import { askForKey, keyHeaders } from "./key.js";
+import { events, serverUrl } from "./sse.js";
+
+const HIDDEN_MS = 60_000;
+const LONGEST_WAIT_S = 15;
+
+/** Follows the events. `on` has a function for each event, and `status(state, text)`. */
+export function follow(on) {
+  let stopped = null;
+  let hiddenTimer = 0;
+  let paused = false;
+
+  async function run(signal) {
+    let wait = 1;
+    while (!signal.aborted) {
+      try {
+        on.status("waiting", "Connecting");
+        const response = await fetch(serverUrl("dashboard/events"), { headers: keyHeaders(), signal, cache: "no-store" });
+        if (response.status === 401) {
+          on.status("waiting", "Key needed");
+          await askForKey();
+          continue;
+        }
+        if (!response.ok) throw new Error(`status ${response.status}`);
+        for await (const { name, data } of events(response)) {
+          wait = 1;
+          on.status("live", "Live");
+          on[name]?.(JSON.parse(data));
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+      }
+      for (let left = wait; left > 0 && !signal.aborted; left -= 1) {
+        on.status("lost", `No connection, again in ${left} s`);
+        await new Promise((resolve) => setTimeout(resolve, 1000));
+      }
+      wait = Math.min(LONGEST_WAIT_S, wait * 2);
+    }
+  }
+
+  const start = () => {
+    if (stopped || paused) return;
+    stopped = new AbortController();
+    run(stopped.signal);
+  };
+  const stop = (text) => {
+    stopped?.abort();
+    stopped = null;
+    on.status("paused", text);
+  };
+  document.addEventListener("visibilitychange", () => {
+    clearTimeout(hiddenTimer);
+    if (document.hidden) hiddenTimer = setTimeout(() => stop("Paused"), HIDDEN_MS);
+    else start();
+  });
+  start();
+  return (value) => {
+    paused = value;
+    if (paused) stop("Paused");
+    else start();
+  };
+}
