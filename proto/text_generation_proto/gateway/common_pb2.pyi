@@ -103,7 +103,7 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     START_SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
     LOAD_RECORDS_BEFORE_FIRST_BATCH_FIELD_NUMBER: builtins.int
     start_sequence_number: builtins.int
-    """0: from now on; else the last 1024 batches are sent again from there on"""
+    """0: a snapshot first; else the last 1024 batches are sent again from there on"""
     load_records_before_first_batch: builtins.bool
     """not read: the load is sent first in any case"""
     def __init__(

@@ -6,18 +6,19 @@ The engine tells of its events from a thread of its own, in TensorRT-LLM's form 
     {"event_id": 8, "data": {"type": "removed", "block_hashes": […]}}
 
 Events of other types change nothing that a gateway knows. The last batches are kept, so that a gateway that comes back reads on
-where it was. One that is too slow misses batches, and sees it by their numbers.
+where it was. One that is new, or was away for too long, gets a snapshot of the blocks there are. One that is too slow misses
+batches, and sees it by their numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -35,6 +36,14 @@ _TIERS = {0: pb.KV_CACHE_TIER_DEVICE, 1: pb.KV_CACHE_TIER_HOST}
 log = structlog.get_logger()
 
 
+class _LiveBlock(NamedTuple):
+    """A block of the KV cache."""
+
+    parent: int | None
+    tier: pb.KvCacheTier.ValueType
+    block: pb.KvBlock
+
+
 class KvEventLog:
     """The last events of an engine. Made and read on one event loop; `add` is called from any thread."""
 
@@ -48,6 +57,8 @@ class KvEventLog:
         """Number of the next batch."""
         self._samples = count(1)
         self._added = asyncio.Condition()
+        self._live: dict[int, dict[int, _LiveBlock]] = {}
+        """Data parallel rank → the blocks there are, by hash. Each stands behind its parent."""
 
     def add(self, entries: Sequence[Any]) -> None:
         """Take events. What makes no sense is left out."""
@@ -61,8 +72,15 @@ class KvEventLog:
                 asyncio.run_coroutine_threadsafe(self._keep(by_rank), self._loop)
 
     async def batches(self, start: int) -> AsyncIterator[pb.KvEventBatch]:
-        """Yield the kept batches from number `start` on, 0: none of them, then those that come, and the load; never ends."""
-        at = start or self._next
+        """Yield the kept batches from number `start` on, then those that come, and the load; never ends.
+
+        Where `start` is 0 or is kept no longer, a snapshot of the blocks comes first.
+        """
+        at = start
+        if not start or start < self._next - len(self._kept):
+            at = self._next
+            for batch in self._snapshot():
+                yield batch
         yield self._load_only(at)
         while True:
             async with self._added:
@@ -81,6 +99,7 @@ class KvEventLog:
             for rank, events in by_rank:
                 for first in range(0, len(events), MAX_EVENTS):
                     chunk = [event for _, event in events[first : first + MAX_EVENTS]]
+                    self._follow(rank, chunk)
                     self._kept.append(
                         pb.KvEventBatch(
                             sequence_number=self._next,
@@ -92,6 +111,43 @@ class KvEventLog:
                     )
                     self._next += 1
             self._added.notify_all()
+
+    def _follow(self, rank: int, events: Sequence[pb.KvCacheEvent]) -> None:
+        live = self._live.setdefault(rank, {})
+        for event in events:
+            for block_hash in event.removed.block_hashes:
+                live.pop(block_hash, None)
+            parent = event.stored.parent_block_hash if event.stored.HasField("parent_block_hash") else None
+            for block in event.stored.blocks:
+                live.pop(block.block_hash, None)
+                live[block.block_hash] = _LiveBlock(parent, event.stored.tier, block)
+                parent = block.block_hash
+
+    def _snapshot(self) -> list[pb.KvEventBatch]:
+        """Return the blocks of each rank as stored events in chunks; the last one has the number of the last batch."""
+        ranks = {rank: _stored(live.values()) for rank, live in self._live.items() if live}
+        if not ranks:
+            return []
+        # As many chunks as there are numbers, at most.
+        numbers = max(1, self._next - 1 - len(ranks))
+        size = max(MAX_EVENTS, -(-sum(1 + len(stored) for stored in ranks.values()) // numbers))
+        batches = []
+        for rank, stored in ranks.items():
+            events = [pb.KvCacheEvent(cleared=pb.KvCacheCleared()), *stored]
+            chunks = [events[first : first + size] for first in range(0, len(events), size)]
+            batches += [
+                pb.KvEventBatch(
+                    timestamp=_now(),
+                    events=chunk,
+                    dp_rank=rank or None,
+                    snapshot=pb.KvSnapshotChunk(index=index, count=len(chunks), blocks=len(self._live[rank])),
+                    load=self._load(),
+                )
+                for index, chunk in enumerate(chunks)
+            ]
+        for number, batch in enumerate(batches, self._next - len(batches)):
+            batch.sequence_number = number
+        return batches
 
     def _load_only(self, at: int) -> pb.KvEventBatch:
         """Return a batch without events; it has the number of the batch before."""
@@ -134,6 +190,18 @@ def _event(event_id: int, data: Mapping[str, Any]) -> pb.KvCacheEvent | None:
         removed = pb.KvBlocksRemoved(block_hashes=[_signed(block_hash) for block_hash in data["block_hashes"]])
         return pb.KvCacheEvent(event_id=event_id, removed=removed)
     return None
+
+
+def _stored(live: Iterable[_LiveBlock]) -> list[pb.KvCacheEvent]:
+    """Return events that store the blocks, one for each run of blocks that follow one another."""
+    events: list[pb.KvCacheEvent] = []
+    last: int | None = None
+    for parent, tier, block in live:
+        if parent is None or parent != last or events[-1].stored.tier != tier:
+            events.append(pb.KvCacheEvent(stored=pb.KvBlocksStored(parent_block_hash=parent, tier=tier)))
+        events[-1].stored.blocks.append(block)
+        last = block.block_hash
+    return events
 
 
 def _block(block: Mapping[str, Any]) -> pb.KvBlock:

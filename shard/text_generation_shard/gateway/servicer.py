@@ -62,12 +62,14 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         self._archive: bytes | None = None
         self._reading = asyncio.Lock()
         self._events: KvEventLog | None = None
-        """None before the first subscription."""
+        """None before the first request, and if the engine makes none."""
+        self._follows = False
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the stubs know generators only, gRPC also context.write
         self, request: pb.GenerateRequest, context: GenerateContext
     ) -> None:
         engine = await self._engine(context)
+        self._follow_events(engine)
         try:
             parsed = read_request(request, engine.info)
             call = GatewayCall(parsed, await self._tokenizer_for(parsed))
@@ -142,13 +144,18 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         context: grpc.aio.ServicerContext[common.SubscribeKvEventsRequest, common.KvEventBatch],
     ) -> None:
         engine = await self._engine(context)
+        self._follow_events(engine)
         if self._events is None:
-            events = KvEventLog(engine, lambda: self._owner.num_blocks)
-            if not engine.on_kv_events(events.add):
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the engine makes no events of its KV cache")
-            self._events = events
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the engine makes no events of its KV cache")
         async for batch in self._events.batches(request.start_sequence_number):
             await context.write(batch)
+
+    def _follow_events(self, engine: Engine) -> None:
+        """Keep the engine's events from now on, so that a later subscription knows the blocks there are."""
+        if not self._follows:
+            self._follows = True
+            events = KvEventLog(engine, lambda: self._owner.num_blocks)
+            self._events = events if engine.on_kv_events(events.add) else None
 
     async def _check_service(self, context: grpc.aio.ServicerContext[Request, Response]) -> None:
         """Abort if the engine does not schedule for itself."""

@@ -59,6 +59,25 @@ async def test_stored_and_removed_blocks_reach_a_gateway(built: Build, tmp_path:
         assert numbers == list(range(1, len(numbers) + 1))
         again = Subscription(gateway.stub, start=1)
         assert (await again.until(lambda found: len(found) >= len(events)))[: len(events)] == events
+        late = Subscription(gateway.stub)
+        live: dict[int, common.KvBlock] = {}
+        for event in events:
+            live |= {block.block_hash: block for block in event.stored.blocks}
+            for block_hash in event.removed.block_hashes:
+                del live[block_hash]
+        cleared, *stored = await late.until(lambda found: sum(len(e.stored.blocks) for e in found) >= len(live))
+        assert cleared.HasField("cleared")
+        assert {block.block_hash: block for event in stored for block in event.stored.blocks} == live
+        seen: set[int] = set()
+        for event in stored:
+            assert event.stored.parent_block_hash in seen | {0} or event.stored.parent_block_hash not in live
+            seen |= {block.block_hash for block in event.stored.blocks}
+        [chunk] = late.batches
+        assert (chunk.snapshot.index, chunk.snapshot.count, chunk.snapshot.blocks) == (0, 1, len(live))
+        assert chunk.sequence_number == numbers[-1]
+        await gateway.stream(ask([*range(2000, 2040)], 1))
+        await late.until(lambda found: found[-1].event_id > 0)
+        assert late.batches[-1].sequence_number == numbers[-1] + 1
     assert not read_log(tmp_path / "log").of("blocked")
 
 
