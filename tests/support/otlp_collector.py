@@ -47,6 +47,11 @@ class Collector(TraceServiceServicer):
     answers: threading.Event = field(default_factory=threading.Event)
     headers: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def endpoint(self) -> str:
+        """Its URL."""
+        return f"http://127.0.0.1:{self.port}"
+
     def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
         self.answers.wait()
         self.headers |= dict(context.invocation_metadata())

@@ -51,8 +51,16 @@ async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_
 ) -> None:
     chat, lost, refused, unsampled = (f"{number:032x}" for number in range(1, 5))
     with collecting() as collector:
-        endpoint = f"http://127.0.0.1:{collector.port}"
-        flags = ("--num-replicas", "2", "--echo-step-ms", "10", "--otlp-endpoint", endpoint, "--max-batch-size", "1")
+        flags = (
+            "--num-replicas",
+            "2",
+            "--echo-step-ms",
+            "10",
+            "--otlp-endpoint",
+            collector.endpoint,
+            "--max-batch-size",
+            "1",
+        )
         with running(demo_model, *flags, environ=ENVIRON) as stack:
             messages = [{"role": "user", "content": "one two three"}]
             body = {"model": "tgi", "messages": messages, "max_tokens": 5, "temperature": 0.5, "stream": True}
