@@ -175,10 +175,10 @@ async def stream_load(port: int, tokens: int) -> float:
 
 
 async def chat_load(port: int, tokens: int) -> float:
-    """Run 128 chats at once. Special tokens of the echoed prompt have no chunk."""
+    """Run 128 chats at once. Special tokens of the echoed prompt have no text: of the first 20 tokens two are special."""
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens, "stream": True}
     for answer in await _streams(port, "openai-chat", [body] * STREAMS, open_=STREAMS):
-        assert len(answer.times) > 0.9 * tokens, f"{len(answer.times)} events for {tokens} tokens"
+        assert len(answer.times) > 0.85 * tokens, f"{len(answer.times)} events for {tokens} tokens"
     return 0.0
 
 
