@@ -220,6 +220,31 @@ async def test_with_tools_and_a_format_the_model_calls_or_answers_in_the_format(
     assert (forced["tool_calls"], forced["finish_reason"]) == ([CLOCK_CALL], "tool_calls")
 
 
+async def test_functions_are_called_in_the_older_form(stack: Stack) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    body = await asking(stack, f"{CALL}\n{CLOCK}STOP", functions=functions, stop="STOP")
+    [choice] = (await post(stack.client, CHAT, body))["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"] == {"role": "assistant", "content": None, "function_call": WEATHER_CALL}
+    stream = await chunks(stack.client, CHAT, body)
+    called = [delta["function_call"] for chunk in stream if "function_call" in (delta := chunk["choices"][0]["delta"])]
+    assert called[0] == {"name": "weather", "arguments": ""}
+    assert "".join(delta["arguments"] for delta in called) == WEATHER_CALL["arguments"]
+    assert stream[-1]["choices"][0]["finish_reason"] == "function_call"
+    [choice] = (await post(stack.client, CHAT, body | {"function_call": {"name": "clock"}, "max_tokens": 99}))[
+        "choices"
+    ]
+    assert choice["message"]["function_call"] == CLOCK_CALL
+    [choice] = (await post(stack.client, CHAT, body | {"function_call": "none"}))["choices"]
+    assert choice["message"]["content"].startswith(CALL)
+    history = [
+        {"role": "assistant", "content": "a", "function_call": CLOCK_CALL},
+        {"role": "function", "name": "clock", "content": "9"},
+    ]
+    reply = await post(stack.client, CHAT, body | {"messages": [*history, *body["messages"]]})
+    assert reply["choices"][0]["message"]["content"].startswith("a9")
+
+
 @pytest.mark.parametrize("says", [CALL, IN_FORM])
 async def test_responses_and_messages_take_tools_with_a_format(stack: Stack, says: str) -> None:
     form = {"type": "json_schema", **FORM}

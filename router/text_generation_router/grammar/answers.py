@@ -47,7 +47,7 @@ def calls_or_answer(
     """
     check_number(tools)
     check_size([dict(tool.parameters) for tool in tools])
-    writer = _Writer(special)
+    writer = _AnswerWriter(special)
     alternatives = [writer.calls(tools, syntax, one_call=one_call) for syntax in syntaxes]
     alternatives.append(
         " ".join([*([writer.rules.literal(answer_start)] if answer_start else []), writer.answer(answer)])
@@ -56,7 +56,7 @@ def calls_or_answer(
     return Grammar(GrammarKind.LARK, writer.rules.written(" ".join(filter(None, (writer.pieces(before), start)))))
 
 
-class _Writer:
+class _AnswerWriter:
     """Writes the rules of one grammar."""
 
     def __init__(self, special: Mapping[str, int]) -> None:

@@ -84,14 +84,23 @@ class AssistantMessage(ResponseBody):
     reasoning_content: NotRequired[str]
     """The reasoning, with --split-reasoning."""
     tool_calls: NotRequired[list[CallAnswer]]
+    function_call: NotRequired[CalledFunction]
+    """In place of `tool_calls`, if the request has `functions`."""
 
 
-ChatFinish = Literal["stop", "length", "tool_calls"]
+ChatFinish = Literal["stop", "length", "tool_calls", "function_call"]
 CHAT_FINISH: dict[Finish, ChatFinish] = {
     Finish.STOP: "stop",
     Finish.LENGTH: "length",
     Finish.TOOL_CALLS: "tool_calls",
 }
+
+
+def chat_finish(finish: Finish, *, functions: bool) -> ChatFinish:
+    """Return the finish reason; `functions`: the request has `functions` in place of `tools`."""
+    return "function_call" if functions and finish is Finish.TOOL_CALLS else CHAT_FINISH[finish]
+
+
 CompletionFinish = Literal["stop", "length"]
 
 
@@ -146,6 +155,7 @@ class Delta(ResponseBody):
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[CallDelta]]
+    function_call: NotRequired[FunctionDelta]
 
 
 class ChunkChoice(ResponseBody):

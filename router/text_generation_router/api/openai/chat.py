@@ -18,10 +18,10 @@ from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens, compute_time_header, timing_headers
 from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.openai.answers import (
-    CHAT_FINISH,
     AssistantMessage,
     ChatChoice,
     ChatLogprobs,
+    chat_finish,
     content_logprobs,
     usage,
     whole_answer,
@@ -94,6 +94,7 @@ class ChatRoutes:
         options = body.stream_options or StreamOptions()
         shown = Shown(
             role_once=STREAM_HELPER in request.headers,
+            functions=bool(body.functions),
             logprobs=bool(body.logprobs),
             usage=bool(options.include_usage),
             running_usage=bool(options.continuous_usage_stats),
@@ -118,7 +119,9 @@ class ChatRoutes:
         message: AssistantMessage = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        if answer.calls:
+        if answer.calls and body.functions:
+            message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
+        elif answer.calls:
             message["tool_calls"] = [
                 {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in answer.calls
@@ -131,5 +134,5 @@ class ChatRoutes:
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": CHAT_FINISH[answer.finish],
+            "finish_reason": chat_finish(answer.finish, functions=bool(body.functions)),
         }

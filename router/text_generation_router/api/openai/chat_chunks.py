@@ -17,11 +17,11 @@ from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.answers import (
-    CHAT_FINISH,
     ChatFinish,
     ChatLogprobs,
     Delta,
     FunctionDelta,
+    chat_finish,
     content_logprobs,
     usage,
 )
@@ -38,6 +38,8 @@ class Shown:
 
     role_once: bool = False
     """Only the first delta of a choice has the role."""
+    functions: bool = False
+    """A call is a `function_call`, the older form."""
     logprobs: bool = False
     usage: bool = False
     """A last chunk with the token counts."""
@@ -162,7 +164,7 @@ class ChatChoiceStream:
 
     def _end(self, delta: Delta, finish: Finish, ending: GenerationResult) -> None:
         self._record.ending = ending
-        chunk = self._opening() + self._chunk(delta, CHAT_FINISH[finish])
+        chunk = self._opening() + self._chunk(delta, chat_finish(finish, functions=self._chat.shown.functions))
         self._send(chunk + self._chat.ended(ending.generated_tokens))
         self._chat.close()
 
@@ -185,12 +187,16 @@ class ChatChoiceStream:
                 return {"content": text}
             case ReasoningDelta(text):
                 return {"reasoning_content": text}
+            case ToolCallStart(_, name) if self._chat.shown.functions:
+                return {"function_call": {"name": name, "arguments": ""}}
             case ToolCallStart(index, name):
                 self._ids.append(new_call_id())
                 function: FunctionDelta = {"name": name, "arguments": ""}
                 return {
                     "tool_calls": [{"index": index, "id": self._ids[index], "type": "function", "function": function}]
                 }
+        if self._chat.shown.functions:
+            return {"function_call": {"arguments": event.fragment}}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
 
     def _chunk(self, delta: Delta, finish: ChatFinish | None = None) -> bytes:

@@ -9,7 +9,13 @@ import orjson
 
 from text_generation_proto.values import Grammar
 from text_generation_router.api.core.chat import read_tool, tool_call
-from text_generation_router.api.openai.schemas import ChatBody, ContentPart, Message, NamedToolChoice, ToolDefinition
+from text_generation_router.api.openai.schemas import (
+    ChatBody,
+    ContentPart,
+    FunctionDefinition,
+    Message,
+    NamedToolChoice,
+)
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
 from text_generation_router.errors import InvalidRequest
 
@@ -31,10 +37,11 @@ def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
             kwargs.setdefault(name, value)
     return Conversation(
         messages=[_message(message) for message in pop_each(body.messages)],
-        tools=[_tool(tool) for tool in body.tools or ()],
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=[_tool(tool.type, tool.function) for tool in body.tools or ()]
+        + [_tool("function", function) for function in body.functions or ()],
+        tool_choice=_choice(body),
         tool_prompt=body.tool_prompt or None,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
         grammar=grammar,
         continue_final_message=body.continue_final_message,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -58,6 +65,8 @@ def _message(message: Message) -> Json:
             )
             for call in message.tool_calls
         ]
+    if message.function_call is not None and not message.tool_calls:
+        flat["tool_calls"] = [tool_call("", message.function_call.name, _arguments(message.function_call.arguments))]
     for key, value in (
         ("name", message.name),
         ("tool_call_id", message.tool_call_id),
@@ -87,10 +96,20 @@ def _arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 -
         return arguments
 
 
-def _tool(tool: ToolDefinition) -> Tool:
-    if tool.type != "function":
-        raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported")
-    function = tool.function
+def _choice(body: ChatBody) -> ToolChoice:
+    """Return the tool choice, of tools or of functions. Raises InvalidRequest."""
+    if body.tools and body.functions:
+        raise InvalidRequest("`tools` and `functions` cannot be combined")
+    if body.function_call is None or not body.functions:
+        return _tool_choice(body.tool_choice)
+    if isinstance(body.function_call, str):
+        return _tool_choice(body.function_call)
+    return ToolChoice(ToolMode.NAMED, body.function_call.name)
+
+
+def _tool(kind: str, function: FunctionDefinition) -> Tool:
+    if kind != "function":
+        raise InvalidRequest(f"tools of type {kind[:32]!r} are not supported")
     parameters = function.arguments if function.parameters is None else function.parameters
     if isinstance(parameters, str):
         try:

@@ -164,6 +164,11 @@ ToolDefinitions = TypeAliasType(
 )
 
 
+FunctionDefinitions = TypeAliasType(
+    "FunctionDefinitions", Annotated[list[FunctionDefinition], FailFast(), Field(max_length=MAX_TOOLS)]
+)
+
+
 class FunctionName(Body):
     """The name of a function."""
 
@@ -226,6 +231,8 @@ class Message(Body):
     """The name of the author."""
     tool_calls: ToolCalls | None = None
     """The tool calls of an assistant message."""
+    function_call: FunctionCall | None = None
+    """The older form of `tool_calls`, with one call."""
     tool_call_id: Name | None = None
     """The id of the call that a tool message answers."""
     reasoning_content: str | None = None
@@ -252,6 +259,10 @@ class ChatBody(OpenAIBody):
         words("auto", "none", "required", optional=True),
     ] = None
     """The model's freedom to call them; a name, or an object with one, forces that function."""
+    functions: FunctionDefinitions | None = None
+    """The older form of `tools`: the answer has one `function_call`."""
+    function_call: Literal["auto", "none"] | FunctionName | None = None
+    """The older form of `tool_choice`, for `functions`."""
     tool_prompt: str | None = None
     """TGI's: the text that introduces the tools."""
     parallel_tool_calls: bool | None = None
