@@ -128,9 +128,16 @@ class LogprobOptions:
 
     top_n: int = parameter(0, tgi="top_n_tokens", openai="top_logprobs", completions="logprobs")
     """The most probable tokens of each position to report."""
-    prompt: bool = parameter(False, tgi="decoder_input_details", completions="`echo` with `logprobs`")  # noqa: FBT003
+    prompt: bool = parameter(
+        False,  # noqa: FBT003
+        tgi="decoder_input_details",
+        chat="prompt_logprobs",
+        completions="`prompt_logprobs` or `echo` with `logprobs`",
+    )
     """Report the log-probabilities of the prompt's tokens."""
-    prompt_top_n: int = parameter(0, completions="`echo` with `logprobs` above 0")
+    prompt_top_n: int = parameter(
+        0, chat="prompt_logprobs", completions="`prompt_logprobs` or `echo` with `logprobs` above 0"
+    )
     """With `prompt`: the most probable tokens of each prompt position to report."""
     tokens: bool = parameter(False, openai="logprobs", responses="`include` of message.output_text.logprobs")  # noqa: FBT003
     """Report the log-probabilities of the chosen tokens. Some engines do more work for them."""

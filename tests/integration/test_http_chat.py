@@ -220,6 +220,33 @@ async def test_with_tools_and_a_format_the_model_calls_or_answers_in_the_format(
     assert (forced["tool_calls"], forced["finish_reason"]) == ([CLOCK_CALL], "tool_calls")
 
 
+async def test_prompt_logprobs_have_vllms_form_in_chats_and_completions(stack: Stack) -> None:
+    """The echo engine gives each token the same log-probability, and its neighbours smaller ones."""
+    says = "One two three"
+    _, *ids = stack.tokenizer.encode_ids(says, add_special_tokens=False)
+    reply = await post(stack.client, CHAT, await asking(stack, says, prompt_logprobs=2, n=2))
+    assert reply["prompt_logprobs"][0] is None
+    assert [list(scored) for scored in reply["prompt_logprobs"][1:]] == [[str(one), str(one + 1)] for one in ids]
+    scored = reply["prompt_logprobs"][1]
+    assert (scored[str(ids[0])]["rank"], scored[str(ids[0])]["decoded_token"]) == (
+        1,
+        stack.tokenizer.token_text(ids[0]),
+    )
+    assert scored[str(ids[0])]["logprob"] > scored[str(ids[0] + 1)]["logprob"]
+    body = {"prompt": [says, "One"], "max_tokens": 1, "prompt_logprobs": 0, "n": 2}
+    choices = (await post(stack.client, "/v1/completions", body))["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 1, 1]
+    assert choices[1]["prompt_logprobs"][1] == {str(ids[0]): scored[str(ids[0])] | {"rank": None}}
+    for wrong, message in (
+        ({"stream": True}, "with `stream`"),
+        ({"prompt_logprobs": 21}, "must be >= 0 and <= 20. Given: 21"),
+    ):
+        async with stack.client.post("/v1/completions", json=body | wrong) as response:
+            assert response.status == 400
+            assert message in (await response.json())["error"]["message"]
+    assert "prompt_logprobs" not in await post(stack.client, CHAT, await asking(stack, says))
+
+
 async def test_functions_are_called_in_the_older_form(stack: Stack) -> None:
     functions = [tool["function"] for tool in TOOLS]
     body = await asking(stack, f"{CALL}\n{CLOCK}STOP", functions=functions, stop="STOP")

@@ -71,7 +71,12 @@ REFUSED: list[tuple[str, Json, str, str]] = [
     ("/vertex", {"instances": [chat(min_p=0.5)]}, "min_p", "min_p"),
     (KSERVE, {"inputs": [INPUT], "parameters": {"top_k": 2}}, "top_k", "top_k"),
     ("/v1/chat/completions", chat(frequency_penalty=0.1), "frequency_penalty", "output_frequency_penalty"),
-    ("/v1/completions", COMPLETION | {"logprobs": 0, "echo": True}, "echo` with `logprobs", "prompt"),
+    (
+        "/v1/completions",
+        COMPLETION | {"logprobs": 0, "echo": True},
+        "prompt_logprobs` or `echo` with `logprobs",
+        "prompt",
+    ),
     ("/v1/responses", RESPONSE | {"temperature": 0.5}, "temperature", "temperature"),
     ("/v1/messages", chat(cache_salt="a"), "cache_salt", "cache_salt"),
 ]

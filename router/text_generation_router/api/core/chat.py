@@ -258,6 +258,7 @@ class ChatPreparer:
             options, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
         requests = await self._serving.preparer.prepare(prompt, options, qos, count)
+        requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         return ChatRequest(requests, prompt, form)
 
     def _form(

@@ -153,6 +153,9 @@ def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, l
     most_tops = limits.max_top_n_tokens if options.api is Api.TGI else limits.max_top_logprobs
     if top_n > most_tops:
         raise InvalidRequest(f"{_TOP_N.label(options.api)} must be >= 0 and <= {most_tops}. Given: {top_n}")
+    if options.logprobs.prompt_top_n > most_tops:
+        given = options.logprobs.prompt_top_n
+        raise InvalidRequest(f"`prompt_logprobs` must be >= 0 and <= {most_tops}. Given: {given}")
     options.check_prompt(inputs)
     if options.truncate is not None and not 0 < options.truncate <= limits.max_input_tokens:
         name = "truncate" if options.api is Api.TGI else "truncate_prompt_tokens"

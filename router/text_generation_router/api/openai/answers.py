@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 import orjson
+from pydantic import GetPydanticSchema
 
 from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
@@ -75,6 +76,21 @@ class CallAnswer(ResponseBody):
     function: CalledFunction
 
 
+class PromptToken(ResponseBody):
+    """A prompt token, or one of the most probable in its place."""
+
+    logprob: WrittenLogprob
+    rank: int | None
+    """1 for the most probable; null if it is not among those that were asked for."""
+    decoded_token: str
+
+
+PromptScores = Annotated[
+    orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(list[dict[str, PromptToken] | None]))
+]
+"""For each prompt token null, or the token and the most probable ones by id, already written as JSON."""
+
+
 class AssistantMessage(ResponseBody):
     """The model's message."""
 
@@ -129,6 +145,8 @@ class ChatAnswer(Headed):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptScores]
+    """If requested."""
 
 
 class FunctionDelta(ResponseBody):
@@ -193,6 +211,8 @@ class CompletionChoice(ResponseBody):
     logprobs: CompletionLogprobs | None
     finish_reason: CompletionFinish | None
     """Null in every chunk of a stream except the last."""
+    prompt_logprobs: NotRequired[PromptScores]
+    """If requested."""
 
 
 class CompletionAnswer(Headed):
@@ -234,11 +254,16 @@ def alternative(logprob: LogprobJson) -> orjson.Fragment:
 
 
 async def whole_answer(
-    named: Named, kind: str, choices: AsyncIterator[ChatChoice | CompletionChoice], usage: Usage
+    named: Named,
+    kind: str,
+    choices: AsyncIterator[ChatChoice | CompletionChoice],
+    usage: Usage,
+    scores: orjson.Fragment | None = None,
 ) -> list[bytes]:
     """A ChatAnswer or CompletionAnswer as JSON, in parts. Each choice is made and written in turn.
 
-    Choices with log-probabilities are megabytes; other requests run between two of them.
+    `scores`: the log-probabilities of the prompt. Choices with log-probabilities are megabytes; other requests run between
+    two of them.
     """
     written = [named.head(kind)]
     before = b',"choices":['
@@ -246,7 +271,8 @@ async def whole_answer(
         written.append(before + orjson.dumps(choice))
         before = b","
         await asyncio.sleep(0)
-    return [*written, b'],"usage":%b}' % orjson.dumps(usage)]
+    end = {"usage": usage} if scores is None else {"usage": usage, "prompt_logprobs": scores}
+    return [*written, b"]," + orjson.dumps(end)[1:]]
 
 
 def _token(token_id: TokenId, logprob: orjson.Fragment, tokenizer: Tokenizer) -> TokenLogprob:

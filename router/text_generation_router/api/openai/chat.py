@@ -29,6 +29,7 @@ from text_generation_router.api.openai.answers import (
 from text_generation_router.api.openai.chat_chunks import ChatStream, Shown
 from text_generation_router.api.openai.chat_messages import to_conversation
 from text_generation_router.api.openai.parameters import asked_grammar, chat_options
+from text_generation_router.api.openai.prompt_scores import written_prompt_scores
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, StreamOptions
 from text_generation_router.request import QualityOfService
 
@@ -113,7 +114,11 @@ class ChatRoutes:
             for index, collector in enumerate(collectors)
         )
         head = named("chatcmpl-", body.model, self._serving.settings)
-        return await whole_answer(head, "chat.completion", choices, usage(chat.prompt_tokens, generated, cached))
+        scores = None
+        if body.prompt_logprobs is not None:
+            scores = await written_prompt_scores(collectors[0], self._serving.tokenizer)
+        counts = usage(chat.prompt_tokens, generated, cached)
+        return await whole_answer(head, "chat.completion", choices, counts, scores)
 
     def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> ChatChoice:
         message: AssistantMessage = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import orjson
 from aiohttp import web
 
 from text_generation_proto.values import FinishReason
@@ -17,6 +18,7 @@ from text_generation_router.api.http.record import cached_tokens, timing_headers
 from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, usage, whole_answer
 from text_generation_router.api.openai.completion_chunks import CompletionStream, LogprobColumns, by_prompt
 from text_generation_router.api.openai.parameters import completion_options
+from text_generation_router.api.openai.prompt_scores import written_prompt_scores
 from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBody
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
 from text_generation_router.request import QualityOfService, Request, TokenId
@@ -112,13 +114,19 @@ class CompletionRoutes:
         left = iter(enumerate(collectors))
         for prompt in prompts:
             scored: LogprobColumns | None = None
+            scores: orjson.Fragment | None = None
             for index, collector in islice(left, len(prompt.requests)):
+                if body.prompt_logprobs is not None and scores is None:
+                    scores = await written_prompt_scores(collector, self._serving.tokenizer)
                 if body.logprobs is not None and scored is None:
                     # Only the first answer of a prompt brings the prompt's log-probabilities: they are the same for all.
                     scored = LogprobColumns(self._serving.tokenizer, tops=body.logprobs)
                     if body.echo:
                         scored.add_prompt(collector.request.prompt, collector.prompt_logprobs, collector.prompt_tops)
-                yield self._choice(index, body, prompt, collector, scored)
+                choice = self._choice(index, body, prompt, collector, scored)
+                if scores is not None:
+                    choice["prompt_logprobs"] = scores
+                yield choice
 
     def _choice(
         self, index: int, body: CompletionBody, prompt: Prompt, collector: Collector, scored: LogprobColumns | None

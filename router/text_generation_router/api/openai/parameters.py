@@ -61,6 +61,11 @@ def _options(
     add_special_tokens: bool = True,
     grammar: Grammar | None = None,
 ) -> GenerationOptions:
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            raise InvalidRequest("`prompt_logprobs` is not supported with `stream`")
+        most = max(logprobs.prompt_top_n, body.prompt_logprobs)
+        logprobs = replace(logprobs, prompt=True, prompt_top_n=most)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return GenerationOptions(
         api=api,

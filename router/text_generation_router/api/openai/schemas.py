@@ -115,6 +115,8 @@ class OpenAIBody(ConstraintFields, UnservedFields, TieredFields):
     """Keep the k most probable tokens; 0 or -1: all."""
     min_p: Float32 | None = None
     """Drop tokens less probable than this share of the most probable one's probability."""
+    prompt_logprobs: UInt32 | None = None
+    """vLLM's: report the log-probabilities of the prompt's tokens and of so many most probable ones; not in streams."""
     ignore_eos: bool | None = None
     """Continue after the end-of-sequence token."""
     min_tokens: UInt32 | None = None

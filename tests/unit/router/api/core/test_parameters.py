@@ -48,7 +48,7 @@ ASKED: list[tuple[str, dict[str, Any], str]] = [
     ("min_new_tokens", {"min_new_tokens": 1}, "`min_tokens`"),
     ("top_n", {"logprobs": LogprobOptions(1)}, "`top_n_tokens`"),
     ("prompt", {"logprobs": LogprobOptions(prompt=True)}, "`decoder_input_details`"),
-    ("prompt_top_n", {"logprobs": LogprobOptions(prompt_top_n=1)}, "`echo` with `logprobs` above 0"),
+    ("prompt_top_n", {"logprobs": LogprobOptions(prompt_top_n=1)}, "`prompt_logprobs`"),
     ("cache_salt", {"qos": QualityOfService(salt="pepper")}, "`cache_salt`"),
     ("tokens", {"logprobs": LogprobOptions(tokens=True)}, "`logprobs`"),
 ]
@@ -88,7 +88,8 @@ def test_fields_that_no_client_sets_are_not_refused() -> None:
     [
         (Api.CHAT, "top_n", "`top_logprobs`"),
         (Api.COMPLETIONS, "top_n", "`logprobs`"),
-        (Api.COMPLETIONS, "prompt", "`echo` with `logprobs`"),
+        (Api.COMPLETIONS, "prompt", "`prompt_logprobs` or `echo` with `logprobs`"),
+        (Api.CHAT, "prompt", "`prompt_logprobs`"),
     ],
 )
 def test_an_unsupported_parameter_has_the_name_of_its_api(api: Api, field: str, name: str) -> None:
