@@ -86,6 +86,7 @@ def _lists(limits: Limits, prompts: int) -> dict[str, Json]:
         "StopTexts": {"maxItems": limits.max_stop_sequences},
         "StopTokenIds": ids | {"maxItems": MAX_STOP_TOKENS},
         "TokenIds": ids | _SOME,
+        "AllowedTokenIds": ids | _SOME,
         "PromptTexts": {"minItems": 1, "maxItems": prompts, "items": {"type": "string", **_SOME_TEXT}},
         "PromptIds": {"minItems": 1, "maxItems": prompts},
         "Biases": {

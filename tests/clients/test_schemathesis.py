@@ -1,0 +1,58 @@
+"""Requests that schemathesis makes from the OpenAPI document: no 5xx, no undocumented answer, no valid one refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stack import running
+
+pytestmark = [pytest.mark.system, pytest.mark.full, pytest.mark.timeout(1500)]
+
+SECONDS = int(os.environ.get("SCHEMATHESIS_SECONDS", "600"))
+ENVIRONMENT = Path(__file__).parents[2] / ".cache" / "clients" / "schemathesis"
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "positive_data_acceptance",
+)
+
+
+def installed() -> Path:
+    """Return the command, in an environment of its own. Skip the test where it cannot be installed."""
+    command = ENVIRONMENT / "bin" / "schemathesis"
+    if not command.is_file():
+        for step in (
+            [sys.executable, "-m", "venv", ENVIRONMENT],
+            [ENVIRONMENT / "bin" / "pip", "install", "--disable-pip-version-check", "schemathesis==4.32.5"],
+        ):
+            done = subprocess.run(step, capture_output=True, text=True, timeout=600, check=False)
+            if done.returncode:
+                pytest.skip(f"schemathesis cannot be installed: {done.stderr[-500:]}")
+    return command
+
+
+def test_every_operation_keeps_the_document(demo_model: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    with running(demo_model, "--max-total-tokens", "4096") as stack:
+        done = subprocess.run(
+            [
+                *(installed(), "--no-color", "run", f"{stack.url}/openapi.json", "--continue-on-failure"),
+                *("--phases", "coverage,fuzzing", "--max-time", str(SECONDS), "--workers", "2"),
+                *("--checks", ",".join(CHECKS), "--request-timeout", "60", "--report-json-path", report),
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS + 300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+    assert json.loads(report.read_text(encoding="utf-8"))
