@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from text_generation_proto.values import TraceContext
-from text_generation_router.api.http.middleware import request_id, trace_context
+from text_generation_router.api.http.middleware import MAX_TRACESTATE_LENGTH, request_id, trace_context
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -43,3 +43,10 @@ def test_a_valid_traceparent_has_a_trace_id(given: str) -> None:
 )  # fmt: skip
 def test_an_invalid_traceparent_is_ignored(given: str) -> None:
     assert trace_context({"traceparent": given}) is None
+
+
+def test_a_long_tracestate_is_dropped() -> None:
+    for length, kept in ((MAX_TRACESTATE_LENGTH, True), (MAX_TRACESTATE_LENGTH + 1, False)):
+        context = trace_context({"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a" * length})
+        assert context is not None
+        assert bool(context.tracestate) is kept
