@@ -216,6 +216,12 @@ async def test_with_tools_and_a_format_the_model_calls_or_answers_in_the_format(
     assert (len(calls), answer["finish_reason"]) == ((1, "tool_calls") if says != IN_FORM else (0, "stop"))
     Draft202012Validator(WEATHER).validate(orjson.loads([*calls, answer["content"]][0]))
     assert answer["content"] == "" or not calls
+    # A tool that is not strict may have a schema that cannot be enforced.
+    recursive = {"type": "function", "function": {"name": "tree", "parameters": {"properties": {"a": {"$ref": "#"}}}}}
+    loose = whole(await post(stack.client, CHAT, body | {"tools": [*TOOLS, recursive]}))
+    assert len(loose["tool_calls"]) == (says != IN_FORM)
+    follows = whole(await post(stack.client, CHAT, body | {"tools": TOOLS[:1]}))
+    assert follows == answer
     forced = whole(await post(stack.client, CHAT, body | {"tools": TOOLS, "tool_choice": "clock"}))
     assert (forced["tool_calls"], forced["finish_reason"]) == ([CLOCK_CALL], "tool_calls")
 

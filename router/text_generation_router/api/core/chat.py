@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
@@ -252,6 +253,22 @@ class ChatPreparer:
         """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
         prompt = await self._renderer.render(replace(conversation, tools=tools), qos.tenant)
+        if conversation.grammar is not None and not all(tool.strict for tool in tools):
+            # In a grammar all calls follow their schemas, if the engine can follow them.
+            strict = [replace(tool, strict=True) for tool in tools]
+            with suppress(InvalidRequest):
+                return await self._prepared(conversation, strict, prompt, options, qos, count)
+        return await self._prepared(conversation, tools, prompt, options, qos, count)
+
+    async def _prepared(
+        self,
+        conversation: Conversation,
+        tools: Sequence[Tool],
+        prompt: str,
+        options: GenerationOptions,
+        qos: QualityOfService,
+        count: int,
+    ) -> ChatRequest:
         form, grammar, continuation = self._form(conversation, tools, prompt)
         prompt += continuation
         options = replace(
