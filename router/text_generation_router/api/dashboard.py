@@ -67,6 +67,8 @@ class DashboardRoutes:
         folder = files("text_generation_router") / "dashboard" / "static"
         contents = {path.name: path.read_bytes() for path in folder.iterdir()}
         page = contents.pop("index.html")
+        if self._serving.settings.api_keys:  # so that the page asks for a key before it is refused
+            page = page.replace(b"<html ", b"<html data-key ", 1)
         return [
             Route(
                 "GET",

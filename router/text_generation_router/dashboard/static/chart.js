@@ -55,7 +55,7 @@ export class Chart {
       ],
       axes: [
         { ...axes, size: 28, values: (_, ticks) => ticks.map((tick) => clock.format(tick * 1000).slice(0, tick % 60 ? 8 : 5)), space: 70 },
-        { ...axes, size: 52, ...axis, grid: { ...axes.grid, filter: axis?.filter } },
+        { ...axes, size: 52, ...axis, grid: { ...axes.grid, ...(axis && { filter: axis.filter }) } },
       ],
       hooks: { drawClear: before ? [before] : [], setCursor: [() => this.#showAmounts()] },
     };
@@ -107,8 +107,9 @@ export class Chart {
 /** A scale of times, logarithmic, around the values that there are. */
 export const logTimes = (range) => ({ distr: 3, range });
 
-/** An axis of times: lines and labels at 1, 2 and 5 times powers of ten. */
 const round = (_, ticks) => ticks.map((tick) => (tick && /^[125](\.0*)?e/.test(tick.toExponential(3)) ? tick : null));
+
+/** An axis of times: lines and labels at 1, 2 and 5 times powers of ten. */
 export const timeAxis = { filter: round, values: (_, ticks) => ticks.map((tick) => (tick ? seconds(tick) : "")) };
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.plot.redraw(false)));

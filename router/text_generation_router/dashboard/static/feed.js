@@ -1,6 +1,6 @@
 // The stream of events of the server: connects again when it ends, and pauses while nobody looks.
 
-import { askForKey, keyHeaders } from "./key.js";
+import { askForKey, keyHeaders, lacksKey } from "./key.js";
 import { events, serverUrl } from "./sse.js";
 
 const HIDDEN_MS = 60_000;
@@ -16,6 +16,10 @@ export function follow(on) {
     let wait = 1;
     while (!signal.aborted) {
       try {
+        if (lacksKey()) {
+          on.status("waiting", "Key needed");
+          await askForKey();
+        }
         on.status("waiting", "Connecting");
         const response = await fetch(serverUrl("dashboard/events"), { headers: keyHeaders(), signal, cache: "no-store" });
         if (response.status === 401) {

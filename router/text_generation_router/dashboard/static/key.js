@@ -12,6 +12,9 @@ export function keyHeaders() {
   return key ? { authorization: `Bearer ${key}` } : {};
 }
 
+/** True if the server needs a key and none was given yet. */
+export const lacksKey = () => "key" in document.documentElement.dataset && !sessionStorage.getItem(NAME);
+
 /** Shows or hides the button that forgets the key. */
 function showForget() {
   byId("forget").hidden = !sessionStorage.getItem(NAME);
