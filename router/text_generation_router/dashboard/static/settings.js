@@ -6,7 +6,7 @@ import { KeyedTable, textCell } from "./tables.js";
 const table = new KeyedTable("settings-table", "Settings", [
   { title: "Setting", class: "code", cell: textCell((each) => `--${each.name.replaceAll("_", "-")}`) },
   { title: "Value", class: "code long", cell: textCell((each) => valueText(each.value)) },
-  { title: "", cell: textCell((each) => (each.default ? "" : "set")) },
+  { title: "Source", cell: textCell((each) => (each.default ? "default" : "set")) },
 ], "No setting matches.");
 let settings = [];
 

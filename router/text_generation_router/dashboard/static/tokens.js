@@ -8,8 +8,8 @@ let answers = 0;
 const shares = new Intl.NumberFormat("en", { style: "percent", maximumSignificantDigits: 3 });
 const probability = (logprob) => Math.exp(logprob);
 
-/** A token with its blanks made visible. */
-const visible = (token) => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "(empty)";
+/** A token with its blanks and control characters made visible, as Unicode's pictures of them. */
+const visible = (token) => token.replace(/[\x00-\x20]/g, (blank) => (blank === " " ? "␣" : String.fromCharCode(0x2400 + blank.charCodeAt(0)))) || "(empty)";
 
 /** A text that grows by the chunks of a stream. With log-probabilities its tokens can be chosen. */
 export class AnswerTokens {
@@ -36,7 +36,7 @@ export class AnswerTokens {
     if (!this.options.length) this.#becomeList();
     const least = probability(Math.min(...known.map(({ logprob }) => logprob)));
     const level = LEVELS.findIndex((bound) => least >= bound);
-    const element = make("span", { role: "option", id: `${this.name}-${this.options.length}`, "aria-selected": "false", class: `p${level < 0 ? LEVELS.length : level}` }, text);
+    const element = make("span", { role: "option", id: `${this.name}-${this.options.length}`, "aria-selected": "false", "aria-label": visible(text), class: `p${level < 0 ? LEVELS.length : level}` }, text);
     this.options.push({ element, tokens: this.waiting });
     this.element.append(element);
     this.waiting = [];
