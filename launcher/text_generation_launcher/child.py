@@ -15,7 +15,8 @@ import structlog
 from text_generation_launcher import hangs, orphans
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracePeriod
-from text_generation_proto import heartbeat
+from text_generation_launcher.status_line import is_live, show_state, take_state
+from text_generation_proto import heartbeat, progress
 from text_generation_proto.descriptors import DescriptorReserve
 from text_generation_proto.logs import escape
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -75,7 +76,8 @@ async def run_to_end(
                 ours.callback(transport.close)
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,
-                    env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)},
+                    env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)}
+                    | _live(json_output=json_output),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=write_fd,
                     stderr=write_fd,
@@ -161,10 +163,18 @@ async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output
             line.clear()
     if line:  # a last line without a line break
         _write_lines(bytes(line), name, json_output=json_output)
+    show_state(name, "")
+
+
+def _live(*, json_output: bool) -> dict[str, str]:
+    """Return the variable for children whose progress is shown."""
+    return {progress.VARIABLE: "1"} if is_live(json_output=json_output) else {}
 
 
 def _write_lines(lines: bytes, name: str, *, json_output: bool) -> None:
     for line in lines.split(b"\n"):
+        if not json_output and take_state(name, line):
+            continue
         sys.stderr.buffer.write(label(line, name, json_output=json_output))  # does not block: a LogWriter
     sys.stderr.buffer.flush()
 

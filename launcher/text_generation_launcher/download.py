@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
 from text_generation_proto.one_line import one_line
+from text_generation_proto.progress import Progress
 from text_generation_proto.settings import ChildConfig, parse_config
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -43,9 +43,6 @@ WEIGHTS = ("*.safetensors",)
 """Never pickle files: loading them runs code."""
 ENGINES = ("*.engine",)
 """Engines compiled from weights, which TensorRT-LLM ≤ 1.2 loads too."""
-
-PROGRESS_INTERVAL = 10.0
-"""Seconds between two log records of the bytes downloaded."""
 
 log = structlog.get_logger()
 
@@ -74,20 +71,19 @@ class DownloadError(Exception):
 
 
 class _Progress(tqdm):
-    """The hub's progress bars as log records: one per finished file, and the bytes every PROGRESS_INTERVAL."""
+    """The hub's progress bars as log records: one per finished file, and the bytes while they are downloaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (the signature of tqdm)
         silent = open(os.devnull, "w")  # noqa: SIM115  (lives as long as the bar)
         super().__init__(*args, **(kwargs | {"disable": False, "file": silent}))  # type: ignore[no-untyped-call]
-        self._logged_at = time.monotonic()
+        self._progress = Progress("downloading", 0, in_bytes=True)
 
     def update(self, n: float | None = 1) -> None:
         super().update(n)
-        now = time.monotonic()
-        if self.unit == "B" and now - self._logged_at >= PROGRESS_INTERVAL:
-            self._logged_at = now
-            log.info("downloading", megabytes=int(self.n) >> 20, of=int(self.total or 0) >> 20)
-        elif self.unit != "B":
+        if self.unit == "B":
+            self._progress.total = int(self.total or 0)  # it grows while files are found
+            self._progress.add(int(n or 0))
+        else:
             log.info("downloading", files=int(self.n), of=self.total)
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from typing_extensions import Buffer
 
@@ -27,6 +28,8 @@ RETRY_S = 1.0
 """Seconds between two attempts to report dropped lines while nothing else is logged."""
 DRAIN_S = 1.0
 """Seconds that a process which ends waits for its last lines to be written."""
+ERASE_LINE = b"\r\x1b[K"
+"""Control sequence of terminals: to the start of the line, and erase it."""
 
 
 class LogWriter(io.RawIOBase):
@@ -52,6 +55,8 @@ class LogWriter(io.RawIOBase):
         self._torn = False
         """True if the last line was not written to its end."""
         self._counter = -1
+        self._status = self._shown = b""
+        """The line below the log that is to be shown, and the one that is."""
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def write(self, data: Buffer, /) -> int:
@@ -86,6 +91,12 @@ class LogWriter(io.RawIOBase):
                 self._drop(0)
         return self._counter
 
+    def show_status(self, text: str) -> None:
+        """Show a line below the log, on a terminal, in place of the last one; "" removes it."""
+        with self._changed:
+            self._status = text.encode()
+            self._changed.notify_all()
+
     def fileno(self) -> int:
         return self._fd
 
@@ -102,10 +113,14 @@ class LogWriter(io.RawIOBase):
     def _run(self) -> None:
         while True:
             lines = self._next()
+            if self._shown:
+                self._put_status(b"")
             dropped = self.dropped
             if dropped > self._reported and self._write(self._report(dropped - self._reported)):
                 self._reported = dropped
             self._drop(0 if self._write(lines) else lines.count(b"\n"))
+            if self._status:
+                self._put_status(self._status)
 
     def _next(self) -> bytes:
         """Wait for lines; return those that one write keeps together. Empty if only dropped lines are to be reported."""
@@ -114,7 +129,8 @@ class LogWriter(io.RawIOBase):
                 self._idle = True
                 self._changed.notify_all()
                 retry = RETRY_S if self.dropped > self._reported else None
-                if self._changed.wait_for(lambda: bool(self._queue), retry):
+                self._changed.wait_for(lambda: bool(self._queue) or self._status != self._shown, retry)
+                if self._queue:
                     self._changed.wait_for(lambda: self._size > GATHER_BYTES, GATHER_S)
                 self._idle = False
             chunks: list[bytes] = []
@@ -125,6 +141,12 @@ class LogWriter(io.RawIOBase):
                 size += len(chunks[-1])
             self._size -= size
             return b"".join(chunks)
+
+    def _put_status(self, status: bytes) -> None:
+        """Write a status in place of the last one."""
+        self._shown = status
+        with suppress(OSError):
+            self._write_some(ERASE_LINE + status)
 
     def _write(self, lines: bytes) -> bool:
         """Write lines; return False if they were not written to the end."""

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import structlog
 
 from text_generation_proto.log_writer import LogWriter
+from text_generation_proto.progress import RELAYED, VARIABLE, use_display
 from text_generation_proto.settings import ProcessConfig
 
 MAX_TEXT_LENGTH = 1024
@@ -71,6 +72,10 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
     sys.stderr = io.TextIOWrapper(writer, "utf-8", "backslashreplace", line_buffering=True)
     if shares_output:
         sys.stdout = sys.stderr
+    if not config.json_output and os.isatty(2):
+        use_display(writer.show_status)
+    elif os.environ.get(VARIABLE):
+        use_display(lambda text: print(f"{RELAYED}{text}", file=sys.stderr))  # noqa: T201 - a line for the launcher
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),

@@ -15,6 +15,7 @@ from typing import cast
 
 import structlog
 
+from text_generation_proto.progress import phase
 from text_generation_shard.adapters import LoraAdapter, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
@@ -98,7 +99,8 @@ def _build_llm(library: Library, construction: Construction) -> LLM:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     started = time.monotonic()
     try:
-        llm = kind(**keywords)
+        with phase("TensorRT-LLM builds the engine"):
+            llm = kind(**keywords)
     except Exception as error:
         cause = error.__cause__
         detail = f" ({type(cause).__name__}: {explain(cause)})" if cause is not None else ""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from text_generation_proto.one_line import typed_line
+from text_generation_proto.progress import phase
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.engine import (
     EngineInfo,
@@ -104,7 +105,7 @@ class TorchEngine(SynchronousEngine):
             self._allocate(worst.num_blocks)
             self._table.apply(worst.orders)
             rows = self._table.rows()
-            with torch.inference_mode():
+            with torch.inference_mode(), phase("computing the largest step and compiling its kernels"):
                 self._record(self._sample(self._launch(rows)))
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.

@@ -5,15 +5,14 @@ A checkpoint is validated by its headers, before the first weight is read.
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 import torch
 from torch import Tensor
 
+from text_generation_proto.progress import Progress, gib
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.parameter import NamedParameters, ParameterShard
@@ -28,7 +27,6 @@ DUMMY_STD = 0.02
 """Standard deviation of random weights: transformers' default initializer_range, small enough for finite logits at any depth."""
 ONES = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "layer_scalar", "router.scale", "per_expert_scale")
 """Ends of the names of parameters that are 1 in a model without training."""
-SECONDS_BETWEEN_REPORTS = 5.0
 
 
 def load(config: ShardConfig, parameters: NamedParameters, scheme: Scheme | None) -> None:
@@ -45,10 +43,11 @@ def load_weights(folder: Path, parameters: NamedParameters, scheme: Scheme | Non
     Weights that `scheme` says are quantized are dequantized into a parameter of a wider dtype.
     """
     transfers = plan_loading(folder, parameters, scheme)
-    progress = LoadingProgress(sum(transfer.nbytes for transfer in transfers))
+    progress = Progress("loading weights", sum(transfer.nbytes for transfer in transfers), in_bytes=True)
     for copied in copy_all(transfers):
         progress.add(copied)
     progress.end()
+    log.info("weights loaded", gib=gib(progress.done), seconds=round(progress.seconds, 1))
 
 
 def plan_loading(folder: Path, parameters: NamedParameters, scheme: Scheme | None) -> list[Transfer]:
@@ -83,31 +82,6 @@ def fill_dummy(parameters: NamedParameters) -> None:
             part.tensor.copy_(part.select(whole))
 
 
-class LoadingProgress:
-    """Logs the progress of loading every five seconds, and once at the end."""
-
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total = total
-        self._clock = clock
-        self._started = self._reported = clock()
-        self._done = 0
-
-    def add(self, copied: int) -> None:
-        """Count bytes of the checkpoint that are loaded."""
-        self._done += copied
-        now = self._clock()
-        if self._done < self._total and now - self._reported >= SECONDS_BETWEEN_REPORTS:
-            self._reported = now
-            log.info("loading weights", gib=_gib(self._done), percent=100 * self._done // self._total)
-
-    def end(self) -> None:
-        log.info("weights loaded", gib=_gib(self._done), seconds=round(self._clock() - self._started, 1))
-
-
 def part_of(parameter: Tensor | ParameterShard) -> ParameterShard:
     """Return the part of the checkpoint that a parameter takes."""
     return parameter if isinstance(parameter, ParameterShard) else ParameterShard.whole(parameter)
-
-
-def _gib(size: int) -> float:
-    return round(size / 2**30, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.parameter import ParameterShard
-from text_generation_shard.engines.torch.weights import LoadingProgress, fill_dummy, load_weights
+from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
 
 TENSORS = {"a.weight": torch.arange(12.0).view(4, 3), "b.weight": torch.arange(3.0), "not.wanted": torch.ones(1)}
 FILE = "model.safetensors"
@@ -122,18 +122,6 @@ def test_a_zero_dimensional_tensor_is_loaded_as_one_element(tmp_path: Path) -> N
     scales = torch.zeros(2)
     load_weights(tmp_path, {"a.input_scale": scales[1:]})
     assert scales.tolist() == [0.0, 3.0]
-
-
-def test_progress_is_logged_every_five_seconds() -> None:
-    now = 100.0
-    progress = LoadingProgress(4 << 30, clock=lambda: now)
-    with capture_logs() as logs:
-        for seconds in (4.9, 0.2, 4.0, 1.0):
-            now += seconds
-            progress.add(1 << 30)
-        progress.end()
-    assert [(line["event"], line["gib"]) for line in logs] == [("loading weights", 2.0), ("weights loaded", 4.0)]
-    assert (logs[0]["percent"], logs[1]["seconds"]) == (50, 10.1)
 
 
 def test_dummy_weights_are_the_same_every_time_and_in_shards() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from text_generation_proto.progress import Progress
 from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.cuda.step_plan import ALIGNMENT, COLUMNS, StepPlan
 from text_generation_shard.engines.torch.graphs.decode import DecodeGraphs, ForwardOutput, GraphPool
@@ -80,12 +81,19 @@ class Runner:
         # The decode graphs share one logits buffer: one per graph would take gigabytes.
         run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
         self.graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
-        self.graphs.capture(pool, only_largest=only_largest, max_tokens=max_tokens)
-        pieces = self.capture_pieces(pool, only_largest=only_largest, max_tokens=max_tokens)
+        progress = Progress("capturing graphs", len(self.graphs) + len(CAPTURE_SIZES))
+        self.graphs.capture(pool, only_largest=only_largest, max_tokens=max_tokens, captured=progress.add)
+        pieces = self.capture_pieces(pool, only_largest=only_largest, max_tokens=max_tokens, captured=progress.add)
+        progress.end()
         return len(self.graphs) + (0 if pieces is None else len(pieces))
 
     def capture_pieces(
-        self, recorder: GraphRecorder, *, only_largest: bool = False, max_tokens: int | None = None
+        self,
+        recorder: GraphRecorder,
+        *,
+        only_largest: bool = False,
+        max_tokens: int | None = None,
+        captured: Callable[[], None] = lambda: None,
     ) -> PiecewiseGraphs | None:
         """Capture the pieces of the model; later steps with chunks use them where a capture size fits.
 
@@ -95,7 +103,7 @@ class Runner:
         if forward is None:
             return None
         self._piecewise = PiecewiseGraphs(forward, self._context, self._max_slots)
-        self._piecewise.record(recorder, only_largest=only_largest, max_tokens=max_tokens)
+        self._piecewise.record(recorder, only_largest=only_largest, max_tokens=max_tokens, captured=captured)
         return self._piecewise
 
     def drop_graphs(self) -> None:

@@ -113,10 +113,17 @@ class DecodeGraphs:
                 return padding if padding.tokens in self._graphs else None
         return None
 
-    def capture(self, pool: GraphPool, *, only_largest: bool = False, max_tokens: int | None = None) -> None:
+    def capture(
+        self,
+        pool: GraphPool,
+        *,
+        only_largest: bool = False,
+        max_tokens: int | None = None,
+        captured: Callable[[], None] = lambda: None,
+    ) -> None:
         """Capture all sizes, those up to `max_tokens`, or only the largest to measure its memory.
 
-        The largest comes first: the others reuse its memory.
+        The largest comes first: the others reuse its memory. `captured` is called after each.
         """
         paddings: Iterable[Padding] = reversed(self._paddings)
         for padding in [self._paddings[-1]] if only_largest else paddings:
@@ -126,6 +133,7 @@ class DecodeGraphs:
             numbers = torch.from_numpy(plan.numbers).cuda()
             replay, output = pool.record(partial(self._run, plan, numbers))
             self._graphs[padding.tokens] = _Graph(replay, numbers, output)
+            captured()
 
     def replay(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput | None:
         """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory."""

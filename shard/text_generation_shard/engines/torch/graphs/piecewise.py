@@ -120,14 +120,22 @@ class PiecewiseGraphs:
         self._buffers = PieceBuffers()
         self._captured: dict[int, _CapturedPass] = {}
 
-    def record(self, recorder: GraphRecorder, *, only_largest: bool = False, max_tokens: int | None = None) -> None:
+    def record(
+        self,
+        recorder: GraphRecorder,
+        *,
+        only_largest: bool = False,
+        max_tokens: int | None = None,
+        captured: Callable[[], None] = lambda: None,
+    ) -> None:
         """Capture all sizes, those up to `max_tokens`, or only the largest to measure its memory.
 
-        It comes first: the others reuse its memory.
+        It comes first: the others reuse its memory. `captured` is called after each.
         """
         for tokens in [CAPTURE_SIZES[-1]] if only_largest else reversed(CAPTURE_SIZES):
             if max_tokens is None or tokens <= max_tokens:
                 self._captured[tokens] = self._capture(self._columns[:, :tokens], recorder)
+                captured()
 
     def run(self, step: DeviceStep) -> Tensor | None:
         """Return the same as the model's `forward`, valid until the next step; None if no capture size fits."""

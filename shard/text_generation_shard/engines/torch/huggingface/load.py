@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_proto.one_line import one_line
+from text_generation_proto.progress import phase
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.checkpoint import Checkpoint
@@ -40,7 +41,7 @@ def load_model(
     register_attention(NAME, paged_attention)
     started = time.monotonic()
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), phase("loading weights by transformers"):
             if config.load_format == "dummy":
                 model = _random(model_config, device, dtype)
                 if group.tp.world_size > 1:
