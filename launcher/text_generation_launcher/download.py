@@ -34,7 +34,7 @@ from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
 from text_generation_proto.one_line import one_line
-from text_generation_proto.progress import Progress
+from text_generation_proto.progress import WorkProgress
 from text_generation_proto.settings import ChildConfig, parse_config
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -76,7 +76,7 @@ class _Progress(tqdm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (the signature of tqdm)
         silent = open(os.devnull, "w")  # noqa: SIM115  (lives as long as the bar)
         super().__init__(*args, **(kwargs | {"disable": False, "file": silent}))  # type: ignore[no-untyped-call]
-        self._progress = Progress("downloading", 0, in_bytes=True)
+        self._progress = WorkProgress("downloading", 0, in_bytes=True)
 
     def update(self, n: float | None = 1) -> None:
         super().update(n)

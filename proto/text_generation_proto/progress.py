@@ -40,7 +40,7 @@ def show(state: str) -> None:
         _displays[0](state)
 
 
-class Progress:
+class WorkProgress:
     """The progress of work with a known size, in bytes or in a number of steps."""
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from text_generation_proto.log_writer import ERASE_LINE, LogWriter
-from text_generation_proto.progress import Progress
+from text_generation_proto.progress import WorkProgress
 
 LAUNCHER = """
 import asyncio, os, sys
@@ -35,7 +35,7 @@ from text_generation_proto.settings import ChildConfig
 
 configure_logging(ChildConfig.of(), "shard-0")
 now = 0.0
-work = progress.Progress("loading weights", 4 << 30, in_bytes=True, clock=lambda: now)
+work = progress.WorkProgress("loading weights", 4 << 30, in_bytes=True, clock=lambda: now)
 now = 2.0
 work.add(1 << 30)
 progress.log.info("a line of the log")
@@ -47,7 +47,7 @@ drain_logs()
 
 def test_progress_is_logged_every_five_seconds_with_an_estimate() -> None:
     now = 100.0
-    progress = Progress("loading weights", 4 << 30, in_bytes=True, clock=lambda: now)
+    progress = WorkProgress("loading weights", 4 << 30, in_bytes=True, clock=lambda: now)
     with capture_logs() as logs:
         for seconds in (4.9, 0.2, 4.0, 1.0):
             now += seconds

@@ -12,7 +12,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from text_generation_proto.progress import Progress, gib
+from text_generation_proto.progress import WorkProgress, gib
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.parameter import NamedParameters, ParameterShard
@@ -43,7 +43,7 @@ def load_weights(folder: Path, parameters: NamedParameters, scheme: Scheme | Non
     Weights that `scheme` says are quantized are dequantized into a parameter of a wider dtype.
     """
     transfers = plan_loading(folder, parameters, scheme)
-    progress = Progress("loading weights", sum(transfer.nbytes for transfer in transfers), in_bytes=True)
+    progress = WorkProgress("loading weights", sum(transfer.nbytes for transfer in transfers), in_bytes=True)
     for copied in copy_all(transfers):
         progress.add(copied)
     progress.end()

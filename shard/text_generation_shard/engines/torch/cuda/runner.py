@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from text_generation_proto.progress import Progress
+from text_generation_proto.progress import WorkProgress
 from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.cuda.step_plan import ALIGNMENT, COLUMNS, StepPlan
 from text_generation_shard.engines.torch.graphs.decode import DecodeGraphs, ForwardOutput, GraphPool
@@ -81,7 +81,7 @@ class Runner:
         # The decode graphs share one logits buffer: one per graph would take gigabytes.
         run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
         self.graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
-        progress = Progress("capturing graphs", len(self.graphs) + len(CAPTURE_SIZES))
+        progress = WorkProgress("capturing graphs", len(self.graphs) + len(CAPTURE_SIZES))
         self.graphs.capture(pool, only_largest=only_largest, max_tokens=max_tokens, captured=progress.add)
         pieces = self.capture_pieces(pool, only_largest=only_largest, max_tokens=max_tokens, captured=progress.add)
         progress.end()
