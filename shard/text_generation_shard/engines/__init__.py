@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from text_generation_proto.one_line import one_line
 from text_generation_shard.config import ShardConfig, choose_engine
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.json_object import UnsupportedError
@@ -33,11 +34,16 @@ def build_engine(config: ShardConfig) -> Engine:
 
         return build(config)
     choice = choose_code(config)
-    if choice.model is None:
-        return _build_with_transformers(config, choice)
-    from text_generation_shard.engines.torch.build import build_torch_engine
+    import torch
 
-    return build_torch_engine(config, choice.model)
+    try:
+        if choice.model is None:
+            return _build_with_transformers(config, choice)
+        from text_generation_shard.engines.torch.build import build_torch_engine
+
+        return build_torch_engine(config, choice.model)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise EngineError(f"the model does not fit in the memory: {one_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)

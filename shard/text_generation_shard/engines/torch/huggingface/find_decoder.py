@@ -70,6 +70,8 @@ def find_decoder(model: TransformersModel, max_sequence_length: int, group: Para
         return _Finder(model, max_sequence_length, group).find()
     except UnusualError as error:
         reason = str(error)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise  # on this rank alone: the others would wait for it
     except Exception as error:  # noqa: BLE001 – the code of a model may not take such inputs, and fail in many ways
         reason = f"{type(error).__name__} in a probe"
     log.info("the layers run in transformers", reason=reason)
@@ -85,9 +87,7 @@ class _Finder:
         self._embedding: Tensor = model.library.get_input_embeddings().weight
         last = max_sequence_length - 1
         self._positions = torch.tensor([int(place * last) for place in PROBE_PLACES], device=self._embedding.device)
-        self._shape = _only(
-            {(each.num_heads, each.num_kv_heads, each.head_dim) for each in model.layers}, "attention heads"
-        )
+        self._head_dim = _only({each.head_dim for each in model.layers}, "head sizes")
         self._scale, self._softcap = _only(set(model.rules), "scales of attention")
         self._precision = Precision.of_width(self._embedding.shape[1], self._embedding.dtype)
         self._residual_scale = float(getattr(self._config, "residual_multiplier", 1.0))
@@ -142,7 +142,7 @@ class _Finder:
         return list(_only([each for each in lists if len(each) == len(calls)], "lists of layers"))
 
     def _layers(self, modules: Sequence[Any]) -> tuple[list[LibraryLayer], list[RotaryEmbedding]]:
-        base, head_dim = self._model.base, self._shape[2]
+        base, head_dim = self._model.base, self._head_dim
         probe = PROBE_SIZE * random_like(self._embedding.float(), 1, len(self._positions), self._embedding.shape[1])
         inputs = run_without_layers(base, modules, self._positions, inputs_embeds=probe).inputs
         rotations = layer_rotations(base, modules, head_dim, self._max_sequence_length, self._embedding)
@@ -224,7 +224,7 @@ class _Finder:
         if isinstance(own_mlp, LibraryMLP) and self._group.tp.world_size > 1:
             raise UnusualError("an MLP of another form is divided")  # it sums its output over the ranks itself
         sinks = getattr(attention, "sinks", None)
-        qkv = self._qkv(attention, rotation.order)
+        qkv = self._qkv(attention, rotation.order, shape)
         return LibraryLayer(
             input_norm=input_norm,
             qkv=qkv,
@@ -239,8 +239,8 @@ class _Finder:
             shape=shape,
         )
 
-    def _qkv(self, attention: LibraryModule, order: list[int] | None) -> DenseLinear:
-        num_heads, num_kv_heads, head_dim = self._shape
+    def _qkv(self, attention: LibraryModule, order: list[int] | None, shape: LayerShape) -> DenseLinear:
+        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         linears = _linears(attention, QKV_NAMES)
         if sum(each.out_features for each in linears) != (num_heads + 2 * num_kv_heads) * head_dim:
             raise UnusualError("attention has other projections")
@@ -277,7 +277,7 @@ class _Finder:
         for names in HEAD_NORM_NAMES:
             if all(hasattr(attention, name) for name in names):
                 query, key = (norm_of(getattr(attention, name)) for name in names)
-                if query is None or key is None or query.eps != key.eps or len(query.weight) != self._shape[2]:
+                if query is None or key is None or query.eps != key.eps or len(query.weight) != self._head_dim:
                     raise UnusualError("queries and keys have other norms")
                 if order is not None:
                     query.weight, key.weight = query.weight[order], key.weight[order]

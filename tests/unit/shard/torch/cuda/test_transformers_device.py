@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from engine_driver import Driver
 from full_grid import full
 from model_families import FAMILIES, random_model, tiny_config, write_model
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -148,6 +150,19 @@ def test_a_layer_that_differs_stays_that_of_transformers(tmp_path: Path) -> None
         assert find_decoder(served.model, served.info.max_sequence_length, ALONE) is None
         hook.remove()
     assert find_decoder(served.model, served.info.max_sequence_length, ALONE) is not None
+
+
+def test_layers_may_have_different_numbers_of_heads(tmp_path: Path) -> None:
+    served = Served("llama", tmp_path)
+    narrow = copy.deepcopy(served.model.library.config)
+    narrow.num_attention_heads, narrow.num_key_value_heads = narrow.num_attention_heads // 2, 1
+    narrow.head_dim = served.model.library.model.layers[1].self_attn.head_dim
+    served.model.library.model.layers[1].self_attn = LlamaAttention(narrow, 1)
+    served.model.record()
+    assert len({layer.num_heads for layer in served.model.layers}) == 2
+    served.model.decoder = find_decoder(served.model, served.info.max_sequence_length, ALONE)
+    assert served.model.decoder is not None
+    served.check()
 
 
 def test_a_narrow_model_in_16_bits_has_the_precision_of_a_native_one(tmp_path: Path) -> None:

@@ -33,6 +33,17 @@ KILLED_IN_A_STEP = """
     Runner.start = lambda self, plan: os.kill(os.getpid(), signal.SIGKILL)
     main()
 """
+OUT_OF_MEMORY = """
+    import torch
+    from text_generation_shard.__main__ import main
+    from text_generation_shard.engines.torch.huggingface import find_decoder
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    find_decoder._Finder._run_own = run_out
+    main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +159,22 @@ def test_a_rank_lost_in_a_step_is_named(folder: Path, tmp_path: Path) -> None:
         pytest.raises(GroupBroken, match=r"^rank 1 is gone$"),
     ):
         engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048))
+
+
+@pytest.mark.full
+def test_a_rank_that_runs_out_of_memory_ends_the_start_of_all(folder: Path, tmp_path: Path) -> None:
+    settings = settings_of(folder, "transformers") | {"world_size": 2, "group_address": f"unix://{tmp_path}/group"}
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    programs = [("-m", "text_generation_shard"), ("-c", textwrap.dedent(OUT_OF_MEMORY))]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *program, *flags, "--rank", str(rank), "--address", f"unix://{tmp_path}/{rank}"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, program in enumerate(programs)
+    ]
+    logs = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "the model does not fit in the memory: CUDA out of memory. Tried to allocate 2.00 GiB" in logs[1]
+    assert "Traceback" not in "".join(logs)
