@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices, find_devices
@@ -14,7 +14,18 @@ from text_generation_proto.effective import masked
 from text_generation_shard.gpus import Gpu, core_list
 
 _PACKAGES = (
-    *("text-generation-trtllm", "torch", "triton", "flashinfer-python", "tensorrt-llm", "tensorrt", "cuda-python"),
+    *(
+        "text-generation-trtllm",
+        "safetensors",
+        "accelerate",
+        "humming-kernels",
+        "ray",
+        "huggingface-hub",
+        "pydantic",
+        "uvloop",
+        "numpy",
+    ),
+    *("torch", "triton", "flashinfer-python", "tensorrt-llm", "tensorrt", "cuda-python"),
     *("cuda-core", "cuda-bindings", "transformers", "tokenizers", "llguidance", "grpcio", "aiohttp"),
 )
 
@@ -24,6 +35,7 @@ def describe_environment(devices: Devices) -> dict[str, object]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "commit": _commit(),
         "cpus": os.cpu_count(),
         "driver": devices.driver,
         "devices": devices.count,
@@ -67,6 +79,16 @@ def _lines(value: Mapping[str, object], indent: str = "") -> Iterator[str]:
         else:
             text = ", ".join(map(str, inner)) if isinstance(inner, list) else inner
             yield f"{indent}{name}: {'-' if text in (None, '') else text}"
+
+
+def _commit() -> str | None:
+    """Return the commit of a package that pip installed from a repository; None if it is not known."""
+    try:
+        origin = json.loads(distribution("text-generation-trtllm").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return None
+    commit = origin.get("vcs_info", {}).get("commit_id")
+    return None if commit is None else str(commit)
 
 
 def _version(package: str) -> str | None:
