@@ -110,10 +110,8 @@ class Sequence:
 
     @property
     def banned(self) -> frozenset[int]:
-        """Tokens that would complete one of its bad words."""
+        """Tokens that would complete one of its bad words, of which it has some."""
         words = self.sampling.bad_words
-        if not words:
-            return frozenset()
         start = self.prompt_length - self.generated_before
         end = tuple(self.tokens[max(start, len(self.tokens) - max(map(len, words)) + 1) :])
         return frozenset(word[-1] for word in words if len(word) <= len(end) + 1 and _ends_with(end, word[:-1]))

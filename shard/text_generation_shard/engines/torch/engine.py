@@ -273,15 +273,19 @@ class TorchEngine(SynchronousEngine):
     def _sampling_row(self, row: StepRow, masks: Masks) -> SamplingRow:
         sequence = row.sequence
         mask = masks.get(sequence.slot)
+        # A mask already excludes them.
+        suppressed = sequence.suppressed if mask is None else frozenset()
+        sampling = sequence.sampling
+        if sampling.bad_words:
+            suppressed |= sequence.banned
         return SamplingRow(
-            sampling=sequence.sampling,
+            sampling=sampling,
             position=len(sequence.tokens),
             last_token=sequence.tokens[-1],
-            history=self._histories.tokens(sequence) if needs_history(sequence.sampling) else None,
+            history=self._histories.tokens(sequence) if needs_history(sampling) else None,
             generated=sequence.generated_before + sequence.generated,
-            # The mask already excludes those of the first kind.
-            suppressed=(sequence.suppressed if mask is None else frozenset()) | sequence.banned,
-            allowed=self._allowed(sequence, mask),
+            suppressed=suppressed,
+            allowed=self._allowed(sequence, mask) if mask is not None or sampling.allowed_token_ids else None,
         )
 
     def _allowed(self, sequence: Sequence, mask: Mask | None) -> Tensor | None:
