@@ -56,7 +56,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(demo_model: Path, packages: Path, pictures: Path) -> dict[str, Any]:
-    """What the script found."""
+    """The findings of one run of the script."""
     node = shutil.which("node")
     assert node, "node is not installed"
 

@@ -126,7 +126,7 @@ class DashboardRoutes:
                 "default": getattr(config, name) == field.get_default(call_default_factory=True, validated_data={}),
             }
             for name, field in type(config).model_fields.items()
-            if name not in config.flag_only
+            if name not in config.without_variable()
         ]
         return {"settings": shown}
 
