@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ class Environment:
     pins: Sequence[str]
     python: str = sys.executable
     without: Sequence[str] = ()
-    """Packages that the others require but do not need here."""
+    """Packages that the others require, left out: those of the project's own environment are used."""
 
     def installed(self) -> Path:
         """Install the packages, unless they are; return the folder of their commands. Skip the test where that fails."""
@@ -38,6 +39,9 @@ class Environment:
             overrides.write_text("".join(f"{name}; python_version < '3'\n" for name in self.without))
             python = str(folder / "bin" / "python")
             self._run("pip", "install", "--python", python, "--overrides", str(overrides), *self.pins)
+            if self.without:
+                (packages,) = folder.glob("lib/python*/site-packages")
+                (packages / "zz_project.pth").write_text(sysconfig.get_path("purelib"))
             stamp.write_text(digest)
         return folder / "bin"
 
