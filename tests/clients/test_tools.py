@@ -66,7 +66,7 @@ def run(*command: object, cwd: Path, **environ: str) -> None:
 
 
 def loglikelihoods(model: Path, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-    """Of each pair of a context and its continuation, by transformers: the log-probability, and whether it is greedy."""
+    """Return the log-probability of each continuation of a context, by transformers, and whether it is greedy."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     computed = []
