@@ -44,9 +44,9 @@ def url(demo_model: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-def test_library(library: Environment, request: pytest.FixtureRequest, demo_model: Path) -> None:
+def test_library(library: Environment, request: pytest.FixtureRequest) -> None:
     python = Environment(library.name, [*library.pins, "pytest==9.2.0"]).installed() / "python"
-    served = {"SERVER_URL": request.getfixturevalue("url"), "MODEL_ID": str(demo_model)}
+    served = {"SERVER_URL": request.getfixturevalue("url")}
     asked = {"QUESTION": QUESTION, "ANSWER": ANSWER, "PROMPT": PROMPT}
     done = subprocess.run(
         [python, "-m", "pytest", "-q", SCRIPTS / f"{library.name}_checks.py"],

@@ -7,7 +7,6 @@ from pydantic import BaseModel
 
 URL = os.environ["SERVER_URL"]
 OPENAI_URL = f"{URL}/v1"
-MODEL = os.environ["MODEL_ID"]
 QUESTION = os.environ["QUESTION"]
 ANSWER = os.environ["ANSWER"]
 PROMPT = os.environ["PROMPT"]
