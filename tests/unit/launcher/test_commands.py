@@ -28,7 +28,7 @@ COMPLETE = {
     "zsh": """
         zmodload zsh/zpty
         zpty shell zsh -f -i
-        zpty -w shell "PROMPT=; autoload -U compinit; compinit -u -d /dev/null; zstyle ':completion:*' insert-tab false"
+        zpty -w shell "PROMPT=; autoload -U compinit; compinit -u -D; zstyle ':completion:*' insert-tab false"
         zpty -w shell "LISTMAX=10000; eval \\"\\$(cat $1)\\"; print re''ady"
         zpty -r -m shell out "*ready*"
         zpty -w -n shell $'{line}\\t\\C-aprint -r -- \\n'
