@@ -143,7 +143,7 @@ async def test_every_delta_has_the_role_and_a_call_begins_with_its_name(stack: S
 
 @pytest.mark.parametrize("options", [{}, {"logprobs": True}])
 async def test_the_stream_helper_of_openais_client_gets_the_role_once(stack: Stack, options: Json) -> None:
-    """It joins the roles of all deltas to one text. Others, such as TGI's clients, need one in each delta."""
+    """The helper joins the roles of all deltas to one text. Other clients, such as TGI's clients, need one in each delta."""
     body = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3, "stream": True, **options}
     for helper in ("chat.completions.stream", None):
         headers = {} if helper is None else {"x-stainless-helper-method": helper}

@@ -49,7 +49,7 @@ class Collector(TraceServiceServicer):
 
     @property
     def endpoint(self) -> str:
-        """Its URL."""
+        """The URL of the collector."""
         return f"http://127.0.0.1:{self.port}"
 
     def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:

@@ -68,7 +68,7 @@ def bodies() -> list[type[Body]]:
 
 @pytest.mark.parametrize("number", [2.0, -0.0, 1e300, 2.5, "2", True, 2**70])
 def test_a_number_without_a_fraction_is_an_integer(number: object) -> None:
-    """As in JSON Schema. Texts and truth values are no numbers."""
+    """Texts and truth values are no numbers, as in JSON Schema."""
     ids = {"prompt": [[1, number]], "max_tokens": 2.0}
     if number in (2.0, 0.0) and not isinstance(number, bool):
         body = validate(ids, CompletionBody)
