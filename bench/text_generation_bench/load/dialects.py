@@ -124,10 +124,12 @@ class AnswerStream:
             self.error = self.error or "an event is no JSON object"
         elif event.get("error"):
             self.error = self.error or message_of(event, text)
-        elif self._kind == "tgi":
-            self._tgi(stamp, event)
         else:
-            self._openai(stamp, event)
+            read = self._tgi if self._kind == "tgi" else self._openai
+            try:
+                read(stamp, event)
+            except (AttributeError, TypeError):
+                self.error = self.error or f"an event has another form: {text.strip()[:100].decode(errors='replace')}"
 
     def _tgi(self, stamp: float, event: dict[str, Any]) -> None:
         token = event.get("token")

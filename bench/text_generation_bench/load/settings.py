@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -125,8 +126,8 @@ def fail(message: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
 def _numbers(kind: type[int] | type[float]) -> Any:  # noqa: ANN401 - argparse's type
     def parse(text: str) -> list[float]:
         values = [kind(part) for part in text.split(",")]
-        if min(values) <= 0:
-            raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+        if not all(0 < value < math.inf for value in values):
+            raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite")
         return values
 
     parse.__name__ = "number"
@@ -377,9 +378,14 @@ def parse_settings(argv: Sequence[str] | None = None) -> LoadSettings:
     settings = parser.parse_args(argv, namespace=LoadSettings())
     for name in ("batch_size", "rate"):
         setattr(settings, name, [value for part in getattr(settings, name) or [] for value in part])
-    scheme, host = urlsplit(settings.url)[:2]
+    try:
+        scheme, host = urlsplit(settings.url)[:2]
+    except ValueError as error:
+        parser.error(f"argument --url: {error}")
     if scheme not in ("http", "https") or not host:
         parser.error(f"argument --url: must begin with http:// or https://, not {settings.url!r}")
+    if "@" in host:
+        parser.error("argument --url: a user and a password belong into --header or --api-key")
     modes = [name for name in ("batch_size", "rate", "trace") if getattr(settings, name)]
     if len(modes) > 1:
         parser.error(f"only one of {', '.join('--' + name.replace('_', '-') for name in modes)}")

@@ -120,6 +120,10 @@ def test_tokens_are_events_with_text_or_the_servers_count(
         (b'data: {"error": "Request failed", "error_type": "generation"}\n\n', "Request failed"),
         (b"data: {nonsense\n\n", "no JSON in an event: {nonsense"),
         (b"data: [1]\n\n", "an event is no JSON object"),
+        (
+            b'data: {"generated_text":"","details":3}\n\n',
+            'an event has another form: {"generated_text":"","details":3}',
+        ),
     ],
 )
 def test_an_error_in_a_stream_is_its_text(data: bytes, error: str) -> None:

@@ -98,7 +98,10 @@ def test_datasets_give_prompts_and_lengths(name: str, turns: list[Any], system: 
     ("flags", "error"),
     [
         (("--url", "ftp://x"), "--url: must begin with http"),
+        (("--url", "http://[::1"), "--url: Invalid IPv6 URL"),
+        (("--url", "http://user:word@host"), "belong into --header"),
         (("-b", "0"), "must be above 0"),
+        (("--rate", "nan"), "must be above 0 and finite"),
         (("-b", "x"), "-b"),
         (("-b", "1", "--rate", "2"), "only one of --batch-size, --rate"),
         (("--itl-target", "nan"), "--itl-target"),
