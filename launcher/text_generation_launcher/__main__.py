@@ -33,6 +33,8 @@ def main() -> None:
         _print_completion(argv[1:])
         return
     if argv[:1] == ["check"]:
+        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(sig, signal.SIG_DFL)  # an interrupted check is no success
         sys.exit(_check(argv[1:]))
     only_env = argv[:1] == ["env"]
     config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
