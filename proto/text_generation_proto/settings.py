@@ -123,8 +123,9 @@ class SharedSettings(ProcessConfig):
             valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             valid = False
-        if endpoint and not valid:
-            raise ValueError("it must be the URL of a collector, http://HOST:PORT or https://HOST:PORT")
+        if endpoint and (not valid or "@" in parts.netloc):
+            # A password here would be shown with the settings.
+            raise ValueError("it must be the URL of a collector, http://HOST:PORT or https://HOST:PORT, without a user")
         return endpoint
 
 

@@ -153,7 +153,9 @@ def test_the_environment_turns_tracing_off(name: str, value: str, monkeypatch: p
     assert start_tracing(SharedSettings.of(otlp_endpoint="http://127.0.0.1:1"), "service", "one", "1") is None
 
 
-@pytest.mark.parametrize("given", ["http://", "ftp://host:1", "http://host:port", "http://host:99999", ":4317"])
+@pytest.mark.parametrize(
+    "given", ["http://", "ftp://host:1", "http://host:port", "http://host:99999", ":4317", "https://user:word@host"]
+)
 def test_a_wrong_endpoint_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match="URL of a collector"):
         SharedSettings.of(otlp_endpoint=given)
