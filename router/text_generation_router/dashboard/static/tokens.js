@@ -75,8 +75,8 @@ function showTokens(tokens) {
         "tr",
         { class: i ? false : "chosen" },
         make("th", { scope: "row", class: "code" }, visible(each.token)),
-        make("td", { class: "number" }, shares.format(probability(each.logprob))),
-        make("td", { class: "number" }, each.logprob.toFixed(3)),
+        make("td", { class: "number" }, each.logprob === null ? "–" : shares.format(probability(each.logprob))),
+        make("td", { class: "number" }, each.logprob === null ? "–" : each.logprob.toFixed(3)),
       ),
     );
     const head = ["Token", "Probability", "Log"].map((title) => make("th", { scope: "col" }, title));
