@@ -116,7 +116,7 @@ class ChatRoutes:
         head = named("chatcmpl-", body.model, self._serving.settings)
         scores = None
         if body.prompt_logprobs is not None:
-            scores = await written_prompt_scores(collectors[0], self._serving.tokenizer)
+            scores = await written_prompt_scores(collectors[0], self._serving.tokenizer, body.prompt_logprobs)
         counts = usage(chat.prompt_tokens, generated, cached)
         return await whole_answer(head, "chat.completion", choices, counts, scores)
 

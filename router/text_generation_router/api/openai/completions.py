@@ -117,7 +117,7 @@ class CompletionRoutes:
             scores: orjson.Fragment | None = None
             for index, collector in islice(left, len(prompt.requests)):
                 if body.prompt_logprobs is not None and scores is None:
-                    scores = await written_prompt_scores(collector, self._serving.tokenizer)
+                    scores = await written_prompt_scores(collector, self._serving.tokenizer, body.prompt_logprobs)
                 if body.logprobs is not None and scored is None:
                     # Only the first answer of a prompt brings the prompt's log-probabilities: they are the same for all.
                     scored = LogprobColumns(self._serving.tokenizer, tops=body.logprobs)

@@ -8,15 +8,15 @@ from itertools import zip_longest
 import orjson
 
 from text_generation_router.api.core.serving import Collector
-from text_generation_router.api.openai.answers import PromptToken
+from text_generation_router.api.openai.answers import PromptToken, alternative
 from text_generation_router.text.tokenizer import Tokenizer
 
 TOKENS_AT_ONCE = 128
 """Tokens that are written before other requests run."""
 
 
-async def written_prompt_scores(collector: Collector, tokenizer: Tokenizer) -> orjson.Fragment:
-    """Return a list as JSON: for each prompt token null, or an object of it and the most probable tokens, by id."""
+async def written_prompt_scores(collector: Collector, tokenizer: Tokenizer, tops_each: int) -> orjson.Fragment:
+    """Return a list as JSON: for each prompt token null, or an object of it and the `tops_each` most probable tokens, by id."""
     written: list[bytes] = []
     scores = zip_longest(collector.request.prompt, collector.prompt_logprobs, collector.prompt_tops)
     for at, (token_id, logprob, tops) in enumerate(scores):
@@ -25,14 +25,14 @@ async def written_prompt_scores(collector: Collector, tokenizer: Tokenizer) -> o
         if at == 0 or logprob in (None, b"null"):
             written.append(b"null")
             continue
-        best = list(tops or ())
+        best = list(tops or ())[:tops_each]
         ranks = {top: rank for rank, (top, _) in enumerate(best, 1)}
         tokens: dict[str, PromptToken] = {}
-        for top, value in ((token_id, logprob), *best):
+        for top, value in ((token_id, orjson.Fragment(logprob)), *((top, alternative(value)) for top, value in best)):
             tokens.setdefault(
                 str(top),
                 {
-                    "logprob": orjson.Fragment(value),
+                    "logprob": value,
                     "rank": ranks.get(top),
                     "decoded_token": tokenizer.token_text(top),
                 },
