@@ -57,7 +57,7 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
 
     Raises InvalidRequest.
     """
-    if "value" in form:
+    if "value" in form or form.get("type") == "regex":
         return tgi_grammar(form)
     match form.get("type"):
         case "text":
@@ -80,7 +80,7 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
 
 def guided(body: Mapping[str, Any]) -> Grammar | None:
     """Return the grammar of the fields of vLLM and SGLang; None if there are none. Raises InvalidRequest."""
-    given: list[tuple[str, Callable[[Any], Grammar] | None, Any]] = [
+    given: list[tuple[str, Callable[[Any], Grammar], Any]] = [
         (name, _FIELDS[name], value) for name, value in body.items() if name in _FIELDS and value is not None
     ]
     if (options := body.get("structured_outputs")) is not None:
@@ -89,18 +89,15 @@ def guided(body: Mapping[str, Any]) -> Grammar | None:
         for key, value in options.items():
             if key in _IDLE_OPTIONS:
                 continue
-            if key not in _OPTIONS:
+            if key in _OPTIONS and (value is None or (value is False and key in _SWITCHES)):
+                continue
+            if (read := _OPTIONS.get(key)) is None:
                 raise not_valid(f"`structured_outputs.{key[:64]}` is not supported")
-            if value is not None and not (value is False and key in _SWITCHES):
-                given.append((f"structured_outputs.{key}", _OPTIONS[key], value))
+            given.append((f"structured_outputs.{key}", read, value))
     if len(given) > 1:
         names = " and ".join(f"`{name}`" for name, _, _ in given[:2])
         raise not_valid(f"only one kind of grammar can be asked for. Given: {names}")
-    for name, read, value in given:
-        if read is None:
-            raise not_valid(f"`{name}` is not supported")
-        return read(value)
-    return None
+    return next((read(value) for _, read, value in given), None)
 
 
 def ebnf_grammar(value: object) -> Grammar:

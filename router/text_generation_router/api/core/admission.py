@@ -199,6 +199,8 @@ class RequestPreparer:
         """Return the tokens of each word, and of the word after a space, as vLLM does. Raises InvalidRequest."""
         read: list[tuple[TokenId, ...]] = []
         for word in words:
+            if not word.strip():
+                raise InvalidRequest("`bad_words` must not be blank")
             alone, spaced = [
                 tuple(await self._tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant))
                 for text in (word.lstrip(), f" {word.lstrip()}")

@@ -91,6 +91,8 @@ REFUSED: list[tuple[Callable[[Json], object], Json, str]] = [
       for holder in (None, 5, {}, {"schema": None}, {"schema": [1]})),
     *((guided, body, "grammar is not valid: ")
       for body in ({"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_grammar": " "})),
+    (guided, {"structured_outputs": {"json": {}, "whitespace_pattern": "x"}}, "grammar is not valid: .*pattern` is not supported"),
+    (response_format, {"type": "regex"}, "grammar is not supported"),
     (guided, {"guided_regex": "a", "guided_json": {}}, "grammar is not valid: only one .*`guided_regex` and `guided_json`"),
     *((guided, {"structured_outputs": options}, f"grammar is not valid: .*`structured_outputs.{name}`")
       for name, options in (
