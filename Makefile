@@ -18,7 +18,7 @@ ifeq ($(MODEL),gemma3-270m)
 override MODEL := .cache/models/gemma3-270m
 endif
 NODE := .cache/node
-PROTOS := text_generation_proto/v1/shard.proto \
+PROTOS := text_generation_proto/v1/shard.proto text_generation_proto/front/front.proto \
 	text_generation_proto/gateway/trtllm_service.proto text_generation_proto/gateway/common.proto
 STUBS := $(foreach proto,$(PROTOS:.proto=),$(addprefix $(proto)_pb2,.py .pyi _grpc.py _grpc.pyi))
 

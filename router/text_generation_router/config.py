@@ -84,7 +84,7 @@ class RouterSettings(SharedSettings, ShardAccess):
         Topic.REPLICAS: "dispatch max_request_moves shards peers peer_name shard_connect_timeout",
         Topic.HTTP: "hostname port management_port api_key api_keys_file open_metrics dashboard cors_allow_origin "
         "payload_limit max_connections max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout "
-        "compute_type docker_label aip_predict_route aip_health_route",
+        "http_workers compute_type docker_label aip_predict_route aip_health_route",
         Topic.REQUESTS: "max_input_tokens max_total_tokens max_best_of max_stop_sequences max_top_n_tokens "
         "max_client_batch_size disable_grammar_support token_logprobs enable_prefill_logprobs",
         Topic.QUEUE: "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights max_priority "
@@ -159,6 +159,9 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Most bytes of a stream that its client has not read; beyond it the stream is ended."""
     keep_alive_timeout: Annotated[float, Field(gt=0)] = 75.0
     """Seconds that an idle HTTP connection is kept. A load balancer's own timeout must be shorter."""
+    http_workers: Annotated[int, Field(ge=1, le=255)] = 1
+    """Processes that serve HTTP. 1: one router process does everything; more: a scheduler process beside them, and limits,
+    metrics and health are those of all of them together."""
     management_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of a second listener for probes and metrics; 0: none."""
     token_logprobs: Literal["auto", "always", "never"] = "auto"
@@ -222,10 +225,17 @@ class RouterSettings(SharedSettings, ShardAccess):
 class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-router"):
     """Serve HTTP in front of the shards: text, queue, continuous batching."""
 
-    topics: ClassVar[Mapping[Topic, str]] = {Topic.ROUTER: "model_path shard_address"}
+    flag_only: ClassVar[frozenset[str]] = frozenset({"role", "http_worker", "front_socket"})
+    topics: ClassVar[Mapping[Topic, str]] = {Topic.ROUTER: "model_path shard_address role http_worker front_socket"}
 
     model_path: str = ""
     """Folder with tokenizer.json (and config.json)."""
     shard_address: CommaList = ("unix:///tmp/text-generation-server-0",)
     """Addresses of the shards, one per replica: unix:///path or host:port. All are waited for at the start, and none leaves.
     Not used with --shards."""
+    role: Literal["all", "scheduler", "http"] = "all"
+    """Part of the router that this process is: all of it, the scheduler process, or an HTTP worker. Set by the launcher."""
+    http_worker: Annotated[int, Field(ge=0, le=254)] = 0
+    """Number of this HTTP worker, from 0. Set by the launcher."""
+    front_socket: str = ""
+    """Path of the Unix socket between the HTTP workers and the scheduler process, which listens. Set by the launcher."""
