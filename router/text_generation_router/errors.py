@@ -188,7 +188,9 @@ class ContextLengthExceeded(InvalidRequest):
 
     @property
     def anthropic_text(self) -> str:
-        return f"prompt is too long: {self._tokens} tokens > {self._limit} maximum. {self}"
+        # Clients read both numbers; `self` says where the first is a lower bound.
+        tokens = self._tokens.removeprefix("at least ")
+        return f"prompt is too long: {tokens} tokens > {self._limit} maximum. {self}"
 
 
 class NotUtf8(InvalidRequest):

@@ -100,7 +100,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "Suffix is not supported and can be achieved by", "suffix_not_supported"),
     (COMPLETIONS, {"prompt": ["a"] * 129}, "Number of prompts exceeds the maximum allowed batch size of 128", "batch_size_exceeded"),
     (COMPLETIONS, {"prompt": []}, "Input validation error: Empty array detected.", None),
-    (CHATS, CHAT | {"tools": TOOLS, "ebnf": "root ::= [a-z]"}, "Tool error: Grammar and tools are mutually exclusive, unless", "tool_error"),
+    (CHATS, CHAT | {"tools": TOOLS, "ebnf": "root ::= [a-z]"}, "Tool error: Grammar and tools are mutually exclusive, unless the grammar is", "tool_error"),
     (CHATS, CHAT | {"tools": TOOLS, "tool_choice": "g"}, "Tool error: Tool with name g not found", "tool_error"),
     (CHATS, LONG_CHAT, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20.", "context_length_exceeded"),
     (CHATS, IMAGE, "Input validation error: image modality is not supported", None),
@@ -108,6 +108,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHATS, CHAT | {"max_completion_tokens": 0}, "Input validation error: `max_completion_tokens` must be", None),
     (CHATS, CHAT | {"top_logprobs": 21}, "Input validation error: `top_logprobs` must be >= 0 and <= 20. Given: 21", None),
     ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "Input validation error: `max_output_tokens` must be", None),
+    (CHATS, CHAT | {"function_call": {"name": "g"}}, "Input validation error: `function_call` names the function 'g'", None),
+    (CHATS, CHAT | {"max_completion_tokens": 2, "min_tokens": 3}, "Input validation error: `min_tokens` must be <= `max_completion_tokens`. Given: 3 and 2", None),
     (CHATS, {"messages": []}, "Input validation error: `messages` cannot be empty", None),
 ]  # fmt: skip
 

@@ -74,7 +74,7 @@ class _AnswerWriter:
                 return self.rules.regex(answer.text)
             case _:
                 raise ToolError(
-                    "Grammar and tools are mutually exclusive, unless it is a JSON schema or a regular expression"
+                    "Grammar and tools are mutually exclusive, unless the grammar is a JSON schema or a regular expression"
                 )
 
     def calls(self, tools: Sequence[Tool], syntax: CallSyntax, *, one_call: bool) -> str:

@@ -139,7 +139,7 @@ class RequestPreparer:
             visible_special=options.visible_special,
             stop_token_ids=frozenset(options.stop_token_ids),
             ignore_eos=options.ignore_eos,
-            min_new_tokens=min(options.min_new_tokens, max_new_tokens),
+            min_new_tokens=min(options.min_new_tokens, max_new_tokens),  # where no more fit after the prompt
             logprobs=options.logprobs,
             grammar=grammar,
             adapter=options.adapter,

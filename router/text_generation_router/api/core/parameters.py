@@ -163,6 +163,11 @@ def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, l
             f"`{name}` must be strictly positive and less than {limits.max_input_tokens}. Given: {options.truncate}"
         )
     _check_ranges(options, _OTHER_SAMPLING)
+    if options.max_new_tokens is not None and options.min_new_tokens > options.max_new_tokens:
+        raise InvalidRequest(
+            f"`min_tokens` must be <= `{options.length_field}`. "
+            f"Given: {options.min_new_tokens} and {options.max_new_tokens}"
+        )
     if sampling.repetition_penalty < MIN_REPETITION_PENALTY:
         raise InvalidRequest(
             f"`repetition_penalty` must be >= {MIN_REPETITION_PENALTY}. Given: {sampling.repetition_penalty:g}"

@@ -167,6 +167,8 @@ AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[Name, Any], BeforeVali
 
 BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
+Place = tuple[int | str, ...]
+"""The place of an error: keys, indices and names of members of unions."""
 
 MAX_WRITTEN_AT_ONCE = 1 << 20
 """Bytes of a response that is written at once."""
@@ -211,17 +213,21 @@ def _loads(raw: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
 def validate(value: object, schema: type[BodyT]) -> BodyT:
     """Return a JSON value as a validated body. Raises InvalidBody.
 
-    2.0 is an integer, as in JSON Schema. Such numbers are rare: they are looked for in a body that is refused otherwise.
+    2.0 is an integer, as in JSON Schema, where an integer is required; elsewhere, as in a tool's schema, it stays 2.0.
+    Such numbers are rare: they are looked for in a body that is refused otherwise.
     """
-    try:
-        return schema.model_validate(value)
-    except ValidationError as error:
-        if not any(_is_whole(detail) for detail in error.errors(include_url=False, include_context=False)):
-            raise InvalidBody(_first_reason(error)) from None
-    try:
-        return schema.model_validate(_with_integers(value))
-    except ValidationError as error:
-        raise InvalidBody(_first_reason(error)) from None
+    done: set[Place] = set()
+    while True:
+        try:
+            return schema.model_validate(value)
+        except ValidationError as error:
+            details = error.errors(include_url=False, include_context=False)
+            places = {_any_entry(detail["loc"]) for detail in details if _is_whole(detail)} - done
+            if not places:  # each round adds fields of the schema
+                raise InvalidBody(_first_reason(error)) from None
+        for place in places:
+            value = _with_integers(value, place)
+        done |= places
 
 
 def _is_whole(detail: ErrorDetails) -> bool:
@@ -229,18 +235,26 @@ def _is_whole(detail: ErrorDetails) -> bool:
     return detail["type"] == "int_type" and isinstance(detail["input"], float) and detail["input"].is_integer()
 
 
-def _with_integers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a JSON value with each number such as 2.0 as an integer. `check_structure` limits its depth.
+def _any_entry(place: Place) -> Place:
+    """Return the place of an error with 0 for the index of every list: validation stops at a list's first invalid entry."""
+    return tuple(0 if isinstance(part, int) else part for part in place)
+
+
+def _with_integers(value: Any, place: Place) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a JSON value with each number such as 2.0 at a place, in all entries of its lists, as an integer.
 
     An integer that orjson cannot write stays a number.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
-    if isinstance(value, list):
-        return [_with_integers(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _with_integers(item) for key, item in value.items()}
-    return value
+    if not place:
+        return value
+    first, *rest = place
+    if isinstance(value, list) and isinstance(first, int):
+        return [_with_integers(item, (*rest,)) for item in value]
+    if isinstance(value, dict) and first in value:
+        return {**value, first: _with_integers(value[first], (*rest,))}
+    return _with_integers(value, (*rest,))  # the first part names a member of a union
 
 
 def json_response(value: object) -> web.Response:

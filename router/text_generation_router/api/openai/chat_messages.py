@@ -100,11 +100,15 @@ def _choice(body: ChatBody) -> ToolChoice:
     """Return the tool choice, of tools or of functions. Raises InvalidRequest."""
     if body.tools and body.functions:
         raise InvalidRequest("`tools` and `functions` cannot be combined")
-    if body.function_call is None or not body.functions:
+    call = body.function_call
+    if call is None:
         return _tool_choice(body.tool_choice)
-    if isinstance(body.function_call, str):
-        return _tool_choice(body.function_call)
-    return ToolChoice(ToolMode.NAMED, body.function_call.name)
+    choice = _tool_choice(call) if isinstance(call, str) else ToolChoice(ToolMode.NAMED, call.name)
+    if body.functions:
+        return choice
+    if choice.name:
+        raise InvalidRequest(f"`function_call` names the function {choice.name[:64]!r}, but there are no `functions`")
+    return _tool_choice(body.tool_choice)
 
 
 def _tool(kind: str, function: FunctionDefinition) -> Tool:

@@ -24,7 +24,7 @@ from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.models import ModelRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
-from text_generation_router.api.openai.schemas import CompletionBody
+from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ServiceRoutes
@@ -77,6 +77,20 @@ def test_a_number_without_a_fraction_is_an_integer(number: object) -> None:
     else:
         with pytest.raises(InvalidBody, match="prompt"):
             validate(ids, CompletionBody)
+
+
+def test_other_numbers_of_such_a_body_stay_as_they_are() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1.0, 2]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    messages = [{"role": "user", "content": "Hi"}]
+    body = validate(
+        {"messages": messages, "tools": [tool], "max_tokens": 4.0, "stop_token_ids": [1.0, 2, 3.0]}, ChatBody
+    )
+    assert (body.max_tokens, body.stop_token_ids) == (4, [1, 2, 3])
+    assert body.tools is not None
+    assert repr(body.tools[0].function.parameters) == repr(schema)
+    count = 2000  # a round of validation for each would take minutes
+    assert validate({"prompt": [[float(id)] for id in range(count)]}, CompletionBody).prompt == [[i] for i in range(count)]
 
 
 @pytest.mark.parametrize(("given", "count"), [(True, 1), (False, None), (0, 0), (3, 3), (None, None)])
