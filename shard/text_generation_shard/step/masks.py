@@ -101,5 +101,43 @@ class TokenMasks:
         return Mask(allowed, may_end)
 
 
+def choice_of_tokens(sequence: Sequence, mask: Mask | None, vocab_size: int) -> tuple[Bits | None, frozenset[int]]:
+    """Return the tokens that may follow, None for all, and those that must not all the same.
+
+    In this order: the grammar, allowed_token_ids, min_new_tokens, bad_words. A constraint does not apply to a token if it
+    leaves none; a text that allowed_token_ids let not go on ends there if the grammar lets it.
+    """
+    sampling = sequence.sampling
+    allowed = None if mask is None or mask.failure is not None else mask.allowed
+    if sampling.allowed_token_ids:
+        if sequence.allowed is None:
+            sequence.allowed = np.zeros(vocab_size, dtype=np.bool_)
+            sequence.allowed[list(sampling.allowed_token_ids)] = True
+        allowed = sequence.allowed if allowed is None else _first_choice(sequence, allowed, sequence.allowed)
+    # A mask already excludes the tokens that would end the text early.
+    early = sequence.suppressed if mask is None else frozenset()
+    banned = sequence.banned if sampling.bad_words else frozenset()
+    if allowed is None:
+        return None, early | banned
+    suppressed = early if _leave_some(allowed, early) else frozenset()
+    return allowed, suppressed | banned if _leave_some(allowed, suppressed | banned) else suppressed
+
+
+def _first_choice(sequence: Sequence, allowed: Bits, listed: Bits) -> Bits:
+    """Return the tokens of both sets; if there is none, the end tokens of the grammar's, or all of them."""
+    both: Bits = allowed & listed
+    if both.any():
+        return both
+    eos = _ids(sequence.stopping.eos_token_ids, len(allowed))
+    both[eos] = allowed[eos]
+    return both if both.any() else allowed
+
+
+def _leave_some(allowed: Bits, suppressed: frozenset[int]) -> bool:
+    if not suppressed:
+        return True
+    return np.count_nonzero(allowed) > np.count_nonzero(allowed[_ids(suppressed, len(allowed))])
+
+
 def _ids(token_ids: Sequences[int] | frozenset[int], vocab_size: int) -> NDArray[np.intp]:
     return np.array(sorted(token_id for token_id in token_ids if token_id < vocab_size), dtype=np.intp)

@@ -210,6 +210,34 @@ def test_min_new_tokens_holds_while_the_grammar_can_continue(driver: Driver, tok
     assert re.fullmatch("[xyz]+", tokenizer.decode(open_ended.tokens))
 
 
+@pytest.mark.parametrize("engine", ["torch"], indirect=True)
+@pytest.mark.parametrize(
+    ("regex", "allowed", "bad", "texts"),
+    [
+        ("[xyz]{3}", "x", "", "xxx"),
+        ("xxy?", "x", "", "xx"),
+        ("xxyy", "x", "", "xxyy"),
+        ("[xy]{3}", "xyz", "xy", "[xy]{3}"),
+        ("[xy]{3}", "", "x", "yyy"),
+        (None, "x", "x", "x{5}"),
+    ],
+)
+def test_constraints_that_exclude_each_other_leave_a_token(
+    driver: Driver, tokenizer: Tokenizer, regex: str | None, allowed: str, bad: str, texts: str
+) -> None:
+    ids = {letter: tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in "xyz"}
+    sampling = Sampling(
+        allowed_token_ids=tuple(ids[letter] for letter in allowed), bad_words=tuple((ids[letter],) for letter in bad)
+    )
+    grammar = None if regex is None else Grammar(GrammarKind.REGEX, regex)
+    stream = driver.admit(PROMPT, stopping=stopping(5), sampling=sampling, grammar=grammar)
+    ends = driver.admit(PROMPT, stopping=stopping(5, min_new_tokens=3), sampling=Sampling(allowed_token_ids=(END,)))
+    driver.run()
+    assert (stream.failure, ends.failure) == (None, None)
+    assert re.fullmatch(texts, tokenizer.decode(stream.tokens, skip_special_tokens=True))
+    assert ends.tokens == [END] * 4
+
+
 def test_an_engine_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
     engine = build_engine(ShardConfig(engine="echo", model_path=str(tmp_path)))
     assert engine.info.grammar_kinds == ()

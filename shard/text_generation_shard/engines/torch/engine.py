@@ -43,8 +43,8 @@ from text_generation_shard.engines.torch.scoring import PendingScores, start_sco
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
 from text_generation_shard.grammar import Grammars
-from text_generation_shard.step.masks import Mask, TokenMasks
-from text_generation_shard.step.sequence import GREEDY, SamplerOutput, Sequence, StepRow, StepRows
+from text_generation_shard.step.masks import Mask, TokenMasks, choice_of_tokens
+from text_generation_shard.step.sequence import GREEDY, SamplerOutput, StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 Masks = dict[int, Mask]
@@ -272,12 +272,8 @@ class TorchEngine(SynchronousEngine):
 
     def _sampling_row(self, row: StepRow, masks: Masks) -> SamplingRow:
         sequence = row.sequence
-        mask = masks.get(sequence.slot)
-        # A mask already excludes them.
-        suppressed = sequence.suppressed if mask is None else frozenset()
         sampling = sequence.sampling
-        if sampling.bad_words:
-            suppressed |= sequence.banned
+        allowed, suppressed = choice_of_tokens(sequence, masks.get(sequence.slot), self.info.vocab_size)
         return SamplingRow(
             sampling=sampling,
             position=len(sequence.tokens),
@@ -285,18 +281,8 @@ class TorchEngine(SynchronousEngine):
             history=self._histories.tokens(sequence) if needs_history(sampling) else None,
             generated=sequence.generated_before + sequence.generated,
             suppressed=suppressed,
-            allowed=self._allowed(sequence, mask) if mask is not None or sampling.allowed_token_ids else None,
+            allowed=None if allowed is None else torch.from_numpy(allowed),
         )
-
-    def _allowed(self, sequence: Sequence, mask: Mask | None) -> Tensor | None:
-        """Return the tokens that the grammar and the request allow; None for all."""
-        allowed = None if mask is None or mask.failure is not None else mask.allowed
-        if sequence.sampling.allowed_token_ids:
-            if sequence.allowed is None:
-                sequence.allowed = np.zeros(self.info.vocab_size, dtype=np.bool_)
-                sequence.allowed[list(sequence.sampling.allowed_token_ids)] = True
-            allowed = sequence.allowed if allowed is None else sequence.allowed & allowed
-        return None if allowed is None else torch.from_numpy(allowed)
 
 
 def _is_greedy(row: StepRow) -> bool:

@@ -90,7 +90,9 @@ def test_other_numbers_of_such_a_body_stay_as_they_are() -> None:
     assert body.tools is not None
     assert repr(body.tools[0].function.parameters) == repr(schema)
     count = 2000  # a round of validation for each would take minutes
-    assert validate({"prompt": [[float(id)] for id in range(count)]}, CompletionBody).prompt == [[i] for i in range(count)]
+    assert validate({"prompt": [[float(id)] for id in range(count)]}, CompletionBody).prompt == [
+        [i] for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize(("given", "count"), [(True, 1), (False, None), (0, 0), (3, 3), (None, None)])

@@ -109,9 +109,10 @@ def test_a_prompt_that_is_too_long_is_known_by_code_and_words() -> None:
         "message": f"prompt is too long: 30 tokens > 15 maximum. {text}",
     }
 
-
     at_least = ContextLengthExceeded("", tokens="at least 30", limit=15, context=20)
-    assert body(Dialect.ANTHROPIC, at_least)["error"]["message"].startswith("prompt is too long: 30 tokens > 15 maximum")
+    assert body(Dialect.ANTHROPIC, at_least)["error"]["message"].startswith(
+        "prompt is too long: 30 tokens > 15 maximum"
+    )
 
 
 def test_anthropics_clients_learn_that_threads_are_not_stored() -> None:
