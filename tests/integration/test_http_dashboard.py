@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from http_stack import Stack, serve, until
 
-from text_generation_router.api.dashboard import MAX_VIEWERS
+from text_generation_router.api.dashboard import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
 from text_generation_router.dashboard.feed import Feed
 from text_generation_router.dashboard.state import Sample
 
@@ -90,6 +90,7 @@ async def test_the_page_needs_no_key_and_its_events_do(demo_model: Path, tmp_pat
         assert "sk-" not in str(server)
         assert (sample["new_tokens"], sample["ended"]["refused"], sum(sample["first_token"])) == (4, 2, 1)
         assert sample["replicas"][0]["state"] == "serving"
+        assert ":" in sample["replicas"][0]["address"]
         assert sample["replicas"][0]["looked_up_tokens"] == sample["looked_up_tokens"] > 0
         error = next(each for each in sample["errors"] if each["status"] == 422)
         assert (error["count"], error["route"], error["tenant"]) == (2, "/generate", "<b>search</b>")
@@ -98,6 +99,7 @@ async def test_the_page_needs_no_key_and_its_events_do(demo_model: Path, tmp_pat
         server, sample = await first_two(stack, TENANT)
         assert "settings" not in server
         assert not {"tenants", "errors"} & sample.keys()
+        assert not {"address", "reason"} & sample["replicas"][0].keys()
 
 
 async def test_without_the_dashboard_its_paths_are_unknown(demo_model: Path) -> None:
@@ -113,6 +115,18 @@ async def test_more_viewers_than_the_limit_are_refused(demo_model: Path) -> None
             await viewers.enter_async_context(stack.client.get("/dashboard/events"))
         async with stack.client.get("/dashboard/events") as response:
             assert (response.status, response.headers["retry-after"]) == (429, "60")
+
+
+async def test_one_tenant_does_not_take_the_streams_of_others(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    async with serve(demo_model, settings={"api_keys_file": str(tmp_path / "keys.toml")}) as stack:
+        async with AsyncExitStack() as viewers:
+            for _ in range(MAX_VIEWERS_OF_TENANT):
+                await viewers.enter_async_context(stack.client.get("/dashboard/events", headers=TENANT))
+            for headers, status in ((TENANT, 429), (OPERATOR, 200)):
+                async with stack.client.get("/dashboard/events", headers=headers) as response:
+                    assert response.status == status
+        await first_two(stack, TENANT)
 
 
 class Seen:

@@ -1,11 +1,14 @@
 """The dashboard: a page for operators, its files, and the stream of events that it shows.
 
 The page and its files contain nothing of this server and need no key. The stream needs one, where there are keys. It names
-other tenants, and shows errors and settings, only to a caller that may act for them: see `KeyHolder.trusted`.
+other tenants, and shows errors, addresses and settings, only to a caller that may act for them: see `KeyHolder.trusted`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
@@ -21,9 +24,12 @@ from text_generation_router.api.http.sse import EventStream
 from text_generation_router.dashboard.feed import Feed
 from text_generation_router.dashboard.state import Sample, StateReader, event
 from text_generation_router.errors import Overloaded
+from text_generation_router.request import TenantId
 
 MAX_VIEWERS = 32
-"""Most streams of events at a time."""
+"""Most streams of events at a time, of ordinary callers together, and of each one that may act for all tenants."""
+MAX_VIEWERS_OF_TENANT = 8
+"""Most streams of one ordinary caller."""
 
 _TYPES = {
     ".html": "text/html",
@@ -61,6 +67,7 @@ class DashboardRoutes:
         self._about = {"engine": engine, "dtype": dtype, "device": device}
         self._state = StateReader(serving.metrics, serving.cluster)
         self._feed = Feed(self._state.sample, lambda: serving.cluster.draining)
+        self._watching = Counter[TenantId]()
 
     def routes(self) -> list[Route]:
         """The routes of the dashboard."""
@@ -91,14 +98,25 @@ class DashboardRoutes:
         """GET /dashboard/events: the server once, then a sample of its state every second."""
         if request.method == hdrs.METH_HEAD:
             return web.Response(content_type="text/event-stream")
-        if self._feed.viewers >= MAX_VIEWERS:
-            raise Overloaded(f"at most {MAX_VIEWERS} dashboards are served at a time", retry_after_s=60)
         holder = request[HOLDER]
         full = holder.trusted or not self._serving.settings.api_keys
-        stream = self._serving.stream(request, {}, tgi_error_event)
-        stream.send(event("server", self._server() | (self._settings() if full else {})))
-        with self._feed.watched_by(_Viewer(stream, full=full)):
-            return await stream.run()
+        with self._counted(holder.tenant, full=full):
+            stream = self._serving.stream(request, {}, tgi_error_event)
+            stream.send(event("server", self._server() | (self._settings() if full else {})))
+            with self._feed.watched_by(_Viewer(stream, full=full)):
+                return await stream.run()
+
+    @contextmanager
+    def _counted(self, tenant: TenantId, *, full: bool) -> Iterator[None]:
+        """Count a stream inside the block. Raises Overloaded if there are too many."""
+        limit, of_all = (MAX_VIEWERS, 0) if full else (MAX_VIEWERS_OF_TENANT, self._watching.total())
+        if self._watching[tenant] >= limit or of_all >= MAX_VIEWERS:
+            raise Overloaded(f"at most {limit} dashboards of a key are served at a time", retry_after_s=60)
+        self._watching[tenant] += 1
+        try:
+            yield
+        finally:
+            self._watching[tenant] -= 1
 
     def _server(self) -> dict[str, Any]:
         """Return the properties of the server that do not change."""

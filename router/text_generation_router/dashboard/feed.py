@@ -36,11 +36,6 @@ class Feed:
         self._viewers: dict[Viewer, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def viewers(self) -> int:
-        """The number of viewers."""
-        return len(self._viewers)
-
     @contextmanager
     def watched_by(self, viewer: Viewer) -> Iterator[None]:
         """Show samples to `viewer` inside the block, the first one at once."""

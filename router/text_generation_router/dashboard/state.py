@@ -34,7 +34,7 @@ class Sample:
     common: bytes
     """For callers that may not see other tenants."""
     full: bytes
-    """For operators: also tenants and errors."""
+    """For operators: also tenants, errors and addresses."""
 
 
 def event(name: str, data: Json) -> bytes:
@@ -61,7 +61,8 @@ class StateReader:
         """Return the state now."""
         now = time.monotonic()
         common = self._common(now)
-        return Sample(event("sample", common), event("sample", common | self._private(now)))
+        full = common | {"replicas": self._with_addresses(common["replicas"]), **self._private(now)}
+        return Sample(event("sample", common), event("sample", full))
 
     def _common(self, now: float) -> Json:
         metrics, stats = self._metrics, self._cluster.scheduler.stats(now)
@@ -90,9 +91,7 @@ class StateReader:
     def _replica(self, member: ShardMember) -> Json:
         shown: Json = {
             "number": member.number,
-            "address": member.address,
             "state": member.state.value,
-            "reason": member.reason,
         }
         if (replica := self._cluster.scheduler.replicas.get(member.number)) is None:
             return shown
@@ -106,6 +105,13 @@ class StateReader:
             "hit_tokens": replica.hit_tokens,
             "gpus": [_gpu(state) for state in self._metrics.steps.gpus.states(member.number)],
         }
+
+    def _with_addresses(self, replicas: list[Json]) -> list[Json]:
+        """Return the replicas with their addresses, and with reasons, which name addresses too."""
+        return [
+            {**replica, "address": member.address, "reason": member.reason}
+            for replica, member in zip(replicas, self._cluster.members, strict=False)
+        ]
 
     def _private(self, now: float) -> Json:
         return {"tenants": list(self._tenants()), "errors": list(self._errors(now))}

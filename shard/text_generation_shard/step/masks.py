@@ -136,7 +136,7 @@ def _first_choice(sequence: Sequence, allowed: Bits, listed: Bits) -> Bits:
 def _leave_some(allowed: Bits, suppressed: frozenset[int]) -> bool:
     if not suppressed:
         return True
-    return np.count_nonzero(allowed) > np.count_nonzero(allowed[_ids(suppressed, len(allowed))])
+    return bool(np.count_nonzero(allowed) > np.count_nonzero(allowed[_ids(suppressed, len(allowed))]))
 
 
 def _ids(token_ids: Sequences[int] | frozenset[int], vocab_size: int) -> NDArray[np.intp]:

@@ -20,11 +20,18 @@ function showForget() {
   byId("forget").hidden = !sessionStorage.getItem(NAME);
 }
 
-/** Asks for a key; resolves when one was given. */
+let asked = null;
+
+/** Asks for a key; resolves when one was given. All who ask meanwhile get the same answer. */
 export function askForKey() {
+  asked ??= ask().finally(() => { asked = null; });
+  return asked;
+}
+
+function ask() {
   if (sessionStorage.getItem(NAME)) setText(byId("key-text"), "This key is not valid here. Try another one.");
   input.value = "";
-  if (!dialog.open) dialog.showModal();
+  dialog.showModal();
   return new Promise((resolve) => {
     byId("key-form").onsubmit = (event) => {
       event.preventDefault();

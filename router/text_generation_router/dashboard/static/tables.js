@@ -90,7 +90,7 @@ const replicas = new KeyedTable("replicas-table", "Replicas", [
   { title: "Cached prefixes", number: true, cell: textCell((each) => count(each.kv_cached)) },
   { title: "Prefix hits", number: true, cell: textCell((each) => (each.looked_up_tokens ? percent(each.hit_tokens / each.looked_up_tokens) : "–")) },
   { title: "GPUs", cell: textCell(gpus) },
-  { title: "Address", class: "long", cell: textCell((each) => (each.reason ? `${each.address} – ${each.reason}` : each.address)) },
+  { title: "Address", class: "long", cell: textCell((each) => (each.reason ? `${each.address} – ${each.reason}` : each.address ?? "–")) },
 ], "No replica is a member.");
 
 const tenants = new KeyedTable("tenants-table", "Tenants with requests", [
