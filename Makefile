@@ -239,9 +239,13 @@ proto-check: $(STAMP) ## Check that the stubs match the .proto files
 		diff -u proto/$$stub "$$fresh"/$$stub || { echo "run: make proto"; exit 1; }; \
 	done; echo "proto-check: the stubs are up to date"
 
+GATEWAYS := .cache/gateways
 .PHONY: bench-router
-bench-router: model ## Measure the overhead of the router, with the echo engine
-	$(PY) -m text_generation_bench.router --model $(MODEL)
+bench-router: model ## Measure the overhead of the router, with the echo engine, beside SMG and vllm-router if they can be installed
+	@test -e $(GATEWAYS)/.installed || { $(PYTHON) -m venv $(GATEWAYS); for package in smg==1.13.0 vllm-router==0.1.17; do \
+		$(GATEWAYS)/bin/python -m pip install --quiet --disable-pip-version-check $$package \
+			|| echo "bench-router: $$package cannot be installed: it is left out"; done; touch $(GATEWAYS)/.installed; }
+	$(PY) -m text_generation_bench.router --model $(MODEL) --gateways $(GATEWAYS)/bin $(ARGS)
 
 .PHONY: bench-trtllm
 bench-trtllm: model ## Measure the overhead of router and shard with a fake TensorRT-LLM

@@ -5,6 +5,9 @@ processor time comes from /proc, so that other programs do not affect it.
 
     streamed token   128 streams of 200 tokens; CPU time of the router, divided by the number of tokens
     chat             the same as chats, with template
+    smg, vllm-router the same chats through these gateways in front of a mock worker (gateways.py), where they are installed:
+                     proxies, which neither tokenize nor schedule. All of these take turns; the medians are printed, and
+                     the router's divided by a gateway's
     request          requests with 100 prompt tokens and 1 new token, 8 at a time
     added TTFT       median time to first token through the router, minus the median directly from the shard
     decision         one Scheduler.schedule with 256 running sequences; recording is one update
@@ -33,6 +36,7 @@ from pathlib import Path
 import orjson
 import psutil
 
+from text_generation_bench.gateways import MODEL, free_port, gateways
 from text_generation_bench.load.dialects import PATHS, AnswerStream
 from text_generation_bench.load.http_client import HttpClient
 from text_generation_proto.client import ShardClient
@@ -54,18 +58,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="folder with a tokenizer.json")
-    model = parser.parse_args().model
+    parser.add_argument("--gateways", default=Path(), type=Path, help="folder with the commands smg and vllm-router")
+    parser.add_argument("--rounds", default=5, type=int, help="turns of the streamed loads")
+    arguments = parser.parse_args()
+    model = arguments.model
     print("quantity                            measured   budget")
-    with servers(model, step_ms=STEP_MS) as (router, port, _):
-        tokens = STREAMS * TOKENS_A_STREAM
-        for name, load, budget in (
-            ("CPU per streamed token, 128 streams", stream_load, 20),
-            ("CPU per token of 128 streamed chats", chat_load, 30),
-        ):
-            in_child(load, port, 20)
-            before = cpu_seconds(router)
-            in_child(load, port, TOKENS_A_STREAM)
-            row(name, (cpu_seconds(router) - before) / tokens * 1e6, budget, "us")
+    with servers(model, step_ms=STEP_MS) as (router, port, _), gateways(arguments.gateways, STEP_MS) as others:
+        token_costs(router, port, others, arguments.rounds)
         row("resident memory", psutil.Process(router).memory_info().rss / 1e6, 200, "MB")
         # PSS divides shared pages between processes, so the sum is their total memory.
         workers = sum(child.memory_full_info().pss for child in psutil.Process(router).children())
@@ -83,6 +82,29 @@ def main() -> None:
     row("(scheduler, recording a step of 256)", apply_us, float("inf"), "us")
     row("scheduler, one decision at 256 running", decide_us, 100, "us")
     row("(a bare socket write)", socket_write_cost(), float("inf"), "us")
+
+
+def token_costs(router: int, port: int, others: Mapping[str, tuple[int, int]], rounds: int) -> None:
+    """Print the processor time of a streamed token: of the router, and of gateways with these process ids and ports."""
+    ours = {"streamed token, 128 streams": (stream_load, 20.0), "token of 128 streamed chats": (chat_load, 30.0)}
+    subjects = [(name, router, port, load) for name, (load, _) in ours.items()]
+    subjects += [(name, pid, other, chat_load) for name, (pid, other) in others.items()]
+    costs: dict[str, list[float]] = {name: [] for name, *_ in subjects}
+    for _, _, where, load in subjects:
+        in_child(load, where, 20)
+    for number in range(rounds):
+        for name, pid, where, load in subjects[:: 1 if number % 2 else -1]:
+            before = cpu_seconds(pid)
+            in_child(load, where, TOKENS_A_STREAM)
+            costs[name].append((cpu_seconds(pid) - before) / (STREAMS * TOKENS_A_STREAM) * 1e6)
+    medians = {name: statistics.median(measured) for name, measured in costs.items()}
+    for name, (_, budget) in ours.items():
+        row(f"CPU per {name}", medians[name], budget, "us")
+    for other in others:
+        row(f"(CPU per token of {other})", medians[other], float("inf"), "us")
+        for name in ours:
+            ratios = [mine / theirs for mine, theirs in zip(costs[name], costs[other], strict=True)]
+            row(f"  {name} : {other}", statistics.median(ratios), float("inf"), "")
 
 
 def row(name: str, value: float, budget: float, unit: str) -> None:
@@ -111,9 +133,7 @@ def router_of(
     shard: subprocess.Popen[bytes], address: str, model: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, int]]:
     """Run a router for `shard`, which listens on `address`; yield its pid and port. Stop both at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     router = start(
         "text-generation-router",
         f"--shard-address={address}",
@@ -176,7 +196,12 @@ async def stream_load(port: int, tokens: int) -> float:
 
 async def chat_load(port: int, tokens: int) -> float:
     """Run 128 chats at once. Special tokens of the echoed prompt have no text: of the first 20 tokens two are special."""
-    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens, "stream": True}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": tokens,
+        "stream": True,
+    }
     for answer in await _streams(port, "openai-chat", [body] * STREAMS, open_=STREAMS):
         assert len(answer.times) > 0.85 * tokens, f"{len(answer.times)} events for {tokens} tokens"
     return 0.0
