@@ -17,7 +17,7 @@ from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.effective import print_config
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.logs import configure_logging
-from text_generation_proto.secrets import erase, is_secret
+from text_generation_proto.secrets import erase_secrets
 from text_generation_proto.settings import exit_with_usage_error, print_to_end
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
     raise_descriptor_limit()
     environ = dict(os.environ)
-    erase({name for name in environ if is_secret(name)})
+    erase_secrets()
     if only_env or not config.model_id:
         from text_generation_launcher.environment import environment_report
 
@@ -82,7 +82,7 @@ def _check(arguments: list[str]) -> ExitCode:
     config = check_command(arguments, os.environ)
     configure_logging(config, "check")
     environ = dict(os.environ)
-    erase({name for name in environ if is_secret(name)})
+    erase_secrets()
     return asyncio.run(check(config, environ))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-from text_generation_proto.secrets import erase, is_secret
+from text_generation_proto.secrets import erase_secrets
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -22,7 +22,7 @@ def fork_from_init() -> None:
         os.setpgid(0, 0)  # a terminal then sends Ctrl-C to the first process only, which forwards it once
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    erase({name for name in os.environ if is_secret(name)})
+    erase_secrets()
     while (code := _reap(child)) is None:
         if (received := signal.sigwait(waited)) != signal.SIGCHLD:
             os.kill(child, received)  # never another process: its pid is free only after it was waited for

@@ -23,9 +23,18 @@ _RUNTIME = re.compile(
 """Names of settings of libraries and MPI, which are never secret."""
 
 
+PASSED_ON = frozenset({"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"})
+"""Variables that may hold secrets and that all processes need. Each erases them once it has read them."""
+
+
 def is_secret(name: str) -> bool:
-    """Return True if an environment variable with this name holds a secret."""
+    """Return True if an environment variable with this name holds a secret that no other process needs."""
     return _SECRET.fullmatch(name) is not None and _RUNTIME.fullmatch(name) is None
+
+
+def erase_secrets() -> None:
+    """Remove all secrets from this process's environment."""
+    erase({name for name in os.environ if is_secret(name)} | PASSED_ON)
 
 
 def erase(names: Collection[str]) -> None:

@@ -7,6 +7,7 @@ resource, headers, certificates, timeouts, sizes of queue and batches.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Mapping
@@ -129,8 +130,11 @@ class Tracer:
             )
         )
 
-    def close(self) -> None:
-        """Send the spans that are left, for FLUSH_S at most."""
+    async def close(self) -> None:
+        """Send the spans that are left, for FLUSH_S at most. Meanwhile the event loop goes on."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
         closing = threading.Thread(target=self._queue.shutdown, daemon=True)
         closing.start()
         closing.join(FLUSH_S)

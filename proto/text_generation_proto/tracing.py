@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from text_generation_proto.exit_codes import CannotServe
+from text_generation_proto.secrets import PASSED_ON, erase
 from text_generation_proto.settings import SharedSettings
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ def start_tracing(config: SharedSettings, default_name: str, instance: str, vers
 
     `default_name` is the name of the service if no setting gives one, `instance` the name of the process.
     """
+    try:
+        return _tracer(config, default_name, instance, version)
+    finally:
+        erase(PASSED_ON)
+
+
+def _tracer(config: SharedSettings, default_name: str, instance: str, version: str) -> Tracer | None:
     environ = os.environ
     endpoints = config.otlp_endpoint, environ.get(f"{_OTLP}_TRACES_ENDPOINT"), environ.get(f"{_OTLP}_ENDPOINT")
     exporter = environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower()

@@ -117,7 +117,7 @@ async def serve(config: RouterConfig) -> ExitCode:
         raise CannotServe(str(error)) from error
     finally:
         if tracer is not None:
-            tracer.close()
+            await tracer.close()
 
 
 def _settings(config: RouterConfig, limits: Limits) -> Settings:

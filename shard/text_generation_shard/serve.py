@@ -46,11 +46,24 @@ async def serve(config: ShardConfig) -> ExitCode:
     """Serve until a signal arrives or the engine fails. Raises CannotServe."""
     signals = StopSignals()
     gpus = await _find_gpus(config)
-    thread = EngineThread()
     tracer = start_tracing(
         config, "text-generation-inference.server", f"shard-{config.replica}", version("text-generation-trtllm")
     )
-    owner = SessionOwner(thread, tracer)
+    thread = EngineThread()
+    try:
+        return await _serve_calls(config, signals, gpus, thread, SessionOwner(thread, tracer))
+    finally:
+        if tracer is not None:
+            await tracer.close()
+
+
+async def _serve_calls(
+    config: ShardConfig,
+    signals: StopSignals,
+    gpus: tuple[tuple[Gpu, ...], str],
+    thread: EngineThread,
+    owner: SessionOwner,
+) -> ExitCode:
     health = ShardHealth()
     await health.set_serving(serving=False)
     server = create_server(config.shard_token, max_streams=MAX_GATEWAY_STREAMS if config.gateway else MAX_STREAMS)
@@ -72,8 +85,6 @@ async def serve(config: ShardConfig) -> ExitCode:
         for each in (server, *probes):
             await each.stop(grace=1.0 if each is server else None)
         thread.close()
-        if tracer is not None:
-            tracer.close()
         return code
 
 

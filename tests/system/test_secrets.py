@@ -31,7 +31,13 @@ async def test_no_process_shows_a_secret_and_shards_serve_only_holders_of_token_
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     access = write_certificates(tmp_path / "tls", token="token-of-this-test")
-    environ = {**SECRETS, "API_KEY": "key-of-this-test", "SHARD_TOKEN": access.shard_token, "NCCL_DEBUG": "WARN"}
+    environ = {
+        **SECRETS,
+        "OTEL_EXPORTER_OTLP_HEADERS": "key=otlp-secret",
+        "API_KEY": "key-of-this-test",
+        "SHARD_TOKEN": access.shard_token,
+        "NCCL_DEBUG": "WARN",
+    }
     flags = (f"--shard-tcp-port={port}", *tls_arguments(access))
     with running(demo_model, *flags, environ=environ) as stack:
         headers = {"authorization": "Bearer key-of-this-test"}
@@ -40,7 +46,7 @@ async def test_no_process_shows_a_secret_and_shards_serve_only_holders_of_token_
         processes = [psutil.Process(stack.launcher.pid), *stack.children()]
         for process in processes:
             shown = readable(process)
-            for secret in (*SECRETS.values(), "key-of-this-test", "token-of-this-test"):
+            for secret in (*SECRETS.values(), "otlp-secret", "key-of-this-test", "token-of-this-test"):
                 assert secret not in shown, process.cmdline()
         assert sum("NCCL_DEBUG" in readable(process) for process in processes) >= 3
         for token, code in (

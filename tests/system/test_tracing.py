@@ -46,10 +46,22 @@ async def post(
         return response.status
 
 
+async def post_bytes(url: str, headers: dict[str, str], body: bytes, agent: bytes) -> bytes:
+    """Send a request for text with any bytes as its user agent; return the first line of the reply."""
+    sent = headers | {"host": "a", "content-type": "application/json", "content-length": str(len(body))}
+    lines = [f"{name}: {value}".encode() for name, value in sent.items()]
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(b"\r\n".join([b"POST /generate HTTP/1.1", b"user-agent: " + agent, *lines, b"", body]))
+    try:
+        return await reader.readline()
+    finally:
+        writer.close()
+
+
 async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_move(
     demo_model: Path, session: aiohttp.ClientSession
 ) -> None:
-    chat, lost, refused, unsampled = (f"{number:032x}" for number in range(1, 5))
+    chat, lost, refused, unsampled, foreign = (f"{number:032x}" for number in range(1, 6))
     with collecting() as collector:
         flags = (
             "--num-replicas",
@@ -74,6 +86,8 @@ async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_
             assert await post(session, f"{stack.url}/generate", headers(unsampled, "00"), body) == 200
             async with session.get(f"{stack.url}/info", headers=headers(unsampled)) as response:
                 assert response.status == 200
+            assert b" 200 " in await post_bytes(stack.url, headers(foreign), b'{"inputs": "a"}', b"a\xff")
+            await arrived(collector, lambda: "POST /generate" in collector.of(foreign))
             # One sequence a replica: one of the two requests loses its shard.
             body = {"inputs": "a", "parameters": {"max_new_tokens": 100}}
             begun = asyncio.Semaphore(0)

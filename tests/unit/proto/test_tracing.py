@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import grpc
@@ -50,6 +51,17 @@ def one_span(tracer: Tracer, name: str = "request") -> bool:
     return span is not None
 
 
+async def turns_during(work: Coroutine[None, None, None]) -> int:
+    """Return the number of turns of the event loop until `work` is done."""
+    turns = 0
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work)
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0.001)
+    return turns
+
+
 @pytest.fixture(params=["away", "slow", "refusing"])
 def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A collector that takes nothing."""
@@ -75,9 +87,9 @@ def test_a_collector_that_takes_nothing_costs_a_bounded_queue_and_one_log_line(e
         for _ in range(SPANS // 2):
             one_span(traced)
         assert time.monotonic() - began < 10, "recording waits for nothing"
-        stopping = time.monotonic()
-        traced.close()
+        stopping, turns = time.monotonic(), asyncio.run(turns_during(traced.close()))
         assert time.monotonic() - stopping < FLUSH_S + 1
+        assert turns > 1, "the event loop goes on"
     warnings = [line for line in logs if line["log_level"] == "warning"]
     assert [line["event"] for line in warnings] == ["traces are not sent"]
 
@@ -89,7 +101,7 @@ def test_sent_spans_have_the_names_and_the_share_that_the_environment_sets(monke
         monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.1")
         traced = tracer()
         sampled = sum(one_span(traced) for _ in range(1000))
-        traced.close()
+        asyncio.run(traced.close())
         assert 50 < sampled < 200
         assert [span.name for span in collector.spans].count("request") == sampled
         assert {span.service for span in collector.spans} == {"service"}
@@ -99,7 +111,7 @@ def test_sent_spans_have_the_names_and_the_share_that_the_environment_sets(monke
             monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
             traced = tracer(otlp_service_name=flag)
             one_span(traced)
-            traced.close()
+            asyncio.run(traced.close())
             part, request = sorted(collector.spans, key=lambda span: span.name)
             assert (part.service, part.parent, part.trace_id) == (name, request.span_id, request.trace_id)
             assert request.end - request.start == pytest.approx(2)
@@ -124,7 +136,7 @@ def test_spans_are_sent_by_http_too(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         traced = tracer(otlp_endpoint=f"http://127.0.0.1:{server.server_port}")
         one_span(traced)
-        traced.close()
+        asyncio.run(traced.close())
         server.shutdown()
     assert paths == ["/v1/traces"]
     assert {span.name for span in collector.spans} == {"request", "part"}

@@ -155,14 +155,19 @@ def _of_http(request: web.Request, route: str, status: int) -> dict[str, Attribu
     found: dict[str, AttributeValue] = {
         "http.request.method": request.method,
         "http.response.status_code": status,
-        "url.path": request.path,
+        "url.path": _utf8(request.path),
         "url.scheme": request.scheme,
-        "server.address": request.host,
+        "server.address": _utf8(request.host),
     }
     if route:
         found["http.route"] = route
     if request.remote:
         found["client.address"] = request.remote
     if agent := request.headers.get(hdrs.USER_AGENT):
-        found["user_agent.original"] = agent[:MAX_USER_AGENT_LENGTH]
+        found["user_agent.original"] = _utf8(agent[:MAX_USER_AGENT_LENGTH])
     return found
+
+
+def _utf8(text: str) -> str:
+    """Return a client's text with ? for its bytes that are not UTF-8, which OTLP cannot carry."""
+    return text.encode(errors="replace").decode()
