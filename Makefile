@@ -86,7 +86,7 @@ test: check model node-packages ## Run the checks and the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: check model node-packages browser-packages ## Run the checks and the tests with full grids and long property runs
+test-all: check model node-packages browser-packages uv ## Run the checks and the tests with full grids and long property runs
 	$(PY) scripts/prepare_demo_model.py .cache/models/gemma3-270m
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-helm test-observability test-systemd test-image test-rolling test-members test-routers test-ray test-trtllm

@@ -24,6 +24,8 @@ CORPUS = Path(__file__).parents[1] / "corpus" / "orders"
 SLOTS, BLOCKS = 8, 20
 ENDS = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
 TAKEN = (grpc.StatusCode.RESOURCE_EXHAUSTED, "another Run session is open")
+REFUSED = (grpc.StatusCode.UNAVAILABLE, "Received RST_STREAM with error code 7")
+"""HTTP/2's REFUSED_STREAM: nothing of the stream was processed, and the client may send it again."""
 """The server has not yet noticed the end of the session before."""
 NOT_ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, SessionClosed)
 """The errors of a session then, by the moment at which it is refused."""
@@ -112,7 +114,7 @@ class Target:
     async def _check(self, messages: Sequence[bytes]) -> None:
         async with asyncio.timeout(60):
             ended = TAKEN
-            while ended == TAKEN:
+            while ended in (TAKEN, REFUSED):
                 call = self._run()
                 with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await call.wait_for_connection()
