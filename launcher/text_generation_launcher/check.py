@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-from pydantic import AfterValidator
-
-from text_generation_launcher.config import LauncherConfig, read_settings
+from text_generation_launcher.config import LauncherCheckConfig, LauncherConfig, read_settings, size_in_bytes
 from text_generation_launcher.counts import count_shards
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.launch import START_ERRORS, check_settings, devices_for_shards, local_cpus
@@ -25,8 +23,8 @@ from text_generation_launcher.model import local_folder, resolve_headers
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, make_plan
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import open_lifeline
-from text_generation_proto.settings import print_to_end
-from text_generation_proto.topics import Topic
+from text_generation_proto.options import options_by_topic
+from text_generation_proto.settings import exit_with_usage_error, print_to_end
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.assemble import find_call_format
 from text_generation_router.chat.template_files import ChatTemplateError
@@ -37,43 +35,32 @@ from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 from text_generation_shard.config import ShardCheckConfig
 
 
-def parse_size(text: str) -> str:
-    """Check a size such as 80GiB. Raises ValueError."""
-    size_in_bytes(text)
-    return text
-
-
-def size_in_bytes(text: str) -> int:
-    """Return the bytes that a text such as 80GiB, 80G or 0.5TiB names; 0 for an empty text. Raises ValueError."""
-    if not text:
-        return 0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", text)
-    # Powers of two, as the memory of GPUs is given.
-    size = int(float(found[1]) * (1 << 10 * " KMGT".index(found[2] or " "))) if found else 0
-    if size <= 0:
-        raise ValueError("expected a size such as 80GiB")
-    return size
-
-
-class LauncherCheckConfig(LauncherConfig, cli_prog_name="text-generation-launcher check"):
-    """Print what would be served, by which engine and code, with how much memory, or why not. Nothing is loaded."""
-
-    flag_only: ClassVar[frozenset[str]] = frozenset({"memory"})
-    topics: ClassVar[Mapping[Topic, str]] = {Topic.MODEL: "memory"}
-    usages: ClassVar[Sequence[str]] = ("MODEL [--json] [--memory 80GiB] [flags of a start]",)
-
-    memory: Annotated[str, AfterValidator(parse_size)] = ""
-    """Memory of each GPU to plan for, such as 80GiB; with --device cpu that of the machine. Default: what is there. A flag only."""
-
-
 def check_command(arguments: Sequence[str], environ: Mapping[str, str]) -> LauncherCheckConfig:
     """Return the settings of `check MODEL [flags]`; --json stands for --json-output."""
-    argv = [argument for argument in arguments if argument != "--json"]
-    if argv and not argv[0].startswith("-"):
-        argv = [f"--model-id={argv[0]}", *argv[1:]]
-    if "--json" in arguments:
-        argv.append("--json-output")
-    return read_settings(LauncherCheckConfig, argv, environ)
+    argv = [argument if argument != "--json" else "--json-output" for argument in arguments]
+    if {"-h", "--help"}.isdisjoint(argument.partition("=")[0] for argument in argv):
+        argv = _with_model(argv)
+    config = read_settings(LauncherCheckConfig, argv, environ)
+    for name in ("env", "print_config"):
+        if getattr(config, name):
+            exit_with_usage_error(LauncherCheckConfig, f"--{name.replace('_', '-')} is no flag of check")
+    return config
+
+
+def _with_model(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with --model-id before the first word that is neither a flag nor the value of one."""
+    options = [option for listed in options_by_topic(LauncherCheckConfig).values() for option in listed.values()]
+    with_value = {flag for option in options if option.placeholder for flag in (option.flag, option.shortcut) if flag}
+    words = iter(argv)
+    read: list[str] = []
+    for word in words:
+        if word in with_value:
+            read += [word, *islice(words, 1)]
+        elif word.startswith("-"):
+            read.append(word)
+        else:
+            return [*read, f"--model-id={word}", *words]
+    return read
 
 
 async def check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> ExitCode:
@@ -92,13 +79,12 @@ async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dic
         wanted = count_shards(config, replace(devices, count=max(devices.count, 1))) * config.num_replicas
         devices = replace(devices, count=wanted, name=f"GPU of {config.memory}")
     checked = check_settings(config, environ, devices)
-    with tempfile.TemporaryDirectory(prefix="text-generation-check-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="text-generation-check-") as temporary, open_lifeline() as lifeline_fd:
         folder = local_folder(config.model_id)
         if folder is None:
-            with open_lifeline() as lifeline_fd:
-                folder = await resolve_headers(config, environ, lifeline_fd, Path(temporary))
+            folder = await resolve_headers(config, environ, lifeline_fd, Path(temporary))
         context = LaunchContext(
-            devices, local_cpus(), folder, Path(temporary), lifeline_fd=-1, log_drops_fd=-1, environ=environ
+            devices, local_cpus(), folder, Path(temporary), lifeline_fd, log_drops_fd=-1, environ=environ
         )
         plan = make_plan(checked, context)
         model = await _check_shard(config, plan) if plan.shards else None
@@ -131,6 +117,7 @@ async def _check_shard(config: LauncherCheckConfig, plan: LaunchPlan) -> dict[st
     process = await asyncio.create_subprocess_exec(
         *child_argv("text_generation_shard.check", ShardCheckConfig.of(**settings)),
         env=shard.env,
+        pass_fds=shard.inherited_fds,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )

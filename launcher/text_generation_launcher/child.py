@@ -151,19 +151,21 @@ def _terminate(process: asyncio.subprocess.Process) -> None:
 
 async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output: bool) -> None:
     """Write the lines of a child to standard error, labelled, until all holders of its output have closed it."""
-    line = bytearray()
-    while chunk := await reader.read(1 << 16):
-        line += chunk
-        if b"\n" in chunk:
-            end = line.rindex(b"\n")
-            _write_lines(bytes(line[:end]), name, json_output=json_output)
-            del line[: end + 1]
-        elif len(line) > MAX_LINE_BYTES:
+    try:
+        line = bytearray()
+        while chunk := await reader.read(1 << 16):
+            line += chunk
+            if b"\n" in chunk:
+                end = line.rindex(b"\n")
+                _write_lines(bytes(line[:end]), name, json_output=json_output)
+                del line[: end + 1]
+            elif len(line) > MAX_LINE_BYTES:
+                _write_lines(bytes(line), name, json_output=json_output)
+                line.clear()
+        if line:  # a last line without a line break
             _write_lines(bytes(line), name, json_output=json_output)
-            line.clear()
-    if line:  # a last line without a line break
-        _write_lines(bytes(line), name, json_output=json_output)
-    show_state(name, "")
+    finally:  # also where another process holds the output and is waited for no longer
+        show_state(name, "")
 
 
 def _live(*, json_output: bool) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import shtab
 
-from text_generation_launcher.config import COMMANDS, LauncherConfig
+from text_generation_launcher.config import COMMANDS, LauncherCheckConfig, LauncherConfig
 from text_generation_proto.help import first_sentence
 from text_generation_proto.options import Option, options_by_topic
 
@@ -23,22 +23,23 @@ def completion_script(shell: str) -> str:
     if shell not in SHELLS:
         raise ValueError(f"completion {shell}: the shells are {', '.join(SHELLS)}")
     parser = ArgumentParser(str(LauncherConfig.model_config.get("cli_prog_name")))
-    _add_options(parser)
+    _add_options(parser, LauncherConfig)
     commands = parser.add_subparsers()
-    for name, (form, meaning) in COMMANDS.items():
+    for name, (_, meaning) in COMMANDS.items():
         command = commands.add_parser(name, help=meaning)
         if name == "completion":
             command.add_argument("shell", choices=SHELLS)
             continue
-        if form != name:
+        if name == "check":
             _completed(command.add_argument("model"), shtab.DIRECTORY)
-        _add_options(command)
+            command.add_argument("--json", action="store_true", help="Print JSON.")
+        _add_options(command, LauncherCheckConfig if name == "check" else LauncherConfig)
     script: str = shtab.complete(parser, shell)
     return script
 
 
-def _add_options(parser: ArgumentParser) -> None:
-    for options in options_by_topic(LauncherConfig).values():
+def _add_options(parser: ArgumentParser, config: type[LauncherConfig]) -> None:
+    for options in options_by_topic(config).values():
         for name, option in options.items():
             _add_option(parser, name, option)
 

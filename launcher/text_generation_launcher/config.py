@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
 from text_generation_proto.lora import parse_adapters
@@ -241,6 +241,35 @@ class LauncherConfig(
     def needs_weights(self) -> bool:
         """True if the engine reads the weights of the checkpoint."""
         return self.parts != "router" and self.engine != "echo" and self.load_format != "dummy"
+
+
+def parse_size(text: str) -> str:
+    """Check a size such as 80GiB. Raises ValueError."""
+    size_in_bytes(text)
+    return text
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes that a text such as 80GiB, 80G or 0.5TiB names; 0 for an empty text. Raises ValueError."""
+    if not text:
+        return 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", text)
+    # Powers of two, as the memory of GPUs is given.
+    size = int(float(found[1]) * (1 << 10 * " KMGT".index(found[2] or " "))) if found else 0
+    if size <= 0:
+        raise ValueError("expected a size such as 80GiB")
+    return size
+
+
+class LauncherCheckConfig(LauncherConfig, cli_prog_name="text-generation-launcher check"):
+    """Print what would be served, by which engine and code, with how much memory, or why not. Nothing is loaded."""
+
+    flag_only: ClassVar[frozenset[str]] = frozenset({"memory"})
+    topics: ClassVar[Mapping[Topic, str]] = {Topic.MODEL: "memory"}
+    usages: ClassVar[Sequence[str]] = ("MODEL [--json] [--memory 80GiB] [flags of a start]",)
+
+    memory: Annotated[str, AfterValidator(parse_size)] = ""
+    """Memory of each GPU to plan for, such as 80GiB; with --device cpu that of the machine. Default: what is there. A flag only."""
 
 
 Settings = TypeVar("Settings", bound=LauncherConfig)

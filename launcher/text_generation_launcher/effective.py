@@ -8,13 +8,11 @@ from pathlib import Path
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.launch import check_settings, devices_for_shards, local_cpus, socket_folder
 from text_generation_launcher.model import local_folder
-from text_generation_launcher.plan import ChildSpec, LaunchContext, make_plan
+from text_generation_launcher.plan import SECRETS, ChildSpec, LaunchContext, make_plan
 from text_generation_proto.effective import DEFAULT, Effective
 
 DERIVED = "launcher"
 """The source of a setting that the launcher derives from others, from the machine or from the model."""
-NO_SECRET = ("shard_token", "api_key")
-"""Settings that children read from their environment, which the launcher fills."""
 
 
 async def effective_settings(config: LauncherConfig, environ: Mapping[str, str]) -> dict[str, Effective]:
@@ -47,13 +45,13 @@ def _changes(before: LauncherConfig, after: LauncherConfig) -> dict[str, str]:
 
 def _of_child(child: ChildSpec, parent: LauncherConfig, sources: Mapping[str, str]) -> Effective:
     config = child.config.model_copy(
-        update={name: getattr(parent, name) for name in NO_SECRET if hasattr(child.config, name)}
+        update={name: getattr(parent, name) for name in SECRETS if hasattr(child.config, name)}
     )
     found = {}
-    for name, field in type(config).model_fields.items():
+    for name in type(config).model_fields:
         value = getattr(config, name)
         if name in type(parent).model_fields and value == getattr(parent, name):
             found[name] = sources.get(name, DEFAULT)
-        elif value != field.get_default(call_default_factory=True, validated_data={}):
+        elif value != config.default(name):
             found[name] = DERIVED
     return Effective(config, found)

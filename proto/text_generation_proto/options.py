@@ -7,8 +7,6 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic.fields import FieldInfo
-
 from text_generation_proto.settings import ProcessConfig
 from text_generation_proto.topics import Topic
 
@@ -43,7 +41,7 @@ class Option:
             variable="" if name in config.without_variable() else name.upper(),
             choices=_choices(field.annotation),
             placeholder=_placeholder(field.annotation),
-            default=_default(field),
+            default=_written(config.default(name)),
             meaning=" ".join((field.description or "").split()),
         )
 
@@ -66,8 +64,7 @@ def options_by_topic(config: type[ProcessConfig]) -> dict[Topic, dict[str, Optio
     return {topic: {name: Option.of(config, name) for name in listed} for topic, listed in names.items() if listed}
 
 
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True, validated_data={})
+def _written(value: object) -> str:
     if value in (None, "", (), {}):
         return ""
     if isinstance(value, bool):

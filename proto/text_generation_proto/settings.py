@@ -85,11 +85,12 @@ class ProcessConfig(BaseSettings):
     @classmethod
     def of(cls, **values: object) -> Self:
         """Return settings with these values and defaults for the rest; the environment is not read."""
-        defaults = {
-            name: field.get_default(call_default_factory=True, validated_data={})
-            for name, field in cls.model_fields.items()
-        }
-        return cls(**(defaults | values))
+        return cls(**{name: cls.default(name) for name in cls.model_fields} | values)
+
+    @classmethod
+    def default(cls, name: str) -> Any:  # noqa: ANN401 - of the type of the setting
+        """Return the default of a setting."""
+        return cls.model_fields[name].get_default(call_default_factory=True, validated_data={})
 
 
 class SharedSettings(ProcessConfig):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
 from text_generation_proto.settings import parse_config, print_to_end
 from text_generation_proto.values import WarmUpLimits
@@ -129,6 +130,7 @@ def _described(
 def main() -> None:
     """Check the model of the command line; print facts, or the reason of a refusal, as one line of JSON."""
     config = parse_config(ShardCheckConfig)
+    follow_parent(config.lifeline_fd)
     configure_logging(config, "check")
     try:
         found = check(config)

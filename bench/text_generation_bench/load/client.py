@@ -19,12 +19,12 @@ from text_generation_bench.load.http_client import HttpClient, HttpFailure
 from text_generation_bench.load.settings import LoadSettings
 from text_generation_bench.load.workload import Level, PlannedChat, Share, Workload
 from text_generation_proto.descriptors import raise_descriptor_limit
+from text_generation_proto.one_line import one_line
 
 PROGRESS_EVERY_S = 0.25
 LAG_EVERY_S = 0.05
 OPEN_LOOP_WARM_UPS = 4
 """Requests of one warm-up round of an open loop."""
-MAX_ERROR_LETTERS = 300
 
 
 @dataclass(slots=True)
@@ -234,7 +234,7 @@ class _LevelRun:
         times.tokens, times.events = stream.tokens, len(stream.times)
         times.is_counted = stream.usage_tokens is not None
         times.prompt_tokens, times.cached_tokens = stream.prompt_tokens, stream.cached_tokens
-        times.error = " ".join(times.error.split())[:MAX_ERROR_LETTERS]
+        times.error = one_line(times.error)
         stamps = stream.times
         if stamps:
             times.ttft = stamps[0] - started

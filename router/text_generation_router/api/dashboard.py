@@ -141,9 +141,9 @@ class DashboardRoutes:
             {
                 "name": name,
                 "value": values[name],
-                "default": getattr(config, name) == field.get_default(call_default_factory=True, validated_data={}),
+                "default": getattr(config, name) == config.default(name),
             }
-            for name, field in type(config).model_fields.items()
+            for name in type(config).model_fields
             if name not in config.without_variable()
         ]
         return {"settings": shown}

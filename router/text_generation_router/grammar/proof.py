@@ -1,7 +1,8 @@
 """The proof that an engine can follow a grammar. It runs in a sandbox: `compile_job(config)` returns the job.
 
 The input of a job is {"kind": …, "text": …} as JSON. Its result is {"error": TGI's text}, {"lark": the rules to which the
-grammar was translated} or {}. llguidance compiles lazily, so a compile alone proves little: a few random texts are walked through, and every step is timed.
+grammar was translated} or {}. llguidance compiles lazily, so a compile alone proves little: a few random texts are walked
+through, and every step is timed.
 """
 
 from __future__ import annotations

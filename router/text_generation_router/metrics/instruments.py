@@ -77,7 +77,7 @@ class Counter:
     def __init__(self, name: str, documentation: str, label: str = "", values: Sequence[str] = ("",)) -> None:
         self.name = name
         self._head = head_text(name, documentation, "counter")
-        self._prefixes = {value: f"{name}{_braces(label, value)} " for value in values}
+        self._prefixes = {value: f"{name}{labels_text({label: value} if label else {})} " for value in values}
         self.counts = dict.fromkeys(values, 0)
 
     def add(self, value: str = "", count: int = 1) -> None:
@@ -213,7 +213,7 @@ class Readings:
         read: Callable[[], Mapping[str, float]],
     ) -> None:
         self._head = head_text(name, documentation, "gauge")
-        self._prefixes = {value: f"{name}{_braces(label, value)} " for value in values}
+        self._prefixes = {value: f"{name}{labels_text({label: value})} " for value in values}
         self._read = read
 
     def text(self) -> str:
@@ -252,7 +252,3 @@ def _openmetrics_head(found: re.Match[str]) -> str:
         return f"# HELP {name}{documentation}# TYPE {name} unknown"
     family = name.removesuffix("_total")
     return f"# HELP {family}{documentation}# TYPE {family} counter"
-
-
-def _braces(label: str, value: str) -> str:
-    return f'{{{label}="{value}"}}' if label else ""

@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from byte_tokenizer import write_tokenizer
 from safetensors.torch import save_file
 from tiny_checkpoint import CONFIG, random_tensors
 
-from text_generation_launcher.check import size_in_bytes
+from text_generation_launcher.config import size_in_bytes
 from text_generation_launcher.download import write_header
 from text_generation_shard.check import check
 from text_generation_shard.config import ShardCheckConfig, ShardConfig
@@ -69,7 +70,7 @@ def test_a_large_model_is_planned_for_gpus_that_are_not_there(tmp_path: Path) ->
     write_large(tmp_path)
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
-    code, found = run(str(tmp_path), "--memory", "80GiB", "--num-shard", "8", "--engine", "torch")
+    code, found = run("--memory", "80GiB", "--num-shard", "8", str(tmp_path), "--engine", "torch")
     assert (code, found["served"], found["engine"], found["code"]) == (0, True, "torch", "native")
     layers = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
     embeddings = 128256 * 8192
@@ -114,6 +115,22 @@ def test_a_model_is_refused_with_the_words_of_the_engine(tmp_path: Path, problem
     with pytest.raises(EngineError) as checked:
         check(ShardCheckConfig(**settings, engine="torch"))
     assert str(checked.value) == str(refused.value)
+
+
+def test_the_process_of_a_check_ends_with_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    save_file(random_tensors(), tmp_path / "model.safetensors")
+    os.mkfifo(tmp_path / "pid")
+    stand_in = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    (tmp_path / "torch.py").write_text(stand_in, encoding="utf-8")
+    environ = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "text_generation_launcher", "check", str(tmp_path), "--engine", "torch"]
+    with subprocess.Popen(command, env=environ) as launcher:
+        shard = psutil.Process(int((tmp_path / "pid").read_text(encoding="ascii")))
+        assert shard.pid != launcher.pid
+        launcher.kill()
+    psutil.wait_procs([shard], timeout=20)
+    assert not shard.is_running()
 
 
 def test_transformers_and_native_code_take_the_same_memory(tmp_path: Path) -> None:

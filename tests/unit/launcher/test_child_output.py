@@ -6,6 +6,7 @@ import json
 import pytest
 
 from text_generation_launcher.child import MAX_LINE_BYTES, forward_output, label
+from text_generation_proto.progress import RELAYED, use_display
 
 RECORD = b"2026-01-01T00:00:00Z [info     ] serving process=shard-0"
 JSON_RECORD = b'{"event": "serving", "process": "shard-0"}'
@@ -51,6 +52,21 @@ async def test_a_complete_line_is_forwarded_at_once(capfdbinary: pytest.CaptureF
             await asyncio.sleep(0)
         assert capfdbinary.readouterr().err == b"shard-0: one\nshard-0: two\n"
         forwarding.cancel()
+
+
+async def test_no_state_stays_of_a_child_whose_output_others_hold() -> None:
+    shown: list[str] = []
+    use_display(shown.append)
+    reader = asyncio.StreamReader()
+    async with asyncio.TaskGroup() as tasks:
+        forwarding = tasks.create_task(forward_output(reader, "shard-0", json_output=False))
+        reader.feed_data(f"{RELAYED}loading\n".encode())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert shown == ["shard-0: loading"]
+        forwarding.cancel()
+    assert shown == ["shard-0: loading", ""]
+    use_display(lambda _: None)
 
 
 async def test_overlong_lines_are_split(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -55,18 +55,31 @@ def test_a_shell_completes_commands_flags_and_values(shell: str, tmp_path: Path)
         words = " ".join(f"'{word}'" for word in line.split(" "))
         program = COMPLETE[shell].replace("{words}", words).replace("{line}", line)
         source = [program] if shell == "fish" else [program, shell]
-        done = subprocess.run([shell, "-c", *source, str(script)], capture_output=True, text=True, check=True, env=BARE)
+        done = subprocess.run(
+            [shell, "-c", *source, str(script)], capture_output=True, text=True, check=True, env=BARE, cwd=tmp_path
+        )
         return done.stdout
 
     assert "check" in completions(f"{PROGRAM} ch")
     assert "--max-batch-size" in completions(f"{PROGRAM} --max-batch-s")
     assert "tensorrt-llm" in completions(f"{PROGRAM} --engine te")
     assert "--quantize" in completions(f"{PROGRAM} check /model --quan")
+    assert "--memory" in completions(f"{PROGRAM} check /model --mem")
+    assert "--json" in completions(f"{PROGRAM} check --js").replace("--json-output", "")
+    (tmp_path / "a-folder").mkdir()
+    assert "a-folder" in completions(f"{PROGRAM} check a-f")
+    assert "a-folder" not in completions(f"{PROGRAM} env a-f")
 
 
 def test_the_command_prints_the_script_of_a_shell_that_it_knows() -> None:
     assert launcher("completion", "bash").stdout == completion_script("bash")
     done = launcher("completion", "ksh")
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+
+
+@pytest.mark.parametrize("arguments", [["--env"], ["--print-config", "a"], [], ["a", "b"]])
+def test_a_check_needs_one_model_and_has_no_output_of_another_command(arguments: list[str]) -> None:
+    done = launcher("check", *arguments)
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
 
 

@@ -128,7 +128,8 @@ class QosFields(Body):
     """Base of the bodies of generating routes: fields that every dialect takes beside its own."""
 
     queue_timeout: float | None = None
-    """Seconds from its arrival that the request may wait in the queue; then it fails with 408. Also less than the document's minimum."""
+    """Seconds from its arrival that the request may wait in the queue; then it fails with 408. Also less than the
+    document's minimum."""
     timeout: float | None = None
     """Seconds from its arrival until the answer must be whole; then it fails with 408, or its stream with an error. Also
     less than the document's minimum."""

@@ -1,7 +1,7 @@
 """Writers of a streamed chat: ChatChunk events, exact to the byte.
 
-Every delta has the role: some of TGI's clients need it. The last chunk of a choice has the finish reason. After every choice has ended follow the usage, if
-requested, and [DONE].
+Every delta has the role: some of TGI's clients need it. The last chunk of a choice has the finish reason. After every
+choice has ended follow the usage, if requested, and [DONE].
 """
 
 from __future__ import annotations
