@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.errors import ServingError
@@ -15,7 +16,7 @@ MAX_ERROR_TEXT = 300
 """Characters of an error's text that are remembered."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RecentError:
     """The errors of one kind."""
 
@@ -24,21 +25,27 @@ class RecentError:
     status: int
     error_type: str
     tenant: TenantId
-    count: int = 0
-    at: float = 0.0
+    count: int
+    at: float
     """Time of the last one, in seconds of the monotonic clock."""
-    text: str = ""
+    text: str
     """The text of the last one."""
-    http_request_id: str | None = None
+    http_request_id: str | None
     """The id of its request."""
+
+
+_Kinds = dict[tuple[str, str, TenantId], RecentError]
+"""By route, type and tenant."""
 
 
 class RecentErrors:
     """The last errors, by kind. A client that left is none."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[str, str, TenantId], RecentError] = {}
+        self._kinds: _Kinds = {}
         """In the order of their last errors."""
+        self._elsewhere: dict[int, Sequence[RecentError]] = {}
+        """Those of other processes, by number of the process."""
 
     def add(
         self,
@@ -52,14 +59,34 @@ class RecentErrors:
         """Remember an error; `now` is a time of the monotonic clock."""
         if error.outcome is Outcome.CANCELLED:
             return
-        key = (route, error.error_type, tenant)
-        kind = self._kinds.pop(key, None) or RecentError(route, error.status, error.error_type, tenant)
-        self._kinds[key] = kind
-        kind.count += 1
-        kind.at, kind.text, kind.http_request_id = now, text, http_request_id
-        if len(self._kinds) > MAX_ERRORS:
-            del self._kinds[next(iter(self._kinds))]
+        _count(self._kinds, RecentError(route, error.status, error.error_type, tenant, 1, now, text, http_request_id))
+
+    def show(self, process: int, errors: Sequence[RecentError]) -> None:
+        """Include the errors that another process remembers now, in place of those that it remembered before."""
+        self._elsewhere[process] = errors
+
+    def keep(self, process: int) -> None:
+        """Remember the errors of a process that ended."""
+        self._kinds = _merged((*self._kinds.values(), *self._elsewhere.pop(process, ())))
 
     def __iter__(self) -> Iterator[RecentError]:
         """Iterate over the kinds, the last error first."""
-        return reversed(self._kinds.values())
+        if not self._elsewhere:
+            return reversed(self._kinds.values())
+        return reversed(_merged(chain(self._kinds.values(), *self._elsewhere.values())).values())
+
+
+def _merged(errors: Iterable[RecentError]) -> _Kinds:
+    kinds: _Kinds = {}
+    for error in sorted(errors, key=lambda each: each.at):
+        _count(kinds, error)
+    return kinds
+
+
+def _count(kinds: _Kinds, error: RecentError) -> None:
+    """Count errors of a kind, the last of which is the latest of all."""
+    key = (error.route, error.error_type, error.tenant)
+    earlier = kinds.pop(key, None)
+    kinds[key] = error if earlier is None else replace(error, count=earlier.count + error.count)
+    if len(kinds) > MAX_ERRORS:
+        del kinds[next(iter(kinds))]

@@ -13,7 +13,7 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 """Upper bounds in seconds, 0.15 ms to 146 s: TGI's for every name that ends in `duration` (router/src/server.rs)."""
@@ -29,6 +29,21 @@ class Instrument(Protocol):
 
     def text(self) -> str:
         """The metric in Prometheus' text format: lines, HELP and TYPE first."""
+        ...
+
+
+@runtime_checkable
+class Summable(Protocol):
+    """A metric of which a router with several processes shows the sum over them (snapshots.py)."""
+
+    name: str
+
+    def snapshot(self) -> Any:  # noqa: ANN401 - JSON
+        """The values as JSON; None if all are 0."""
+        ...
+
+    def add_difference(self, now: Any, before: Any) -> None:  # noqa: ANN401 - JSON
+        """Add by how much a snapshot of another process is above an earlier one of it. None is a snapshot of zeros."""
         ...
 
 
@@ -66,6 +81,10 @@ class Registry:
         """The histogram with this name. Raises StopIteration if there is none."""
         return next(each for each in self._instruments if isinstance(each, Histogram) and each.name == name)
 
+    def summable(self) -> Iterator[Summable]:
+        """Iterate over the instruments that are summed over processes."""
+        return (each for each in self._instruments if isinstance(each, Summable))
+
     def counter(self, name: str) -> Counter:
         """The counter with this name. Raises StopIteration if there is none."""
         return next(each for each in self._instruments if isinstance(each, Counter) and each.name == name)
@@ -84,8 +103,20 @@ class Counter:
         """Count events under a label value. Raises KeyError for an undeclared value."""
         self.counts[value] += count
 
+    def snapshot(self) -> dict[str, int] | None:
+        return {value: count for value, count in self.counts.items() if count} or None
+
+    def add_difference(self, now: dict[str, int] | None, before: dict[str, int] | None) -> None:
+        for value, count in (now or {}).items():
+            self.counts[value] += count - (before or {}).get(value, 0)
+
     def text(self) -> str:
         return self._head + "".join(f"{prefix}{self.counts[value]}\n" for value, prefix in self._prefixes.items())
+
+
+BucketsJson = tuple[float, dict[str, int], dict[str, str]]
+"""A snapshot of a series of a histogram: the sum of all observations; by number of the bucket, counts and exemplars."""
+NO_OBSERVATIONS: BucketsJson = 0.0, {}, {}
 
 
 class Histogram:
@@ -107,6 +138,13 @@ class Histogram:
         self._series[""].observe(value, count)
         if trace_id:
             self._series[""].exemplify(value, trace_id)
+
+    def snapshot(self) -> dict[str, BucketsJson] | None:
+        return {value: series.snapshot() for value, series in self._series.items() if any(series.counts)} or None
+
+    def add_difference(self, now: dict[str, BucketsJson] | None, before: dict[str, BucketsJson] | None) -> None:
+        for value, series in (now or {}).items():
+            self._series[value].add_difference(series, (before or {}).get(value, NO_OBSERVATIONS))
 
     def text(self, *, exemplars: bool = False) -> str:
         return self._head + "".join([series.text(exemplars=exemplars) for series in self._series.values()])
@@ -170,6 +208,20 @@ class Buckets:
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    def snapshot(self) -> BucketsJson:
+        """The sum, the buckets that are not empty, and the exemplars."""
+        counts = {str(number): count for number, count in enumerate(self._counts) if count}
+        return self._sum, counts, {str(number): text for number, text in self._exemplars.items()}
+
+    def add_difference(self, now: BucketsJson, before: BucketsJson) -> None:
+        """Add by how much a snapshot of another process is above an earlier one of it; take over its new exemplars."""
+        self._sum += now[0] - before[0]
+        for number, count in now[1].items():
+            self._counts[int(number)] += count - before[1].get(number, 0)
+        for number, exemplar in now[2].items():
+            if exemplar != before[2].get(number):
+                self._exemplars[int(number)] = exemplar
+
     def exemplify(self, value: float, trace_id: str) -> None:
         """Keep an observation of a request that is traced, as the exemplar of its bucket."""
         exemplar = f' # {{trace_id="{trace_id}"}} {value!r} {time.time_ns() / 1e9:.3f}\n'
@@ -195,10 +247,23 @@ class Reading:
     """A gauge whose value is kept elsewhere and read at each scrape."""
 
     def __init__(self, name: str, documentation: str, read: Callable[[], float]) -> None:
-        self._name, self._documentation, self._read = name, documentation, read
+        self.name, self._documentation, self._read = name, documentation, read
+        self._elsewhere = 0.0
+        """The sum of the values in other processes."""
+
+    @property
+    def value(self) -> float:
+        """The value now, of all processes together."""
+        return self._read() + self._elsewhere
+
+    def snapshot(self) -> float | None:
+        return self._read() or None
+
+    def add_difference(self, now: float | None, before: float | None) -> None:
+        self._elsewhere += (now or 0.0) - (before or 0.0)
 
     def text(self) -> str:
-        return reading_text(self._name, self._documentation, "gauge", self._read())
+        return reading_text(self.name, self._documentation, "gauge", self.value)
 
 
 class Readings:

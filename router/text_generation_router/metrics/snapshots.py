@@ -1,0 +1,64 @@
+"""Snapshots of the metrics of an HTTP worker, and their sum in the scheduler process.
+
+    worker       snapshot(…) ──► bytes: all that it has counted since it started
+    scheduler    WorkerSums.update ──► adds the difference to the worker's last snapshot to instruments of the same names
+
+So the scheduler process has the figures that one process would have. A counter never falls because a worker ended: what
+it had counted by its last snapshot has been added. Its gauges are taken off. Zeros are left out of a snapshot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import orjson
+
+from text_generation_router.metrics.errors import RecentError, RecentErrors
+from text_generation_router.metrics.instruments import Reading, Registry
+
+
+def snapshot(process: int, registry: Registry, errors: RecentErrors) -> bytes:
+    """Return what a process has counted; `process` tells it from those before it."""
+    values = {each.name: value for each in registry.summable() if (value := each.snapshot()) is not None}
+    return orjson.dumps([process, values, [astuple(error) for error in errors]])
+
+
+@dataclass(slots=True)
+class _Counted:
+    """The last snapshot of a worker."""
+
+    process: int
+    values: dict[str, Any]
+    """By name of the instrument."""
+
+
+class WorkerSums:
+    """Adds the counts of workers to a registry and to the errors of this process."""
+
+    def __init__(self, registry: Registry, errors: RecentErrors) -> None:
+        self._instruments = {each.name: each for each in registry.summable()}
+        self._gauges = [name for name, each in self._instruments.items() if isinstance(each, Reading)]
+        self._errors = errors
+        self._last: dict[int, _Counted] = {}
+        """By number of the worker."""
+
+    def update(self, worker: int, snapshot: bytes) -> None:
+        """Count a new snapshot of a worker."""
+        process, values, errors = orjson.loads(snapshot)
+        last = self._last.get(worker)
+        if last is not None and last.process != process:
+            self.lost(worker)
+            self._errors.keep(worker)
+            last = None
+        before = {} if last is None else last.values
+        for name in values.keys() | before.keys():
+            self._instruments[name].add_difference(values.get(name), before.get(name))
+        self._last[worker] = _Counted(process, values)
+        self._errors.show(worker, [RecentError(*error) for error in errors])
+
+    def lost(self, worker: int) -> None:
+        """Take the gauges of a worker off; its counts stay. It may come back."""
+        if (last := self._last.get(worker)) is not None:
+            for name in self._gauges:
+                self._instruments[name].add_difference(None, last.values.pop(name, None))
