@@ -197,7 +197,7 @@ async def test_a_request_past_its_deadline_is_not_queued(tmp_path: Path) -> None
         for over in ({"end_by": 1.0}, {"queue_by": 1.0}):
             with pytest.raises(DeadlineExceeded):
                 replicas.submit(10, **over)
-        assert replicas.cluster.scheduler.requests == ()
+        assert not replicas.cluster.scheduler.requests
 
 
 async def test_a_request_behind_one_cancelled_before_it_was_sent_is_placed(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from shard_server import running, serve_engine
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
-from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.connections import ConnectionLimits
 from text_generation_router.api.http.listener import HttpServer
@@ -30,6 +29,7 @@ from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.discovery.static import StaticSource
 from text_generation_router.metrics import Metrics
+from text_generation_router.permits import Permits
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster

@@ -10,7 +10,7 @@ def assert_idle(scheduler: Scheduler) -> None:
     scheduler.check_invariants()
     stats = scheduler.stats()
     assert (stats.waiting, stats.queued_tokens, stats.running, stats.promised_tokens, stats.used_blocks) == (0,) * 5
-    assert scheduler.requests == ()
+    assert not scheduler.requests
     assert scheduler.next_expiry is None
     for replica in scheduler.replicas.values():
         if replica is not None:

@@ -28,6 +28,7 @@ from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ModelInfo, ServiceRoutes
+from text_generation_router.shards.cluster import Cluster
 
 if TYPE_CHECKING:
     from text_generation_proto.tracer import Tracer
@@ -62,8 +63,8 @@ def create_app(
             settings,
         ),
     ]
-    if settings.config.dashboard:
-        table += DashboardRoutes(serving, info.engine, info.dtype, info.device_type).routes()
+    if settings.config.dashboard and isinstance(serving.cluster, Cluster):
+        table += DashboardRoutes(serving, serving.cluster, info.engine, info.dtype, info.device_type).routes()
     docs = DocsRoutes()
     table += docs.routes()
     docs.describe(table, settings, generations=serving.permits.limit, vocabulary=serving.tokenizer_pool.vocabulary)

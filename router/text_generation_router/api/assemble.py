@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from text_generation_proto.values import GrammarKind
-from text_generation_router.api.core.admission import Permits, RequestPreparer
+from text_generation_router.api.core.admission import RequestPreparer
 from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.settings import Settings
@@ -15,10 +15,11 @@ from text_generation_router.chat.parsers import FORMATS, NAMES, detect_format, d
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.config import RouterConfig
+from text_generation_router.generation import ServingCluster
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import Metrics
+from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.preparation import Preparation
-from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -28,8 +29,8 @@ async def assemble(
     tokenizer: Tokenizer,
     templates: ChatTemplates,
     grammar_kinds: Collection[GrammarKind],
-    cluster: Cluster,
-    permits: Permits,
+    cluster: ServingCluster,
+    permits: ConcurrencyLimit,
     metrics: Metrics,
     settings: Settings,
 ) -> AsyncIterator[tuple[Serving, ChatPreparer]]:
@@ -48,7 +49,7 @@ async def assemble(
         renderer = await running.enter_async_context(TemplateRenderer(templates, stage=stage))
         pool = TokenizerPool(tokenizer, Path(config.model_path), config.validation_workers, stage)
         await running.enter_async_context(pool)
-        preparer = RequestPreparer(pool, settings.limits, metrics, grammars, grammar_kinds)
+        preparer = RequestPreparer(pool, settings.limits, metrics, cluster.ids, grammars, grammar_kinds)
         serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings, stage)
         call_format = find_call_format(config, templates, tokenizer)
         reasoning = detect_reasoning(*_marks(templates, tokenizer)) if config.split_reasoning else None

@@ -25,6 +25,7 @@ from text_generation_router.dashboard.feed import Feed
 from text_generation_router.dashboard.state import Sample, StateReader, event
 from text_generation_router.errors import Overloaded
 from text_generation_router.request import TenantId
+from text_generation_router.shards.cluster import Cluster
 
 MAX_VIEWERS = 32
 """Most streams of events at a time, of ordinary callers together, and of each one that may act for all tenants."""
@@ -62,10 +63,10 @@ _HEADERS = {
 class DashboardRoutes:
     """Handlers of the dashboard."""
 
-    def __init__(self, serving: Serving, engine: str, dtype: str, device: str) -> None:
+    def __init__(self, serving: Serving, cluster: Cluster, engine: str, dtype: str, device: str) -> None:
         self._serving = serving
         self._about = {"engine": engine, "dtype": dtype, "device": device}
-        self._state = StateReader(serving.metrics, serving.cluster)
+        self._state = StateReader(serving.metrics, cluster)
         self._feed = Feed(self._state.sample, lambda: serving.cluster.draining)
         self._watching = Counter[TenantId]()
 

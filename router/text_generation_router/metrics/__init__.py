@@ -27,7 +27,7 @@ from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.preparation import Preparation
-from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardState
 
@@ -41,15 +41,17 @@ class Metrics:
     """Every metric of the router."""
 
     def __init__(
-        self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler, log_drops_fd: int = -1
+        self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler | None, log_drops_fd: int = -1
     ) -> None:
+        """`scheduler` is None in a process that does not schedule."""
         self._registry = Registry()
         self._scheduler = scheduler
         self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
         self.steps = StepMetrics(self._registry)
         self.connections = ConnectionMetrics(self._registry)
         self.errors = RecentErrors()
-        self._registry.add(SchedulerMetrics(scheduler))
+        if scheduler is not None:
+            self._registry.add(SchedulerMetrics(scheduler))
         self._registry.add(DroppedLogLines(log_drops_fd))
 
     def add_shards(self, cluster: Cluster) -> None:
@@ -75,11 +77,8 @@ class Metrics:
 
     def add_names(self, names: Collection[str], model: str) -> None:
         """Show the metrics under further names too: "vllm", "trtllm"."""
-        add_further_names(self._registry, self._scheduler, names, model)
-
-    def scheduler_stats(self) -> SchedulerStats:
-        """The statistics of the scheduler, for /info."""
-        return self._scheduler.stats()
+        if self._scheduler is not None:
+            add_further_names(self._registry, self._scheduler, names, model)
 
     def exposition(self) -> bytes:
         """Every metric in Prometheus' text format."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Generic, cast
 
 import structlog
 
@@ -19,10 +22,11 @@ from text_generation_proto.access import ShardAccess
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
-from text_generation_router.request import Request, RequestId, TenantId, TokenListener
+from text_generation_router.request import Request, RequestId, TenantId
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.cluster_info import ClusterInfo, MemberInfo
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
-from text_generation_router.shards.listeners import Listeners
+from text_generation_router.shards.listeners import Delivery, Listeners, Receiver
 from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
 from text_generation_router.shards.observer import StepObserver
 from text_generation_router.shards.replica import ClusterContext
@@ -39,16 +43,26 @@ WAIT_TOLERANCE = 1.5
 log = structlog.get_logger()
 
 
-class Cluster:
-    """The replicas, and the listeners of their requests."""
+class Cluster(Generic[Receiver]):
+    """The replicas, and the receivers of their requests: listeners in this process, or sessions of HTTP workers."""
 
-    def __init__(self, scheduler: Scheduler, observer: StepObserver, hang_timeout_s: float = HANG_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        observer: StepObserver,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
+        delivery: Delivery[Receiver] | None = None,
+    ) -> None:
+        """Without `delivery` the receivers are TokenListeners."""
         self.scheduler = scheduler
         self.stopping = False
         """Set by the router when it is to stop: it is not ready, but still accepts requests until it drains."""
         self.draining = False
         """Set by the router when it accepts no new requests; those accepted before still run."""
-        self._listeners = Listeners(self._satisfied)
+        self.ids: Iterator[RequestId] = map(RequestId, count(1))
+        """Numbers for new requests."""
+        listeners = cast("Delivery[Receiver]", Listeners(partial(self.cancel, satisfied=True)))
+        self._listeners = listeners if delivery is None else delivery
         self._context = ClusterContext(
             scheduler, self._listeners, observer, self.dispatch, self._on_opened, hang_timeout_s
         )
@@ -69,7 +83,7 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------- for the router
 
-    def submit(self, request: Request, listener: TokenListener) -> None:
+    def submit(self, request: Request, listener: Receiver) -> None:
         """Queue `request`; `listener` gets its tokens until its end or `cancel`.
 
         Raises Unhealthy, DeadlineExceeded, GenerationFailed or Overloaded if it cannot be queued.
@@ -90,10 +104,13 @@ class Cluster:
             self._deadlines.set()
         self.dispatch()
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Cancel a request; no-op if it is unknown or ended."""
+    def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
+        """Cancel a request; no-op if it is unknown or ended. `satisfied`: its listener wants no more tokens."""
         if self._listeners.remove(request_id):
-            self._cancel(request_id, satisfied=False)
+            self.scheduler.cancel(request_id, satisfied=satisfied)
+            self._wake()
+            # A request that was placed but not sent leaves room at once, and no report follows.
+            self.dispatch()
 
     def estimated_wait(self, tenant: TenantId) -> float | None:
         """Return the seconds that a new request of `tenant` would wait; None if unknown."""
@@ -128,6 +145,22 @@ class Cluster:
         return any(self._by_number[replica.replica].wanted for replica in self.scheduler.available)
 
     @property
+    def live_requests(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self.scheduler.requests)
+
+    @property
+    def status(self) -> str:
+        """The state of the replicas, for the service manager."""
+        serving, known = len(self.scheduler.serving), len(self.scheduler.replicas)
+        return f"serving with {serving} of {known} replicas" if serving else f"standby: drives none of {known} shards"
+
+    async def info(self) -> ClusterInfo:
+        """Return the state of the replicas."""
+        members = (MemberInfo(each.number, each.address, each.state.value, each.reason) for each in self.members)
+        return ClusterInfo(self.scheduler.stats(), list(members))
+
+    @property
     def members(self) -> Collection[ShardMember]:
         """The shards that are members, and those that leave."""
         return self._members.values()
@@ -140,18 +173,19 @@ class Cluster:
         """Wait for the first session, or until other routers are found to drive all shards."""
         await self._settled.wait()
 
+    @property
+    def shards_stopped(self) -> bool:
+        """True if all shards have been told to stop."""
+        return all(member.session.stopped for member in self._members.values())
+
     async def abandoned(self) -> None:
         """Wait until all shards have been told to stop and none has come back for ABANDONED_AFTER_S."""
-        since = time.monotonic()
-        while time.monotonic() - since < ABANDONED_AFTER_S:
-            await asyncio.sleep(ABANDONED_AFTER_S / 10)
-            if not all(member.session.stopped for member in self._members.values()):
-                since = time.monotonic()
+        await holds_for(ABANDONED_AFTER_S, lambda: self.shards_stopped)
 
     def give_up(self, reason: str) -> None:
         """End all requests with an error, and accept no new ones."""
         self._closed = True
-        self._listeners.fail_all(reason)
+        self._listeners.end_all(GenerationFailed(reason))
 
     def _expects_replicas(self, now: float) -> bool:
         lost_at = self._without_replica_since
@@ -166,17 +200,6 @@ class Cluster:
         wait_s = self.scheduler.estimated_wait(tenant) or 0.0
         if exceeds or (queue_by is not None and wait_s > WAIT_TOLERANCE * max(0.0, queue_by - now)):
             raise Overloaded(retry_after_s=wait_s)
-
-    def _satisfied(self, request_id: RequestId) -> None:
-        """End a request whose listener wants no more tokens."""
-        if self._listeners.remove(request_id):
-            self._cancel(request_id, satisfied=True)
-
-    def _cancel(self, request_id: RequestId, *, satisfied: bool) -> None:
-        self.scheduler.cancel(request_id, satisfied=satisfied)
-        self._wake()
-        # A request that was placed but not sent leaves room at once, and no report follows.
-        self.dispatch()
 
     def _wake(self) -> None:
         for number, member in self._by_number.items():
@@ -219,7 +242,7 @@ class Cluster:
                     reconcile()
         finally:
             self._closed = True
-            self._listeners.fail_all("the server was stopped")
+            self._listeners.end_all(GenerationFailed("the server was stopped"))
 
     async def _hold(self, member: ShardMember, info: ReplicaInfo | None) -> None:
         """Run a member, and forget it once its shard has left."""
@@ -259,6 +282,15 @@ class Cluster:
             lost_at = self._without_replica_since
             if lost_at is not None and time.monotonic() >= lost_at + KEEP_WITHOUT_REPLICA_S:
                 self._without_replica_since = time.monotonic() - ACCEPT_WITHOUT_REPLICA_S
-                for request_id in self.scheduler.requests:
+                for request_id in tuple(self.scheduler.requests):
                     self.scheduler.cancel(request_id)
-                self._listeners.fail_all("no shard came back")
+                self._listeners.end_all(GenerationFailed("no shard came back"))
+
+
+async def holds_for(seconds: float, holds: Callable[[], bool]) -> None:
+    """Wait until a condition has held for so long."""
+    since = time.monotonic()
+    while time.monotonic() - since < seconds:
+        await asyncio.sleep(seconds / 10)
+        if not holds():
+            since = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate
 
 import numpy as np
@@ -131,14 +131,17 @@ def logprobs_to_json(logprobs: Sequence[float]) -> list[LogprobJson]:
     return orjson.dumps(column, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",") if column.size else []
 
 
-def top_tokens_from_pb(report: pb.StepReport) -> dict[int, list[TopToken]]:
-    """Return the most probable tokens, best first, by position in the report's columns."""
+def top_tokens_by_position(report: pb.StepReport) -> Iterator[tuple[int, pb.TopTokens]]:
+    """Yield the most probable tokens with their positions in the report's columns."""
     counts = report.token_counts or [1] * len(report.slots)
     starts = dict(zip(report.slots, accumulate(counts, initial=0), strict=False))
-    return {
-        starts[top.slot] + top.index: list(zip(top.token_ids, logprobs_to_json(top.logprobs), strict=True))
-        for top in report.top_tokens
-    }
+    for top in report.top_tokens:
+        yield starts[top.slot] + top.index, top
+
+
+def top_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> list[TopToken]:
+    """Return the most probable tokens of a position, best first."""
+    return list(zip(token_ids, logprobs_to_json(logprobs), strict=True))
 
 
 def prompt_tops_from_pb(scored: pb.PromptLogprobs) -> list[list[TopToken]]:

@@ -2,57 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic
 
 import structlog
+from typing_extensions import TypeVar
 
 from text_generation_proto.panics import as_exception
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_proto.values import FailureCode
+from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError
 from text_generation_router.request import LogprobJson, RequestId, TokenListener, TopToken
 from text_generation_router.scheduling.messages import Deliveries, Failed, Placement
-from text_generation_router.shards.convert import logprobs_to_json, prompt_tops_from_pb, top_tokens_from_pb
+from text_generation_router.shards.convert import (
+    logprobs_to_json,
+    prompt_tops_from_pb,
+    top_tokens,
+    top_tokens_by_position,
+)
 
 UNKNOWN_LOGPROB: LogprobJson = b"null"
 """The log-probability of a token in a report without them."""
 
 log = structlog.get_logger()
 
+Receiver = TypeVar("Receiver", default=TokenListener)
+"""The kind of object that gets the tokens of a request."""
+Delivered = tuple[RequestId, int, int, FinishReason | None]
+"""A request, start and end of its tokens in a column, and the reason if the last one ended it."""
 
-class Listeners:
+
+class Delivery(ABC, Generic[Receiver]):
+    """Delivers the news of all live requests to their receivers."""
+
+    def __init__(self) -> None:
+        self._receivers: dict[RequestId, Receiver] = {}
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._receivers
+
+    def __len__(self) -> int:
+        return len(self._receivers)
+
+    def add(self, request_id: RequestId, receiver: Receiver) -> None:
+        """Deliver to `receiver` from now on."""
+        self._receivers[request_id] = receiver
+
+    def remove(self, request_id: RequestId) -> bool:
+        """Deliver nothing more for this request. Return False if it has no receiver."""
+        return self._receivers.pop(request_id, None) is not None
+
+    @abstractmethod
+    def scheduled(self, placement: Placement, replica: int) -> None:
+        """Report that a request left the queue."""
+
+    @abstractmethod
+    def lost(self, deliveries: Deliveries) -> None:
+        """Report the requests that lost their replica."""
+
+    @abstractmethod
+    def prompt_logprobs(self, request_id: RequestId | None, scored: pb.PromptLogprobs) -> None:
+        """Deliver the log-probabilities of a prompt."""
+
+    @abstractmethod
+    def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
+        """Deliver new tokens. `token_ids` are the report's; `deliveries` refers to them by index."""
+
+    @abstractmethod
+    def failures(self, failures: Sequence[Failed]) -> None:
+        """Deliver errors."""
+
+    @abstractmethod
+    def end_all(self, error: ServingError) -> None:
+        """End all requests with `error`."""
+
+
+class Listeners(Delivery[TokenListener]):
     """The listeners of all live requests. `on_satisfied` is called for a request whose listener wants no more tokens."""
 
     def __init__(self, on_satisfied: Callable[[RequestId], None]) -> None:
+        super().__init__()
         self._on_satisfied = on_satisfied
-        self._listeners: dict[RequestId, TokenListener] = {}
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._listeners
-
-    def add(self, request_id: RequestId, listener: TokenListener) -> None:
-        """Deliver to `listener` from now on."""
-        self._listeners[request_id] = listener
-
-    def remove(self, request_id: RequestId) -> bool:
-        """Deliver nothing more for this request. Return False if it has no listener."""
-        return self._listeners.pop(request_id, None) is not None
 
     def scheduled(self, placement: Placement, replica: int) -> None:
+        self.placed(placement.request.id, placement.own_cached_tokens, replica)
+
+    def placed(self, request_id: RequestId, cached_tokens: int, replica: int) -> None:
         """Report that a request left the queue."""
-        if listener := self._listeners.get(placement.request.id):
-            listener.on_scheduled(placement.own_cached_tokens, replica)
+        if listener := self._receivers.get(request_id):
+            listener.on_scheduled(cached_tokens, replica)
 
     def lost(self, deliveries: Deliveries) -> None:
-        """Report the requests that lost their replica."""
-        for request_id in deliveries.moved:
-            if listener := self._listeners.get(request_id):
-                listener.on_lost()
+        self.moved(deliveries.moved)
         self.failures(deliveries.failed)
 
+    def moved(self, request_ids: Iterable[RequestId]) -> None:
+        """Report the requests that wait for another replica."""
+        for request_id in request_ids:
+            if listener := self._receivers.get(request_id):
+                listener.on_lost()
+
     def prompt_logprobs(self, request_id: RequestId | None, scored: pb.PromptLogprobs) -> None:
-        """Deliver the log-probabilities of a prompt."""
-        if request_id is None or (listener := self._listeners.get(request_id)) is None:
+        if request_id is None or (listener := self._receivers.get(request_id)) is None:
             return
         try:
             listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs), prompt_tops_from_pb(scored))
@@ -60,15 +112,28 @@ class Listeners:
             self._listener_failed(request_id, listener, as_exception(error))
 
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
-        """Deliver new tokens. `token_ids` are the report's; `deliveries` refers to them by index."""
-        logprobs = logprobs_to_json(report.logprobs) or [UNKNOWN_LOGPROB] * len(token_ids)
-        tops = top_tokens_from_pb(report) if report.top_tokens else {}
+        self.cached(deliveries.cached)
+        tops = {at: top_tokens(top.token_ids, top.logprobs) for at, top in top_tokens_by_position(report)}
+        self.columns(deliveries.tokens, token_ids, logprobs_to_json(report.logprobs), tops)
+
+    def cached(self, found: Iterable[tuple[RequestId, int]]) -> None:
+        """Report prompt tokens that a self-scheduling engine found in its own cache."""
+        for request_id, tokens in found:
+            if listener := self._receivers.get(request_id):
+                listener.on_cached_tokens(tokens)
+
+    def columns(
+        self,
+        delivered: Iterable[Delivered],
+        token_ids: Sequence[int],
+        logprobs: Sequence[LogprobJson],
+        tops: Mapping[int, Sequence[TopToken]],
+    ) -> None:
+        """Deliver new tokens from columns. `logprobs` may be empty; `tops` has positions of `token_ids`."""
+        logprobs = logprobs or [UNKNOWN_LOGPROB] * len(token_ids)
         no_tops: list[TopToken] = []
-        listeners = self._listeners
-        for request_id, cached in deliveries.cached:
-            if listener := listeners.get(request_id):
-                listener.on_cached_tokens(cached)
-        for request_id, start, end, reason in deliveries.tokens:
+        listeners = self._receivers
+        for request_id, start, end, reason in delivered:
             listener = listeners.get(request_id)
             if listener is None:
                 continue
@@ -85,19 +150,27 @@ class Listeners:
                 self._listener_failed(request_id, listener, as_exception(error))
 
     def failures(self, failures: Sequence[Failed]) -> None:
-        """Deliver errors."""
         for failed in failures:
-            if listener := self._listeners.pop(failed.request_id, None):
+            if failed.request_id in self._receivers:
                 log.warning(
                     "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
                 )
-                listener.on_failure(_error(failed))
+                self.failure(failed.request_id, error_of(failed))
 
-    def fail_all(self, reason: str) -> None:
-        """End all requests with an error."""
-        listeners, self._listeners = self._listeners, {}
+    def failure(self, request_id: RequestId, error: ServingError) -> None:
+        """End a request with an error."""
+        if listener := self._receivers.pop(request_id, None):
+            listener.on_failure(error)
+
+    def renumber(self, request_id: RequestId, number: RequestId) -> None:
+        """Let the listener of a request be that of `number`."""
+        if listener := self._receivers.pop(request_id, None):
+            self._receivers[number] = listener
+
+    def end_all(self, error: ServingError) -> None:
+        listeners, self._receivers = self._receivers, {}
         for listener in listeners.values():
-            listener.on_failure(GenerationFailed(reason))
+            listener.on_failure(error)
 
     def _listener_failed(self, request_id: RequestId, listener: TokenListener, error: Exception) -> None:
         log.error("listener failed", request_id=request_id, exc_info=error)
@@ -105,7 +178,7 @@ class Listeners:
         listener.on_failure(GenerationFailed("internal error"))
 
 
-def _error(failed: Failed) -> ServingError:
+def error_of(failed: Failed) -> ServingError:
     """Return the client's error. An engine's message is passed on only if it is about the request."""
     if failed.kind is FailureCode.EXPIRED:
         return DeadlineExceeded(failed.message)

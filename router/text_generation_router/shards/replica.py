@@ -15,6 +15,7 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import grpc
 import structlog
@@ -26,7 +27,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, step_output_from_pb
 from text_generation_router.shards.join import ReplicaInfo, ShardTaken
-from text_generation_router.shards.listeners import Listeners
+from text_generation_router.shards.listeners import Delivery
 from text_generation_router.shards.observer import StepObserver, StepRecord
 
 HANGS_AFTER_S = 5.0
@@ -56,7 +57,7 @@ class ClusterContext:
     """The parts of the cluster that sessions use."""
 
     scheduler: Scheduler
-    listeners: Listeners
+    listeners: Delivery[Any]
     observer: StepObserver
     dispatch: Callable[[], None]
     """Places queued requests on replicas with room, and wakes these."""

@@ -175,7 +175,7 @@ def test_a_wrong_endpoint_is_refused(given: str) -> None:
 
 def test_without_a_collector_no_package_of_opentelemetry_is_imported() -> None:
     program = (
-        "import sys, text_generation_router.serve, text_generation_shard.serve\n"
+        "import sys, text_generation_router.serve.one_process, text_generation_shard.serve\n"
         "from text_generation_proto.settings import SharedSettings\n"
         "from text_generation_proto.tracing import start_tracing\n"
         "assert start_tracing(SharedSettings.of(), 'service', 'one', '1') is None\n"

@@ -7,7 +7,8 @@ import pytest
 from text_generation_proto.exit_codes import CannotServe
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.config import RouterConfig
-from text_generation_router.serve import check_honoured, resolve_limits
+from text_generation_router.serve.limits import resolve_limits
+from text_generation_router.serve.shards import check_honoured
 from text_generation_router.shards.join import ReplicaInfo
 
 

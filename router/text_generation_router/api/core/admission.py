@@ -1,12 +1,10 @@
-"""Admission: the limit of concurrent generations, and the way from a prompt and its options to a Request."""
+"""Admission: the way from a prompt and its options to a Request."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from text_generation_proto.values import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Grammar, GrammarKind, Sampling
@@ -19,7 +17,7 @@ from text_generation_router.api.core.parameters import (
     new_tokens,
 )
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.errors import InvalidRequest, Overloaded
+from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.grammar.translate import TRANSLATED
@@ -36,52 +34,6 @@ BOUNDARY_TOKENS = 64
 """Tokens at the end of a cut text that prove nothing: the whole text may not have them."""
 
 
-RetryAfter = Callable[[TenantId], float | None]
-"""Returns the expected wait of a tenant's next request in seconds, or None if it is unknown."""
-
-
-def _unknown(tenant: TenantId) -> float | None:
-    return None
-
-
-class Permits:
-    """The limit of concurrent generations. Requests above it are refused at once.
-
-    A tenant below its fair share (`limit` divided by the tenants that hold permits) may exceed the limit, up to twice
-    its value. So a tenant that comes late finds a permit although others hold all of them.
-    """
-
-    def __init__(self, limit: int, retry_after: RetryAfter = _unknown) -> None:
-        """`retry_after` gives the hint that a refusal carries."""
-        self.limit = limit
-        self.in_use = 0
-        self._held: dict[TenantId, int] = {}
-        """Permits by tenant; none is 0."""
-        self._retry_after = retry_after
-
-    @contextmanager
-    def take(self, count: int, tenant: TenantId = TenantId("")) -> Iterator[None]:  # noqa: B008 - a str
-        """Hold `count` permits inside the block. Raises Overloaded, or InvalidRequest if `count` exceeds the limit."""
-        if count > self.limit:
-            raise InvalidRequest(f"at most {self.limit} generations may be asked for at once. Given: {count}")
-        if self.in_use + count > self.limit and not self._has_share_left(count, tenant):
-            raise Overloaded(retry_after_s=self._retry_after(tenant))
-        self.in_use += count
-        self._held[tenant] = self._held.get(tenant, 0) + count
-        try:
-            yield
-        finally:
-            self.in_use -= count
-            self._held[tenant] -= count
-            if not self._held[tenant]:
-                del self._held[tenant]
-
-    def _has_share_left(self, count: int, tenant: TenantId) -> bool:
-        tenants = len(self._held.keys() | {tenant})
-        share = self.limit // tenants
-        return self._held.get(tenant, 0) + count <= share and self.in_use + count <= 2 * self.limit
-
-
 class RequestPreparer:
     """Makes requests: validates options, tokenizes prompts, gives out ids and seeds."""
 
@@ -90,16 +42,17 @@ class RequestPreparer:
         tokenizer: TokenizerPool,
         limits: Limits,
         metrics: Metrics,
+        ids: Iterator[RequestId],
         grammars: GrammarCompiler | None = None,
         grammar_kinds: Collection[GrammarKind] = tuple(GrammarKind),
     ) -> None:
-        """Without `grammars` no grammar is supported; with it, those of `grammar_kinds`."""
+        """`ids`: the numbers of requests. Without `grammars` no grammar is supported; with it, those of `grammar_kinds`."""
         self._grammars = grammars
         self._grammar_kinds = () if grammars is None else grammar_kinds
         self._tokenizer = tokenizer
         self._limits = limits
         self._metrics = metrics
-        self._ids = itertools.count(1)
+        self._ids = ids
         self._random = random.SystemRandom()
 
     def serves_grammar(self, kind: GrammarKind) -> bool:
@@ -130,7 +83,7 @@ class RequestPreparer:
         if options.bad_words:
             sampling = replace(sampling, bad_words=await self._bad_words(options.bad_words, qos.tenant))
         request = Request(
-            id=self._next_id(),
+            id=next(self._ids),
             prompt=tuple(prompt),
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -154,7 +107,7 @@ class RequestPreparer:
             self._metrics.requests.max_new_tokens.observe(max_new_tokens)
         return [
             request,
-            *(replace(request, id=self._next_id(), sampling=sampling.for_answer(index)) for index in range(1, count)),
+            *(replace(request, id=next(self._ids), sampling=sampling.for_answer(index)) for index in range(1, count)),
         ]
 
     def _with_seed(self, options: GenerationOptions) -> Sampling:
@@ -162,9 +115,6 @@ class RequestPreparer:
         if sampling.seed is not None or "seed" in self._limits.unsupported:
             return sampling
         return replace(sampling, seed=self._random.getrandbits(64))
-
-    def _next_id(self) -> RequestId:
-        return RequestId(next(self._ids))
 
     async def _grammar(self, options: GenerationOptions, tenant: TenantId) -> Grammar | None:
         """Check rules 17 to 19 and return the grammar. Raises InvalidRequest."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 
 from aiohttp import web
 
-from text_generation_router.api.core.admission import Permits, RequestPreparer
+from text_generation_router.api.core.admission import RequestPreparer
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.http.body_reader import PREPARATION
 from text_generation_router.api.http.caller import QosFields, quality_of_service, read_caller
@@ -19,11 +19,18 @@ from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import ModelNotFound, ServingError
-from text_generation_router.generation import GenerationResult, GenerationTimes, Sink, TokenOutput, run_generation
+from text_generation_router.generation import (
+    GenerationResult,
+    GenerationTimes,
+    ServingCluster,
+    Sink,
+    TokenOutput,
+    run_generation,
+)
 from text_generation_router.metrics import Metrics
+from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.preparation import Preparation
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
-from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -78,11 +85,11 @@ class Collector:
 class Serving:
     """The services that routes use."""
 
-    cluster: Cluster
+    cluster: ServingCluster
     tokenizer: Tokenizer
     tokenizer_pool: TokenizerPool
     preparer: RequestPreparer
-    permits: Permits
+    permits: ConcurrencyLimit
     metrics: Metrics
     settings: Settings
     stage: Preparation
@@ -122,7 +129,7 @@ class Serving:
         if name and name not in self.cluster.adapters:
             raise ModelNotFound(f"The adapter `{name}` does not exist")
 
-    def take_permits(self, records: Sequence[GenerationRecord], count: int) -> AbstractContextManager[None]:
+    def take_permits(self, records: Sequence[GenerationRecord], count: int) -> AbstractAsyncContextManager[None]:
         """Hold `count` permits for the caller of these generations. Raises Overloaded, InvalidRequest."""
         return self.permits.take(count, records[0].caller.tenant)
 

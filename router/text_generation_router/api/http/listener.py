@@ -40,10 +40,10 @@ POLL_S = 0.01
 class Listener:
     """A listening socket and the connections that it accepted."""
 
-    def __init__(self, host: str, port: int, connections: Connections) -> None:
-        """Listen. Raises OSError."""
+    def __init__(self, host: str, port: int, connections: Connections, *, shared: bool) -> None:
+        """Listen; with other processes at the same port if it is `shared`. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
         self._socket.settimeout(0)
         # Accepted sockets inherit both.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_AHEAD)
@@ -127,15 +127,18 @@ class HttpServer:
         """The port of the main listener."""
         return self._listeners[0].port
 
-    async def listen(self, host: str, port: int, management_port: int = 0) -> None:
-        """Listen on `port`, and on `management_port` for probes and metrics unless it is 0. Raises OSError."""
+    async def listen(self, host: str, port: int, management_port: int = 0, *, shared: bool = False) -> None:
+        """Listen on `port`, and on `management_port` for probes and metrics unless it is 0. Raises OSError.
+
+        `shared`: other processes listen on them, too, and the system spreads connections over all of them.
+        """
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        self._listeners.append(Listener(host, port, Connections(server, self._limits, self._metrics)))
+        self._listeners.append(Listener(host, port, Connections(server, self._limits, self._metrics), shared=shared))
         if management_port:
             connections = Connections(server, self._limits, self._metrics, management=True)
-            self._listeners.append(Listener(host, management_port, connections))
+            self._listeners.append(Listener(host, management_port, connections, shared=shared))
 
     async def answered(self) -> None:
         """Wait for the responses to the requests that are there now."""

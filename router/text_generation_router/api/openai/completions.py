@@ -52,7 +52,7 @@ class CompletionRoutes:
         prompts = _prompts(body)
         records = self._serving.start(request, min(len(prompts), self._limit) * (body.n or 1))
         self._check(body, prompts)
-        with self._serving.take_permits(records, len(records)):
+        async with self._serving.take_permits(records, len(records)):
             qos = self._serving.qos(records[0], body)
             admitted = [await self._admit(body, prompt, qos) for prompt in prompts]
             requests = [request for prompt in admitted for request in prompt.requests]

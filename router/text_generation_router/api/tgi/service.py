@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from aiohttp import hdrs, web
 from pydantic import AliasChoices, FailFast, Field
 
-from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.parameters import check_token_ids
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.tokens import answer_ids, answer_tokens
@@ -28,8 +27,9 @@ from text_generation_router.api.http.bodies import (
 from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import Unhealthy
+from text_generation_router.generation import ServingCluster
 from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS, Metrics
-from text_generation_router.shards.cluster import Cluster
+from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 TGI_VERSION = "3.3.7"
@@ -172,12 +172,12 @@ class ServiceRoutes:
     def __init__(
         self,
         tokenizer: TokenizerPool,
-        permits: Permits,
+        permits: ConcurrencyLimit,
         metrics: Metrics,
         healthy: Callable[[], bool],
         settings: Settings,
         info: ModelInfo,
-        cluster: Cluster,
+        cluster: ServingCluster,
     ) -> None:
         self._tokenizer = tokenizer
         self._permits = permits
@@ -206,7 +206,8 @@ class ServiceRoutes:
     async def info(self, request: web.Request) -> web.StreamResponse:
         """GET /info: the model, the limits and the replicas."""
         config, limits = self._settings.config, self._limits
-        stats = self._metrics.scheduler_stats()
+        cluster = await self._cluster.info()
+        stats = cluster.stats
         answer: InfoAnswer = {
             "model_id": self._settings.model_id,
             "model_sha": config.revision,
@@ -233,12 +234,12 @@ class ServiceRoutes:
             "replicas_serving": stats.serving_replicas,
             "shards": [
                 {
-                    "replica": member.number,
+                    "replica": member.replica,
                     "address": member.address,
-                    "state": member.state.value,
+                    "state": member.state,
                     "reason": member.reason,
                 }
-                for member in self._cluster.members
+                for member in cluster.members
             ],
             "prefix_cache": {
                 "query_tokens": stats.prompt_tokens,

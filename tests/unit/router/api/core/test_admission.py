@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from text_generation_router.api.core.settings import Limits
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.metrics import Metrics
 from text_generation_router.preparation import Preparation
-from text_generation_router.request import DEFAULT_TENANT
+from text_generation_router.request import DEFAULT_TENANT, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.text.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ async def pool(demo_model: Path) -> AsyncIterator[TokenizerPool]:
 def a_preparer(pool: TokenizerPool, limits: Limits = LIMITS) -> RequestPreparer:
     scheduler = Scheduler(Policy(1, 1))
     metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
-    return RequestPreparer(pool, limits, metrics)
+    return RequestPreparer(pool, limits, metrics, map(RequestId, count(1)))
 
 
 async def test_truncate_keeps_the_last_tokens(pool: TokenizerPool) -> None:

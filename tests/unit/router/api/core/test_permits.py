@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text_generation_router.api.core.admission import Permits
 from text_generation_router.errors import InvalidRequest, Overloaded
+from text_generation_router.permits import Permits
 from text_generation_router.request import TenantId
 
 A, B, C = TenantId("a"), TenantId("b"), TenantId("c")
 
 
+@contextmanager
+def taken(permits: Permits, count: int, tenant: TenantId) -> Iterator[None]:
+    permits.acquire(count, tenant)
+    try:
+        yield
+    finally:
+        permits.give_back(count, tenant)
+
+
 def refused(permits: Permits, count: int, tenant: TenantId) -> bool:
     try:
-        with permits.take(count, tenant):
+        with taken(permits, count, tenant):
             return False
     except Overloaded:
         return True
@@ -27,30 +37,31 @@ def test_at_most_twice_the_limit_is_in_use() -> None:
     permits = Permits(8)
     with ExitStack() as held:
         for tenant, count in (("a", 8), ("b", 4), ("c", 2), ("d", 2)):
-            held.enter_context(permits.take(count, TenantId(tenant)))
+            held.enter_context(taken(permits, count, TenantId(tenant)))
         assert permits.in_use == 16
         assert refused(permits, 1, TenantId("e"))  # although 8 // 5 would be its share
 
 
-def test_permits_are_returned_after_a_failure() -> None:
+async def test_permits_are_returned_after_a_failure() -> None:
     permits = Permits(2)
-    with pytest.raises(ZeroDivisionError), permits.take(2, A):
-        raise ZeroDivisionError
-    with permits.take(2, B):
+    with pytest.raises(ZeroDivisionError):
+        async with permits.take(2, A):
+            raise ZeroDivisionError
+    async with permits.take(2, B):
         assert not refused(permits, 1, A)
 
 
 def test_more_permits_than_the_limit_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="at most 2 generations"), Permits(2).take(3, A):
-        pass
+    with pytest.raises(InvalidRequest, match="at most 2 generations"):
+        Permits(2).acquire(3, A)
 
 
 @pytest.mark.parametrize(("tenant", "seconds"), [(A, 7.5), (B, None), (C, None)])
 def test_a_refusal_has_a_retry_hint(tenant: TenantId, seconds: float | None) -> None:
     waits: dict[TenantId, float | None] = {A: 7.5, B: None}
     permits = Permits(1, waits.get)
-    with permits.take(1, tenant), pytest.raises(Overloaded) as refusal, permits.take(1, tenant):
-        pass
+    with taken(permits, 1, tenant), pytest.raises(Overloaded) as refusal:
+        permits.acquire(1, tenant)
     assert refusal.value.retry_after_s == (1.0 if seconds is None else seconds)
 
 
@@ -69,7 +80,7 @@ def test_a_tenant_within_its_share_is_not_refused_below_twice_the_limit(
         assert permits.in_use == total <= 2 * limit
         stack = ExitStack()
         try:
-            stack.enter_context(permits.take(count, TenantId(name)))
+            stack.enter_context(taken(permits, count, TenantId(name)))
         except InvalidRequest:
             assert count > limit
         except Overloaded:

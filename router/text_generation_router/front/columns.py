@@ -1,0 +1,145 @@
+"""WorkerDelivery: hands the news of a report on to HTTP workers, in columns and without an object for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+
+from text_generation_proto import convert
+from text_generation_proto.front import front_pb2 as pb
+from text_generation_proto.v1 import shard_pb2
+from text_generation_router.errors import ServingError
+from text_generation_router.front.convert import refusal_to_pb
+from text_generation_router.request import RequestId
+from text_generation_router.scheduling.messages import Deliveries, Failed, Placement
+from text_generation_router.shards.convert import top_tokens_by_position
+from text_generation_router.shards.listeners import Delivered, Delivery, error_of
+
+log = structlog.get_logger()
+
+
+class ReportReceiver(Protocol):
+    """Takes the reports for one worker."""
+
+    def report(self, report: pb.Report) -> None: ...
+
+
+class WorkerDelivery(Delivery[ReportReceiver]):
+    """The workers of all live requests."""
+
+    def of(self, receiver: ReportReceiver) -> list[RequestId]:
+        """Return the live requests of a worker."""
+        return [request_id for request_id, each in self._receivers.items() if each is receiver]
+
+    def scheduled(self, placement: Placement, replica: int) -> None:
+        if receiver := self._receivers.get(placement.request.id):
+            placed = pb.Placement(
+                request=placement.request.id, cached_tokens=placement.own_cached_tokens, replica=replica
+            )
+            receiver.report(pb.Report(placements=[placed]))
+
+    def lost(self, deliveries: Deliveries) -> None:
+        reports = _Reports()
+        for request_id in deliveries.moved:
+            if receiver := self._receivers.get(request_id):
+                reports.of(receiver).lost.append(request_id)
+        reports.send()
+        self.failures(deliveries.failed)
+
+    def prompt_logprobs(self, request_id: RequestId | None, scored: shard_pb2.PromptLogprobs) -> None:
+        if request_id is not None and (receiver := self._receivers.get(request_id)):
+            receiver.report(pb.Report(prompt_logprobs=[pb.PromptLogprobs(request=request_id, scored=scored)]))
+
+    def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: shard_pb2.StepReport) -> None:
+        reports = _Reports()
+        receivers = self._receivers
+        for request_id, cached in deliveries.cached:
+            if receiver := receivers.get(request_id):
+                to = reports.of(receiver)
+                to.cached_requests.append(request_id)
+                to.cached_tokens.append(cached)
+        shares: dict[ReportReceiver, list[Delivered]] = {}
+        for delivered in deliveries.tokens:
+            receiver = receivers.get(delivered[0])
+            if receiver is None:
+                continue
+            if receiver in shares:
+                shares[receiver].append(delivered)
+            else:
+                shares[receiver] = [delivered]
+            if delivered[3] is not None:
+                del receivers[delivered[0]]
+        if shares:
+            columns = _Columns(token_ids, report)
+            for receiver, share in shares.items():
+                columns.write(share, reports.of(receiver))
+        reports.send()
+
+    def failures(self, failures: Sequence[Failed]) -> None:
+        reports = _Reports()
+        for failed in failures:
+            if receiver := self._receivers.pop(failed.request_id, None):
+                log.warning(
+                    "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
+                )
+                refusal = refusal_to_pb(error_of(failed))
+                reports.of(receiver).failures.append(pb.Failure(request=failed.request_id, refusal=refusal))
+        reports.send()
+
+    def end_all(self, error: ServingError) -> None:
+        reports = _Reports()
+        receivers, self._receivers = self._receivers, {}
+        for request_id, receiver in receivers.items():
+            reports.of(receiver).failures.append(pb.Failure(request=request_id, refusal=refusal_to_pb(error)))
+        reports.send()
+
+
+class _Reports:
+    """The reports of one moment, by worker."""
+
+    def __init__(self) -> None:
+        self._reports: dict[ReportReceiver, pb.Report] = {}
+
+    def of(self, receiver: ReportReceiver) -> pb.Report:
+        """Return the report for a worker, to be filled."""
+        if (report := self._reports.get(receiver)) is None:
+            report = self._reports[receiver] = pb.Report()
+        return report
+
+    def send(self) -> None:
+        """Hand them over."""
+        for receiver, report in self._reports.items():
+            receiver.report(report)
+
+
+class _Columns:
+    """The columns of a shard's report, of which each worker gets its share."""
+
+    def __init__(self, token_ids: Sequence[int], report: shard_pb2.StepReport) -> None:
+        self._token_ids = token_ids
+        self._logprobs = list(report.logprobs)
+        self._tops = dict(top_tokens_by_position(report))
+        self._single = not report.token_counts
+        """Each sequence has one token."""
+
+    def write(self, share: Sequence[Delivered], to: pb.Report) -> None:
+        """Write the columns of some sequences."""
+        to.requests.extend([delivered[0] for delivered in share])
+        if self._single:
+            positions: Sequence[int] = [delivered[1] for delivered in share]
+        else:
+            positions = [at for _, start, end, _ in share for at in range(start, end)]
+            to.token_counts.extend([end - start for _, start, end, _ in share])
+        to.token_ids.extend([self._token_ids[at] for at in positions])
+        if self._logprobs:
+            to.logprobs.extend([self._logprobs[at] for at in positions])
+        for index, delivered in enumerate(share):
+            if (reason := delivered[3]) is not None:
+                to.finished.append(index)
+                to.reasons.append(convert.FINISH_REASONS_TO_PB[reason])
+        if self._tops:
+            for index, at in enumerate(positions):
+                if (top := self._tops.get(at)) is not None:
+                    to.top_tokens.append(pb.TopTokens(index=index, token_ids=top.token_ids, logprobs=top.logprobs))

@@ -1,0 +1,143 @@
+"""Link: one end of the connection between an HTTP worker and the scheduler process. Frames of front.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+import structlog
+from google.protobuf.message import DecodeError, Message
+
+LENGTH = struct.Struct("<I")
+"""The length of a frame before its bytes."""
+MAX_FRAME_BYTES = 1 << 28
+"""Largest message. The largest that is sent has the log-probabilities of a long prompt's tokens."""
+MAX_UNREAD_BYTES = 1 << 24
+"""Bytes that the other end has not read; beyond it the connection is cut off."""
+CREDENTIALS = struct.Struct("3i")
+"""The process, user and group of a peer."""
+
+log = structlog.get_logger()
+
+Received = TypeVar("Received", bound=Message)
+
+
+class LinkBroken(Exception):
+    """The other end sent something that breaks the protocol."""
+
+
+class Link(asyncio.Protocol, Generic[Received]):
+    """Reads messages of one type and writes others. Messages of one iteration of the event loop are written together."""
+
+    def __init__(
+        self,
+        received: type[Received],
+        on_message: Callable[[Received], None],
+        on_open: Callable[[], None],
+        on_end: Callable[[], None],
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
+        """`on_message` may raise LinkBroken. `on_end` is called once if `on_open` was."""
+        self._received = received
+        self._on_message = on_message
+        self._on_open = on_open
+        self._on_end = on_end
+        self._max_unread_bytes = max_unread_bytes
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._rest = bytearray()
+        """The beginning of a frame."""
+        self._unsent: list[bytes] = []
+
+    @property
+    def closed(self) -> bool:
+        """True if there is no connection, or it is about to end."""
+        return self._transport is None or self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        _, user, _ = CREDENTIALS.unpack(peer)
+        if user != os.geteuid():
+            log.warning("connection of another user refused", user=user)
+            transport.close()
+            return
+        self._transport = cast("asyncio.Transport", transport)
+        self._on_open()
+
+    def data_received(self, data: bytes) -> None:
+        if self.closed:
+            return
+        if self._rest:
+            self._rest += data
+            data = bytes(self._rest) if len(self._rest) >= self._needed() else b""
+            if not data:
+                return
+            self._rest.clear()
+        try:
+            start = self._read_frames(data)
+        except (LinkBroken, DecodeError) as error:
+            self.cut_off(f"the other end sent something that makes no sense: {error}")
+        except Exception:  # a message that breaks something costs its own connection
+            log.exception("a message could not be handled")
+            self.cut_off("a message could not be handled")
+        else:
+            self._rest += data[start:] if start else data
+
+    def _needed(self) -> int:
+        """Return the bytes that must be there before `_rest` can be read on."""
+        if len(self._rest) < LENGTH.size:
+            return LENGTH.size
+        length = LENGTH.unpack_from(self._rest)[0]
+        return LENGTH.size + (length if length <= MAX_FRAME_BYTES else 0)
+
+    def _read_frames(self, data: bytes) -> int:
+        """Handle the whole frames in `data`. Return the position behind them. Raises LinkBroken, DecodeError."""
+        start, size = 0, len(data)
+        while size - start >= LENGTH.size and not self.closed:
+            (length,) = LENGTH.unpack_from(data, start)
+            if length > MAX_FRAME_BYTES:
+                raise LinkBroken(f"a frame of {length} bytes")
+            end = start + LENGTH.size + length
+            if end > size:
+                break
+            self._on_message(self._received.FromString(data[start + LENGTH.size : end]))
+            start = end
+        return start
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._transport is not None:
+            self._transport = None
+            self._on_end()
+
+    def send(self, message: Message) -> None:
+        """Send a message at the end of this iteration of the event loop; no-op once the connection has ended."""
+        frame = message.SerializeToString()
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(LENGTH.pack(len(frame)))
+        self._unsent.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._unsent = self._unsent, []
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._transport.get_write_buffer_size() > self._max_unread_bytes:
+            self.cut_off("the other end does not read")
+            return
+        self._transport.write(b"".join(frames))
+
+    def cut_off(self, reason: str) -> None:
+        """End the connection now, and say why."""
+        if self._transport is not None and not self._transport.is_closing():
+            log.warning("link cut off", reason=reason)
+            self._transport.abort()
+
+    def close(self) -> None:
+        """End the connection once everything is sent."""
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()

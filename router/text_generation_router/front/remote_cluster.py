@@ -1,0 +1,348 @@
+"""RemoteCluster: the replicas as an HTTP worker sees them, through its link to the scheduler process.
+
+When the link is lost, the worker connects again and submits its unfinished requests with the tokens that they have. New
+requests wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, count
+from pathlib import Path
+from typing import cast
+
+import structlog
+from google.protobuf.message import Message
+
+from text_generation_proto import convert
+from text_generation_proto.front import front_pb2 as pb
+from text_generation_router.errors import GenerationFailed, ServingError, Unhealthy
+from text_generation_router.front.convert import info_from_json, refusal_from_pb, request_to_pb, text_to_pb
+from text_generation_router.front.link import Link, LinkBroken
+from text_generation_router.front.questions import Answerers, LinkLost, Questions
+from text_generation_router.request import Request, RequestId, TenantId, TokenListener
+from text_generation_router.shards.cluster_info import ClusterInfo
+from text_generation_router.shards.convert import logprobs_to_json, top_tokens
+from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.shards.listeners import Delivered, Listeners
+
+CONNECT_EVERY_S = 0.05
+"""Seconds between two attempts to connect."""
+WITHOUT_LINK_S = 30.0
+"""Seconds without a link for which requests wait."""
+ABANDONED_AFTER_S = 5.0
+"""Seconds without a link, or without a shard, after which a worker that stops gives its requests up."""
+
+log = structlog.get_logger()
+
+
+class LiveRequest:
+    """A request that has not ended, and the tokens that it has."""
+
+    __slots__ = ("generated", "placed", "request", "scored")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.generated: array[int] = array("I")
+        self.placed = False
+        """It has left the queue."""
+        self.scored = False
+        """The log-probabilities of its prompt were delivered."""
+
+
+def request_ids(worker: int) -> Iterator[RequestId]:
+    """Yield numbers that no other worker has, and this one had not before a restart."""
+    return map(RequestId, count((worker << 56) + time.time_ns() // 1000))
+
+
+class RemoteCluster:
+    """The replicas behind the scheduler process; a ServingCluster."""
+
+    def __init__(self, path: Path, worker: int, answerers: Answerers) -> None:
+        """`path` is the Unix socket of the scheduler process, `worker` the number of this one; `answerers` answer it."""
+        self.stopping = False
+        self.draining = False
+        self.ids = request_ids(worker)
+        self._path = path
+        self._worker = worker
+        self._state = pb.State()
+        self._model: ReplicaInfo | None = None
+        self._link: Link[pb.FromScheduler] | None = None
+        """None without a connection."""
+        self._linked = asyncio.Event()
+        """Set while there is a connection, from its first State on."""
+        self._lost = asyncio.Event()
+        """Set while there is none."""
+        self._lost_at = time.monotonic()
+        self._live: dict[RequestId, LiveRequest] = {}
+        """By the number under which a request was submitted last."""
+        self._renumbered: dict[RequestId, RequestId] = {}
+        """That number, of requests that were submitted again."""
+        self._listeners = Listeners(partial(self._cancel, satisfied=True))
+        self._closed = False
+        self._questions = Questions(self._send, pb.FromWorker, answerers)
+        self._held: dict[int, pb.TakePermits] = {}
+        """Permits that this worker holds."""
+
+    # ----------------------------------------------------------------------------------------------------- the cluster
+
+    def submit(self, request: Request, listener: TokenListener) -> None:
+        """Queue `request`; `listener` gets its tokens, or its refusal. Without a link it waits for one.
+
+        Raises Unhealthy if the worker stops.
+        """
+        if self._closed:
+            raise Unhealthy("the server was stopped")
+        self._live[request.id] = LiveRequest(request)
+        self._listeners.add(request.id, listener)
+        if self._linked.is_set():
+            self._send(pb.FromWorker(submit=request_to_pb(request, request.id)))
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Cancel a request; no-op if it is unknown or ended."""
+        self._cancel(self._renumbered.pop(request_id, request_id), satisfied=False)
+
+    def give_up(self, reason: str) -> None:
+        """End all requests with an error, and accept no new ones."""
+        self._closed = True
+        for number in list(self._live):
+            self._send(pb.FromWorker(cancel=pb.Cancel(request=number)))
+        self._end_all(GenerationFailed(reason))
+
+    async def info(self) -> ClusterInfo:
+        """Return the state of the replicas. Raises Unhealthy."""
+        return info_from_json(await self.ask("info"))
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The names of the LoRA adapters that replicas hold."""
+        return self._state.adapters
+
+    @property
+    def ready(self) -> bool:
+        """True if a replica gets new requests now, and the scheduler process can be reached."""
+        return self._linked.is_set() and self._state.ready and not self._state.stopping
+
+    @property
+    def live_requests(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def status(self) -> str:
+        """The state of the replicas, for the service manager."""
+        return self._state.status if self._linked.is_set() else "waiting for the scheduler process"
+
+    async def opened(self) -> None:
+        """Wait for a link."""
+        await self._linked.wait()
+
+    async def settled(self) -> None:
+        """Wait for a link: the scheduler process accepts workers once it is settled."""
+        await self._linked.wait()
+
+    async def abandoned(self) -> None:
+        """Wait until there was no link, or no shard, for ABANDONED_AFTER_S."""
+        since = time.monotonic()
+        while time.monotonic() - since < ABANDONED_AFTER_S:
+            await asyncio.sleep(ABANDONED_AFTER_S / 50)
+            if self._linked.is_set() and not self._state.shards_stopped:
+                since = time.monotonic()
+
+    # --------------------------------------------------------------------------------------------- permits and questions
+
+    async def ask(self, about: str, body: bytes = b"") -> bytes:
+        """Return the answer of the scheduler process to a question. Raises ServingError."""
+        while True:
+            await self._wait_for_link()
+            with suppress(LinkLost):
+                return await self._questions.ask(about, body)
+
+    async def hold_permits(self, count: int, tenant: TenantId) -> int:
+        """Hold permits until `give_permits` with the returned number. Raises Overloaded, InvalidRequest, Unhealthy."""
+        asked = pb.TakePermits(count=count, tenant=text_to_pb(tenant))
+
+        def take(number: int) -> pb.FromWorker:
+            asked.number = number
+            return pb.FromWorker(take_permits=asked)
+
+        while True:
+            await self._wait_for_link()
+            try:
+                await self._questions.send(take)
+            except LinkLost:
+                continue
+            except asyncio.CancelledError:
+                self.give_permits(asked.number)
+                raise
+            self._held[asked.number] = asked
+            return asked.number
+
+    def give_permits(self, number: int) -> None:
+        """Give permits back."""
+        self._held.pop(number, None)
+        self._send(pb.FromWorker(give_permits=pb.GivePermits(number=number)))
+
+    async def _wait_for_link(self) -> None:
+        if self._linked.is_set():
+            return
+        try:
+            async with asyncio.timeout_at(self._lost_at + WITHOUT_LINK_S):
+                await self._linked.wait()
+        except TimeoutError:
+            raise Unhealthy("the scheduler process does not answer") from None
+
+    # -------------------------------------------------------------------------------------------------------- requests
+
+    def _cancel(self, number: RequestId, *, satisfied: bool) -> None:
+        self._listeners.remove(number)
+        if self._live.pop(number, None) is not None:
+            self._send(pb.FromWorker(cancel=pb.Cancel(request=number, satisfied=satisfied)))
+
+    def _end_all(self, error: ServingError) -> None:
+        self._live.clear()
+        self._renumbered.clear()
+        self._listeners.end_all(error)
+
+    def _deliver(self, report: pb.Report) -> None:
+        listeners, live = self._listeners, self._live
+        for placed in report.placements:
+            if (request := live.get(RequestId(placed.request))) is not None:
+                request.placed = True
+                listeners.placed(RequestId(placed.request), placed.cached_tokens, placed.replica)
+        listeners.moved(map(RequestId, report.lost))
+        for each in report.prompt_logprobs:
+            if (request := live.get(RequestId(each.request))) is not None and not request.scored:
+                request.scored = True
+                listeners.prompt_logprobs(RequestId(each.request), each.scored)
+        listeners.cached(zip(map(RequestId, report.cached_requests), report.cached_tokens, strict=True))
+        if report.requests:
+            self._deliver_tokens(report)
+        for failure in report.failures:
+            if live.pop(RequestId(failure.request), None) is not None:
+                listeners.failure(RequestId(failure.request), refusal_from_pb(failure.refusal))
+
+    def _deliver_tokens(self, report: pb.Report) -> None:
+        live = self._live
+        token_ids = list(report.token_ids)
+        ends = accumulate(report.token_counts) if report.token_counts else count(1)
+        finished = {
+            index: convert.FINISH_REASONS_FROM_PB[reason]
+            for index, reason in zip(report.finished, report.reasons, strict=True)
+        }
+        delivered: list[Delivered] = []
+        start = 0
+        numbers = cast("Sequence[RequestId]", report.requests)
+        for index, (request_id, end) in enumerate(zip(numbers, ends, strict=False)):
+            if (request := live.get(request_id)) is not None:
+                request.generated.extend(token_ids[start:end])
+                reason = finished.get(index)
+                delivered.append((request_id, start, end, reason))
+                if reason is not None:
+                    del live[request_id]
+            start = end
+        tops = {top.index: top_tokens(top.token_ids, top.logprobs) for top in report.top_tokens}
+        self._listeners.columns(delivered, token_ids, logprobs_to_json(report.logprobs), tops)
+
+    # ------------------------------------------------------------------------------------------------------------ link
+
+    async def joined(self) -> ReplicaInfo:
+        """Connect, and return the description of the model. Waits as long as it takes."""
+        while self._model is None:
+            await self._connect()
+        return self._model
+
+    async def run(self) -> None:
+        """Keep the link until cancelled, then end all requests with an error."""
+        try:
+            while True:
+                await self._lost.wait()
+                await self._connect()
+        finally:
+            self._closed = True
+            self._end_all(GenerationFailed("the server was stopped"))
+            if self._link is not None:
+                self._link.close()
+
+    async def _connect(self) -> None:
+        """Try to connect until there is a link."""
+        loop = asyncio.get_running_loop()
+        while not self._linked.is_set():
+            self._lost.clear()
+            try:
+                await loop.create_unix_connection(self._new_link, str(self._path))
+            except OSError:
+                await asyncio.sleep(CONNECT_EVERY_S)
+            else:
+                await self._linked_or_lost()
+            if self._live and time.monotonic() > self._lost_at + WITHOUT_LINK_S and not self._linked.is_set():
+                self._end_all(Unhealthy("the scheduler process does not answer"))
+
+    async def _linked_or_lost(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            events = [tasks.create_task(event.wait()) for event in (self._linked, self._lost)]
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            for event in events:
+                event.cancel()
+
+    def _new_link(self) -> Link[pb.FromScheduler]:
+        self._link = Link(pb.FromScheduler, self._handle, self._on_open, self._on_end)
+        return self._link
+
+    def _send(self, message: Message) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _on_open(self) -> None:
+        self._send(pb.FromWorker(hello=pb.Hello(worker=self._worker, held=self._held.values())))
+
+    def _on_end(self) -> None:
+        if self._linked.is_set():
+            log.warning("link to the scheduler process lost", requests=len(self._live))
+            self._lost_at = time.monotonic()
+        self._link = None
+        self._linked.clear()
+        self._lost.set()
+        self._listeners.moved([number for number, request in self._live.items() if request.placed])
+        self._questions.end()
+
+    def _handle(self, message: pb.FromScheduler) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "report":
+            self._deliver(message.report)
+        elif kind == "answer":
+            self._questions.answered(message.answer)
+        elif kind == "state":
+            self._state = message.state
+            if message.state.HasField("info"):
+                self._model = ReplicaInfo(message.state.info, message.state.pool)
+                self._linked.set()
+                self._submit_again()
+        elif kind == "question":
+            self._questions.answer(message.question)
+        else:
+            raise LinkBroken("an unknown message")
+
+    def _submit_again(self) -> None:
+        """Submit the requests that have not ended to a new scheduler process, or again to the same one.
+
+        They get new numbers: those before may still be known there, as cancelled.
+        """
+        requests, self._live = self._live, {}
+        for before, live in requests.items():
+            number = next(self.ids)
+            self._live[number] = live
+            self._renumbered[live.request.id] = number
+            self._listeners.renumber(before, number)
+            request = live.request
+            if live.placed:  # its time in the queue is over, and was kept
+                request = replace(request, qos=replace(request.qos, queue_by=None))
+            self._send(pb.FromWorker(submit=request_to_pb(request, number, live.generated)))
+        if requests:
+            log.info("requests submitted again", requests=len(requests))

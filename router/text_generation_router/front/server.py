@@ -1,0 +1,203 @@
+"""FrontServer: the scheduler process's end of the links. A session for each HTTP worker, over one cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+
+from text_generation_proto.front import front_pb2 as pb
+from text_generation_proto.sockets import claim_socket, remove_socket
+from text_generation_router.errors import Draining, ServingError
+from text_generation_router.front.columns import ReportReceiver, WorkerDelivery
+from text_generation_router.front.convert import info_to_json, refusal_to_pb, request_from_pb, text_from_pb
+from text_generation_router.front.link import MAX_UNREAD_BYTES, Link, LinkBroken
+from text_generation_router.front.questions import Answerers, Questions
+from text_generation_router.permits import Permits
+from text_generation_router.request import RequestId, TenantId
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.join import ReplicaInfo
+
+STATE_EVERY_S = 0.1
+"""Seconds between two looks at the state of the cluster, which is sent when it changed."""
+
+log = structlog.get_logger()
+
+
+class FrontServer:
+    """The sessions of the workers that are connected."""
+
+    def __init__(
+        self,
+        cluster: Cluster[ReportReceiver],
+        delivery: WorkerDelivery,
+        permits: Permits,
+        model: ReplicaInfo,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
+        """`delivery` is the cluster's."""
+        self.cluster = cluster
+        self.delivery = delivery
+        self.permits = permits
+        self.model = model
+        self.sessions: dict[int, WorkerSession] = {}
+        """By number of the worker."""
+        self.answerers: Answerers = {"info": self._info}
+        """Answers to the questions of workers."""
+        self._max_unread_bytes = max_unread_bytes
+
+    @asynccontextmanager
+    async def listening(self, path: Path) -> AsyncIterator[None]:
+        """Accept workers at a Unix socket inside the block. Raises OSError, SocketInUse."""
+        await asyncio.to_thread(claim_socket, path)
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_unix_server(self._session, str(path))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self._watch_state())
+                yield
+                watching.cancel()
+        finally:
+            listener.close()
+            for session in list(self.sessions.values()):
+                session.link.close()
+            await asyncio.to_thread(remove_socket, path)
+
+    def _session(self) -> Link[pb.FromWorker]:
+        return WorkerSession(self, self._max_unread_bytes).link
+
+    async def _watch_state(self) -> None:
+        last = self.state()
+        while True:
+            await asyncio.sleep(STATE_EVERY_S)
+            if (state := self.state()) != last:
+                last = state
+                for session in self.sessions.values():
+                    session.link.send(pb.FromScheduler(state=state))
+
+    def state(self) -> pb.State:
+        """Return the state of the cluster."""
+        cluster = self.cluster
+        return pb.State(
+            ready=cluster.ready,
+            stopping=cluster.stopping,
+            shards_stopped=cluster.shards_stopped,
+            adapters=sorted(cluster.adapters),
+            status=cluster.status,
+        )
+
+    async def _info(self, body: bytes) -> bytes:
+        return info_to_json(await self.cluster.info())
+
+
+class WorkerSession:
+    """One connection of a worker: its requests and its permits."""
+
+    def __init__(self, server: FrontServer, max_unread_bytes: int) -> None:
+        self.link = Link(
+            pb.FromWorker, self._handle, on_open=lambda: None, on_end=self._ended, max_unread_bytes=max_unread_bytes
+        )
+        self._server = server
+        self._worker: int | None = None
+        """None before Hello."""
+        self._permits: dict[int, tuple[int, TenantId]] = {}
+        """By number of the TakePermits."""
+        self.questions = Questions(self.link.send, pb.FromScheduler, server.answerers)
+        """Questions to the worker, and from it."""
+
+    # ------------------------------------------------------------------------------------------------- to the worker
+
+    def report(self, report: pb.Report) -> None:
+        """Send news of requests."""
+        self.link.send(pb.FromScheduler(report=report))
+
+    # ----------------------------------------------------------------------------------------------- from the worker
+
+    def _handle(self, message: pb.FromWorker) -> None:
+        kind = message.WhichOneof("kind")
+        if (kind == "hello") != (self._worker is None):
+            raise LinkBroken("the first message, and only that, is Hello")
+        if kind == "submit":
+            self._submit(message.submit)
+        elif kind == "cancel":
+            self._cancel(message.cancel)
+        elif kind == "take_permits":
+            self._take_permits(message.take_permits)
+        elif kind == "give_permits":
+            self._give_permits(message.give_permits.number)
+        elif kind == "question":
+            self.questions.answer(message.question)
+        elif kind == "answer":
+            self.questions.answered(message.answer)
+        elif kind == "hello":
+            self._open(message.hello)
+        else:
+            raise LinkBroken("an unknown message")
+
+    def _open(self, hello: pb.Hello) -> None:
+        server = self._server
+        if (older := server.sessions.get(hello.worker)) is not None:
+            older.link.cut_off("the worker has connected again")
+            older.end()
+        self._worker = hello.worker
+        server.sessions[hello.worker] = self
+        for held in hello.held:
+            self._hold(held, server.permits.hold)
+        state = server.state()
+        state.info.CopyFrom(server.model.info)
+        state.pool.CopyFrom(server.model.pool)
+        self.link.send(pb.FromScheduler(state=state))
+        log.info("HTTP worker connected", worker=hello.worker, permits=len(hello.held))
+
+    def _submit(self, message: pb.Submit) -> None:
+        request, cluster = request_from_pb(message), self._server.cluster
+        if request.id in cluster.scheduler.requests:
+            raise LinkBroken("a request was submitted twice")
+        try:
+            if cluster.draining:
+                raise Draining
+            cluster.submit(request, self)
+        except ServingError as error:
+            failure = pb.Failure(request=request.id, refusal=refusal_to_pb(error))
+            self.report(pb.Report(failures=[failure]))
+
+    def _cancel(self, message: pb.Cancel) -> None:
+        self._server.cluster.cancel(RequestId(message.request), satisfied=message.satisfied)
+
+    def _take_permits(self, message: pb.TakePermits) -> None:
+        answer = pb.Answer(number=message.number)
+        try:
+            self._hold(message, self._server.permits.acquire)
+        except ServingError as error:
+            answer.refusal.CopyFrom(refusal_to_pb(error))
+        self.link.send(pb.FromScheduler(answer=answer))
+
+    def _hold(self, message: pb.TakePermits, hold: Callable[[int, TenantId], None]) -> None:
+        if message.number in self._permits or not message.count:
+            raise LinkBroken("permits that make no sense")
+        tenant = TenantId(text_from_pb(message.tenant))
+        hold(message.count, tenant)
+        self._permits[message.number] = message.count, tenant
+
+    def _give_permits(self, number: int) -> None:
+        if (held := self._permits.pop(number, None)) is not None:
+            self._server.permits.give_back(*held)
+
+    def _ended(self) -> None:
+        if self._worker is not None and self._server.sessions.get(self._worker) is self:
+            log.warning("HTTP worker lost", worker=self._worker)
+        self.end()
+
+    def end(self) -> None:
+        """Cancel the worker's requests and take its permits back; no-op if that was done."""
+        server = self._server
+        if self._worker is not None and server.sessions.get(self._worker) is self:
+            del server.sessions[self._worker]
+        for request_id in server.delivery.of(self):
+            server.cluster.cancel(request_id)
+        while self._permits:
+            server.permits.give_back(*self._permits.popitem()[1])
+        self.questions.end()

@@ -1,0 +1,77 @@
+"""The limit of concurrent generations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+from text_generation_router.errors import InvalidRequest, Overloaded
+from text_generation_router.request import DEFAULT_TENANT, TenantId
+
+RetryAfter = Callable[[TenantId], float | None]
+"""Returns the expected wait of a tenant's next request in seconds, or None if it is unknown."""
+
+
+def _unknown(tenant: TenantId) -> float | None:
+    return None
+
+
+class ConcurrencyLimit(Protocol):
+    """A limit of concurrent generations, wherever it is counted."""
+
+    limit: int
+
+    def take(self, count: int, tenant: TenantId = DEFAULT_TENANT) -> AbstractAsyncContextManager[None]:
+        """Hold `count` permits inside the block. Raises Overloaded, or InvalidRequest if `count` exceeds the limit."""
+        ...
+
+
+class Permits:
+    """The limit of concurrent generations, counted here. Requests above it are refused at once.
+
+    A tenant below its fair share (`limit` divided by the tenants that hold permits) may exceed the limit, up to twice
+    its value. So a tenant that comes late finds a permit although others hold all of them.
+    """
+
+    def __init__(self, limit: int, retry_after: RetryAfter = _unknown) -> None:
+        """`retry_after` gives the hint that a refusal carries."""
+        self.limit = limit
+        self.in_use = 0
+        self._held: dict[TenantId, int] = {}
+        """Permits by tenant; none is 0."""
+        self._retry_after = retry_after
+
+    @asynccontextmanager
+    async def take(self, count: int, tenant: TenantId = DEFAULT_TENANT) -> AsyncIterator[None]:
+        """Hold `count` permits inside the block, without waiting. Raises Overloaded, InvalidRequest."""
+        self.acquire(count, tenant)
+        try:
+            yield
+        finally:
+            self.give_back(count, tenant)
+
+    def acquire(self, count: int, tenant: TenantId) -> None:
+        """Hold `count` permits until `give_back`. Raises Overloaded, InvalidRequest."""
+        if count > self.limit:
+            raise InvalidRequest(f"at most {self.limit} generations may be asked for at once. Given: {count}")
+        if self.in_use + count > self.limit and not self._has_share_left(count, tenant):
+            raise Overloaded(retry_after_s=self._retry_after(tenant))
+        self.hold(count, tenant)
+
+    def hold(self, count: int, tenant: TenantId) -> None:
+        """Hold `count` permits until `give_back`, also beyond the limit."""
+        self.in_use += count
+        self._held[tenant] = self._held.get(tenant, 0) + count
+
+    def give_back(self, count: int, tenant: TenantId) -> None:
+        """Give permits back."""
+        self.in_use -= count
+        self._held[tenant] -= count
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def _has_share_left(self, count: int, tenant: TenantId) -> bool:
+        tenants = len(self._held.keys() | {tenant})
+        share = self.limit // tenants
+        return self._held.get(tenant, 0) + count <= share and self.in_use + count <= 2 * self.limit

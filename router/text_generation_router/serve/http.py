@@ -1,0 +1,242 @@
+"""The HTTP side of a router: tokenizer, templates and application; it listens, and drains when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Self
+
+import structlog
+from aiohttp import web
+
+from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.heartbeat import send_heartbeats
+from text_generation_proto.notify import Notifier
+from text_generation_proto.stop_signals import StopSignals
+from text_generation_proto.tracing import start_tracing
+from text_generation_router.api.app import create_app
+from text_generation_router.api.assemble import assemble
+from text_generation_router.api.core.settings import Limits, Settings
+from text_generation_router.api.http.connections import ConnectionLimits
+from text_generation_router.api.http.keys import ApiKeys
+from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
+from text_generation_router.api.starting import create_starting_app
+from text_generation_router.api.tgi.service import ModelInfo
+from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
+from text_generation_router.config import RouterConfig, listen_host
+from text_generation_router.generation import ServingCluster
+from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
+from text_generation_router.metrics import Metrics
+from text_generation_router.metrics.connections import ConnectionMetrics
+from text_generation_router.metrics.instruments import Registry
+from text_generation_router.permits import ConcurrencyLimit
+from text_generation_router.sandbox.pool import SandboxError
+from text_generation_router.serve.waiting import wait_for
+from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
+
+log = structlog.get_logger()
+
+VERSION = version("text-generation-trtllm")
+
+
+class HttpSide:
+    """Serves HTTP in front of a cluster, in this process or behind the scheduler process."""
+
+    def __init__(
+        self, config: RouterConfig, tokenizer: Tokenizer, templates: ChatTemplates, signals: StopSignals
+    ) -> None:
+        self.signals = signals
+        self._config = config
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._notifier = Notifier()
+        self._notifier.show(lambda: "waiting for a shard")
+
+    @classmethod
+    async def start(cls, config: RouterConfig) -> Self:
+        """Load tokenizer and templates. Raises CannotServe."""
+        configure_allocator()
+        signals = StopSignals()
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
+            templates = load_templates(config)
+        except (TokenizerError, ChatTemplateError) as error:
+            raise CannotServe(str(error)) from error
+        return cls(config, tokenizer, templates, signals)
+
+    @asynccontextmanager
+    async def answering_probes(self) -> AsyncIterator[None]:
+        """Answer probes of a router whose shards may be long in coming, or driven by its peers."""
+        config = self._config
+        if not config.shards:
+            yield
+            return
+        server = HttpServer(create_starting_app(), ConnectionLimits(), ConnectionMetrics(Registry()))
+        await _listen(server, config)
+        log.info("alive, waiting for a shard", port=server.port)
+        try:
+            yield
+        finally:
+            await server.close()
+
+    async def serve(
+        self,
+        model: ReplicaInfo,
+        limits: Limits,
+        cluster: ServingCluster,
+        permits: ConcurrencyLimit,
+        metrics: Metrics,
+        run_cluster: Callable[[], Coroutine[None, None, None]],
+    ) -> ExitCode:
+        """Serve `model` until a stop signal, while `run_cluster` runs. Raises CannotServe."""
+        config, signals = self._config, self.signals
+        log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
+        settings = _settings(config, limits)
+        if config.api_keys_file:
+            in_thread = asyncio.get_running_loop().run_in_executor
+            signals.on_hangup(partial(in_thread, None, _reload_keys, settings.api_keys))
+        if not settings.api_keys and not ipaddress.ip_address(listen_host(config.hostname)).is_loopback:
+            log.warning(
+                "no API key on a public address: everyone who reaches it may use the model", hostname=config.hostname
+            )
+        tracer = start_tracing(config, "text-generation-inference.router", f"router-{os.getpid()}", VERSION)
+        try:
+            async with assemble(
+                self._tokenizer, self._templates, model.grammar_kinds, cluster, permits, metrics, settings
+            ) as (serving, chats):
+                try:
+                    app = create_app(
+                        serving,
+                        chats,
+                        healthy=lambda: cluster.ready and not cluster.stopping,
+                        info=_model_info(model, self._templates),
+                        tracer=tracer,
+                    )
+                except ValueError as error:  # an AIP_* path that is invalid or taken
+                    raise CannotServe(str(error)) from error
+                return await self._run(app, cluster, metrics, run_cluster)
+        except (ChatTemplateError, SandboxError) as error:
+            raise CannotServe(str(error)) from error
+        finally:
+            if tracer is not None:
+                await tracer.close()
+
+    async def _run(
+        self,
+        app: web.Application,
+        cluster: ServingCluster,
+        metrics: Metrics,
+        run_cluster: Callable[[], Coroutine[None, None, None]],
+    ) -> ExitCode:
+        config, signals, notifier = self._config, self.signals, self._notifier
+        limits = ConnectionLimits(config.max_connections, keep_alive_s=config.keep_alive_timeout)
+        server = HttpServer(app, limits, metrics.connections)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(run_cluster())
+            notifier.show(partial(_status, cluster))
+            beating = tasks.create_task(send_heartbeats(notifier))
+            if not config.shards and not await wait_for(cluster.opened(), signals):
+                beating.cancel()
+                running.cancel()
+                return ExitCode.STOPPED
+            try:
+                await _listen(server, config)
+                log.info("ready", url=f"http://{listen_host(config.hostname)}:{server.port}")
+                configure_collector()
+                collecting = tasks.create_task(collect_growth(lambda: not cluster.live_requests))
+                if config.peers or await wait_for(cluster.settled(), signals):  # a router among peers may have no shard
+                    notifier.ready()
+                await signals.stop.wait()
+                collecting.cancel()
+            finally:
+                cluster.stopping = True
+            if config.shutdown_delay:
+                log.info("not ready, still accepting", seconds=config.shutdown_delay)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(config.shutdown_delay):
+                        await signals.hurry.wait()
+            cluster.draining = True
+            log.info("draining", requests=cluster.live_requests)
+            notifier.stopping()
+            await _drain(server, cluster, signals, config.graceful_termination_timeout)
+            beating.cancel()
+            running.cancel()
+        log.info("stopped")
+        return ExitCode.STOPPED
+
+
+def _settings(config: RouterConfig, limits: Limits) -> Settings:
+    try:
+        keys = ApiKeys.of(config)
+    except ValueError as error:
+        raise CannotServe(str(error)) from error
+    return Settings(limits, config, keys, VERSION)
+
+
+def _reload_keys(keys: ApiKeys) -> None:
+    try:
+        keys.reload()
+    except ValueError as error:
+        log.error("API keys not read again: the old ones stay", reason=str(error))
+    else:
+        log.info("API keys read again")
+
+
+def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
+    return ModelInfo(
+        engine=model.info.engine,
+        dtype=model.info.dtype,
+        device_type=model.info.device.partition(":")[0],
+        special_tokens=templates.special_tokens,
+        chat_template=templates.default_text or None,
+    )
+
+
+def load_templates(config: RouterConfig) -> ChatTemplates:
+    """Load the chat templates. Raises ChatTemplateError."""
+    return ChatTemplates.load(
+        Path(config.model_path),
+        tokenizer_config=Path(config.tokenizer_config_path) if config.tokenizer_config_path else None,
+        override=config.chat_template,
+    )
+
+
+def _status(cluster: ServingCluster) -> str:
+    """Return the status for the service manager."""
+    return f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status
+
+
+async def _listen(server: HttpServer, config: RouterConfig) -> None:
+    host = listen_host(config.hostname)
+    try:
+        await server.listen(host, config.port, config.management_port, shared=config.role == "http")
+    except OSError as error:
+        ports = f"{config.port} or {config.management_port}" if config.management_port else str(config.port)
+        raise CannotServe(f"cannot listen on {host}:{ports}: {error.strerror or error}") from error
+
+
+async def _drain(server: HttpServer, cluster: ServingCluster, signals: StopSignals, timeout_s: float) -> None:
+    """Let requests finish, for `timeout_s`, until a second signal or until no shard is left; then fail the rest.
+
+    New ones are refused meanwhile.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        hurry = tasks.create_task(signals.hurry.wait())
+        answered = tasks.create_task(server.answered())
+        abandoned = tasks.create_task(cluster.abandoned())
+        await asyncio.wait((answered, hurry, abandoned), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            cluster.give_up("the server was stopped")
+            await asyncio.wait([answered], timeout=LAST_EVENTS_S)
+        leaving = tasks.create_task(server.leave())
+        await asyncio.wait((leaving, hurry), return_when=asyncio.FIRST_COMPLETED)
+        for task in (hurry, answered, abandoned, leaving):
+            task.cancel()
+    await server.close()

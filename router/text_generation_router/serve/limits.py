@@ -1,0 +1,50 @@
+"""The limits of a request, from the settings and from the model that the shards serve."""
+
+from __future__ import annotations
+
+from text_generation_proto.exit_codes import CannotServe
+from text_generation_proto.values import LOGPROB_PARAMETERS
+from text_generation_router.api.core.settings import Limits
+from text_generation_router.config import RouterConfig
+from text_generation_router.shards.join import ReplicaInfo
+
+TGI_TOP_N_TOKENS, OPENAI_TOP_LOGPROBS = 5, 20
+"""The default of `--max-top-n-tokens` in each dialect: its own."""
+
+
+def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
+    """Return the limits of one request: the settings, else the limits of model and KV cache. Raises CannotServe."""
+    capacity = model.pool.num_blocks * model.pool.block_size
+    # The last new token needs no KV, but a limit larger by one token is not worth a special case.
+    allowed = min(capacity, model.info.max_sequence_length)
+    total = config.max_total_tokens or allowed
+    longest = total - 1 if config.max_input_tokens is None else config.max_input_tokens
+    if not 0 < longest < total:
+        raise CannotServe(f"`max_input_tokens`({longest}) must be < `max_total_tokens`({total})")
+    if total > capacity:
+        raise CannotServe(f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {capacity}")
+    if total > model.info.max_sequence_length:
+        raise CannotServe(
+            f"`max_total_tokens`({total}) is more than the model's {model.info.max_sequence_length} positions"
+        )
+    unsupported = dict(model.unsupported)
+    if config.token_logprobs == "never":
+        names = [parameter.field for parameter in LOGPROB_PARAMETERS]
+        unsupported |= dict.fromkeys(names, "the server runs with --token-logprobs never")
+
+    def most_tops(default: int) -> int:
+        asked = default if config.max_top_n_tokens is None else config.max_top_n_tokens
+        # If the engine has none, its reason is more useful than a limit of 0.
+        return asked if "top_n" in unsupported else min(asked, model.info.max_top_n_tokens)
+
+    return Limits(
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_top_n_tokens=most_tops(TGI_TOP_N_TOKENS),
+        max_top_logprobs=most_tops(OPENAI_TOP_LOGPROBS),
+        max_input_tokens=longest,
+        max_total_tokens=total,
+        vocab_size=model.info.vocab_size,
+        unsupported=unsupported,
+        always_logprobs=config.token_logprobs == "always",
+    )

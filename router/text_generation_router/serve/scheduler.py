@@ -1,0 +1,89 @@
+"""The scheduler process: queue, scheduling and shards for all HTTP workers. It serves no HTTP and knows no text."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import structlog
+
+from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.heartbeat import send_heartbeats
+from text_generation_proto.notify import Notifier
+from text_generation_proto.sockets import SocketInUse
+from text_generation_proto.stop_signals import StopSignals
+from text_generation_router.config import RouterConfig
+from text_generation_router.front.columns import ReportReceiver, WorkerDelivery
+from text_generation_router.front.server import FrontServer
+from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
+from text_generation_router.metrics.instruments import Registry
+from text_generation_router.metrics.steps import StepMetrics
+from text_generation_router.permits import Permits
+from text_generation_router.serve.shards import Shards, new_scheduler
+from text_generation_router.serve.waiting import wait_for
+from text_generation_router.shards.cluster import Cluster
+
+log = structlog.get_logger()
+
+DRAIN_CHECK_S = 0.02
+"""Seconds between two looks at the requests of a draining process."""
+
+
+async def serve_workers(config: RouterConfig) -> ExitCode:
+    """Serve HTTP workers until a stop signal. Raises CannotServe."""
+    configure_allocator()
+    signals = StopSignals()
+    notifier = Notifier()
+    notifier.show(lambda: "waiting for a shard")
+    shards = Shards(config)
+    if (model := await shards.join(signals)) is None:
+        return ExitCode.STOPPED
+    delivery = WorkerDelivery()
+    cluster = Cluster(new_scheduler(config, model), StepMetrics(Registry()), config.hang_timeout, delivery)
+    permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
+    front = FrontServer(cluster, delivery, permits, model)
+    async with asyncio.TaskGroup() as tasks:
+        notifier.show(lambda: cluster.status)
+        running = [tasks.create_task(shards.drive(cluster)), tasks.create_task(send_heartbeats(notifier))]
+        if not config.shards and not await wait_for(cluster.opened(), signals):
+            for task in running:
+                task.cancel()
+            return ExitCode.STOPPED
+        try:
+            async with front.listening(Path(config.front_socket)):
+                log.info("ready for HTTP workers", socket=config.front_socket)
+                configure_collector()
+                running.append(tasks.create_task(collect_growth(lambda: not cluster.live_requests)))
+                if config.peers or await wait_for(cluster.settled(), signals):
+                    notifier.ready()
+                await signals.stop.wait()
+                cluster.stopping = True
+                log.info("draining", requests=cluster.live_requests)
+                notifier.stopping()
+                await _drain(cluster, signals, config.graceful_termination_timeout)
+        except (OSError, SocketInUse) as error:
+            raise CannotServe(f"cannot listen on {config.front_socket}: {error}") from error
+        for task in running:
+            task.cancel()
+    log.info("stopped")
+    return ExitCode.STOPPED
+
+
+async def _drain(cluster: Cluster[ReportReceiver], signals: StopSignals, timeout_s: float) -> None:
+    """Let requests finish, for `timeout_s`, until a second signal or until no shard is left; then fail the rest."""
+    cluster.draining = True
+    async with asyncio.TaskGroup() as tasks:
+        ends = [
+            tasks.create_task(signals.hurry.wait()),
+            tasks.create_task(cluster.abandoned()),
+            tasks.create_task(_ended(cluster)),
+        ]
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+    cluster.give_up("the server was stopped")
+
+
+async def _ended(cluster: Cluster[ReportReceiver]) -> None:
+    while cluster.live_requests:  # noqa: ASYNC110 - no event: this runs once, at the end
+        await asyncio.sleep(DRAIN_CHECK_S)

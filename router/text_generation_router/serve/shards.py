@@ -1,0 +1,121 @@
+"""The shards of a router: found, joined, and driven by one cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from text_generation_proto.exit_codes import CannotServe
+from text_generation_proto.stop_signals import StopSignals
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import WarmUpLimits
+from text_generation_router.config import RouterConfig
+from text_generation_router.discovery.parse import parse_source
+from text_generation_router.discovery.peers import SharedShards
+from text_generation_router.discovery.source import Address, Source, known
+from text_generation_router.discovery.static import StaticSource
+from text_generation_router.scheduling.policy import Dispatch, Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.first_join import join_all, join_first
+from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
+
+QUEUED_KV_CACHES = 8
+"""Default limit of queued work, in sizes of all KV caches."""
+
+
+class Shards:
+    """The shards that the settings name, and the routers to share them with."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Read the settings. Raises CannotServe."""
+        self._config = config
+        self._source = _source("shards", config.shards) if config.shards else StaticSource(config.shard_address)
+        if config.peers and not config.shards:
+            raise CannotServe("--peers is for routers that share the shards of --shards: it is missing")
+        self._peers = _source("peers", config.peers) if config.peers else None
+        self._joined: Mapping[Address, ReplicaInfo | None] = {}
+
+    async def join(self, signals: StopSignals) -> ReplicaInfo | None:
+        """Connect to shards and warm them up. Return what they serve; None after a stop signal.
+
+        The shards of --shards come and go: the first that joins will do. Those of --shard-address are all there; one that
+        does not answer is left out. Raises CannotServe.
+        """
+        config, limits = self._config, _warm_up_limits(self._config)
+        async with asyncio.TaskGroup() as tasks:
+            if config.shards:
+                joining = tasks.create_task(join_first(self._source.members(), limits, config))
+            else:
+                joining = tasks.create_task(
+                    join_all(config.shard_address, limits, config, config.shard_connect_timeout)
+                )
+            stopping = tasks.create_task(signals.stop.wait())
+            await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not joining.done():
+                joining.cancel()
+                return None
+            self._joined = joining.result()
+        model = merge_capabilities(self._joined.values())
+        check_honoured(config, model)
+        return model
+
+    async def drive(self, cluster: Cluster[Any]) -> None:
+        """Drive all shards, or those that are assigned to this router."""
+        limits = _warm_up_limits(self._config)
+        if self._peers is None:
+            await cluster.run(known(self._source), self._joined, limits, self._config)
+            return
+        shared = SharedShards(self._source, self._peers, self._config.port, self._config.peer_name)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(shared.run())
+            await cluster.run(shared.members(), self._joined, limits, self._config)
+
+
+def new_scheduler(config: RouterConfig, model: ReplicaInfo) -> Scheduler:
+    """Return a scheduler without replicas."""
+    return Scheduler(policy_of(config, model.info), replicas=0)
+
+
+def policy_of(config: RouterConfig, info: pb.InfoResponse) -> Policy:
+    """Return the scheduling policy: settings of the same name, and those that depend on the engine."""
+    settings = {
+        each.name: getattr(config, each.name) for each in fields(Policy) if each.name in RouterConfig.model_fields
+    }
+    return Policy(
+        **settings
+        | {
+            "max_batch_prefill_tokens": config.max_batch_prefill_tokens or info.suggested_prefill_tokens,
+            "chunk_tokens": info.suggested_chunk_tokens or None,
+            "max_batch_size": min(config.max_batch_size or info.max_slots, info.max_slots),
+            "target_itl_s": config.target_itl_ms / 1e3 or None,
+            "dispatch": Dispatch(config.dispatch),
+            "max_queued_caches": None if config.max_queued_tokens else QUEUED_KV_CACHES,
+        }
+    )
+
+
+def check_honoured(config: RouterConfig, model: ReplicaInfo) -> None:
+    """Check that the engine supports the settings. Raises CannotServe."""
+    if config.prefix_cache_per_tenant and "cache_salt" in model.unsupported:
+        reason = model.unsupported["cache_salt"]
+        raise CannotServe(f"`prefix_cache_per_tenant` is not supported by this engine: {reason}")
+
+
+def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:
+    return WarmUpLimits(
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens or 0,
+        max_batch_size=config.max_batch_size or 0,
+        max_batch_total_tokens=config.max_batch_total_tokens or 0,
+    )
+
+
+def _source(flag: str, text: str) -> Source:
+    """Return the source that a setting names. Raises CannotServe."""
+    try:
+        return parse_source(text)
+    except ValueError as error:
+        raise CannotServe(f"--{flag}: {error}") from error
