@@ -54,9 +54,9 @@ async def test_each_sequence_of_best_of_takes_a_permit_after_the_rules_of_the_ro
 
         assert await status_of(best_of=2) == 200
         assert await status_of(best_of=3) == 422, "the limit is 2: a retry would not help"
-        with stack.permits.take(1):
+        async with stack.permits.take(1):
             assert await status_of(best_of=2) == 429
-        with stack.permits.take(2):
+        async with stack.permits.take(2):
             assert (await status_of(best_of=9), await status_of(temperature=-1.0)) == (422, 429)
         await stack.assert_empty()
 

@@ -194,7 +194,7 @@ async def test_unsupported_fields_are_refused_by_name(
 
 async def test_counting_takes_no_permit_and_refuses_threads(demo_model: Path) -> None:
     async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
-        with stack.permits.take(1):
+        async with stack.permits.take(1):
             counted = await client.messages.count_tokens(model="tgi", messages=HI)
             assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
             with pytest.raises(anthropic.RateLimitError):

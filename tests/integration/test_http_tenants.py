@@ -72,7 +72,7 @@ async def test_a_refusal_has_retry_after_and_comes_before_the_response_begins(
             assert status == 503 or asking.error_word(await response.json()) in BUSY
             return int(response.headers["retry-after"])
 
-    with busy.permits.take(126):
+    async with busy.permits.take(126):
         assert await check_refusal(429, 1) == 1
     assert await check_refusal(429, 5) >= 1
     busy.cluster.draining = True
@@ -107,7 +107,7 @@ async def test_a_tenant_with_all_permits_blocks_only_itself(
 async def test_a_refusal_is_cheap(demo_model: Path) -> None:
     long = {"inputs": "word " * 100_000}
     async with serve(demo_model, max_concurrent_requests=1) as stack:
-        with stack.permits.take(1, TenantId("")):
+        async with stack.permits.take(1, TenantId("")):
             started = time.thread_time()
             for _ in range(10):
                 async with stack.client.post("/generate", json=long) as response:

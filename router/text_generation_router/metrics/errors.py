@@ -45,7 +45,7 @@ class RecentErrors:
         self._kinds: _Kinds = {}
         """In the order of their last errors."""
         self._elsewhere: dict[int, Sequence[RecentError]] = {}
-        """Those of other processes, by number of the process."""
+        """The errors of other processes, by number of the process."""
 
     def add(
         self,
