@@ -193,11 +193,10 @@ async def test_unsupported_fields_are_refused_by_name(
 
 
 async def test_counting_takes_no_permit_and_refuses_threads(demo_model: Path) -> None:
-    async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
-        async with stack.permits.take(1):
-            counted = await client.messages.count_tokens(model="tgi", messages=HI)
-            assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
-            with pytest.raises(anthropic.RateLimitError):
-                await client.messages.create(model="tgi", messages=HI, max_tokens=5, extra_body={"thread": None})
-            with pytest.raises(anthropic.BadRequestError, match="thread_unsupported_request"):
-                await client.messages.count_tokens(model="tgi", messages=HI, extra_body={"thread": "x"})
+    async with connected(demo_model, max_concurrent_requests=1) as (stack, client), stack.permits.take(1):
+        counted = await client.messages.count_tokens(model="tgi", messages=HI)
+        assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
+        with pytest.raises(anthropic.RateLimitError):
+            await client.messages.create(model="tgi", messages=HI, max_tokens=5, extra_body={"thread": None})
+        with pytest.raises(anthropic.BadRequestError, match="thread_unsupported_request"):
+            await client.messages.count_tokens(model="tgi", messages=HI, extra_body={"thread": "x"})

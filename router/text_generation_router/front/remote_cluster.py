@@ -42,7 +42,7 @@ ABANDONED_AFTER_S = 5.0
 log = structlog.get_logger()
 
 
-class LiveRequest:
+class UnfinishedRequest:
     """A request that has not ended, and the tokens that it has."""
 
     __slots__ = ("generated", "placed", "request", "scored")
@@ -80,7 +80,7 @@ class RemoteCluster:
         self._lost = asyncio.Event()
         """Set while there is none."""
         self._lost_at = time.monotonic()
-        self._live: dict[RequestId, LiveRequest] = {}
+        self._live: dict[RequestId, UnfinishedRequest] = {}
         """By the number under which a request was submitted last."""
         self._renumbered: dict[RequestId, RequestId] = {}
         """That number, of requests that were submitted again."""
@@ -99,7 +99,7 @@ class RemoteCluster:
         """
         if self._closed:
             raise Unhealthy("the server was stopped")
-        self._live[request.id] = LiveRequest(request)
+        self._live[request.id] = UnfinishedRequest(request)
         self._listeners.add(request.id, listener)
         if self._linked.is_set():
             self._send(pb.FromWorker(submit=request_to_pb(request, request.id)))
