@@ -6,6 +6,7 @@ The echo engine repeats the prompt, and the prompt is the text of the messages: 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,12 @@ async def test_tools_that_may_not_be_called_leave_room_for_a_format(stack: Stack
     Draft202012Validator(WEATHER).validate(orjson.loads(whole(await post(stack.client, CHAT, body))["content"]))
 
 
+def counted_prompts(stack: Stack) -> float:
+    """The prompts whose length the metrics have."""
+    [line] = re.findall(r"^tgi_request_input_length_count (.*)$", stack.metrics.exposition().decode(), re.MULTILINE)
+    return float(line)
+
+
 FORM = {"name": "weather", "schema": WEATHER}
 IN_FORM = '{"city": "Rome", "days": 2}'
 
@@ -218,8 +225,10 @@ async def test_with_tools_and_a_format_the_model_calls_or_answers_in_the_format(
     assert answer["content"] == "" or not calls
     # A tool that is not strict may have a schema that cannot be enforced.
     recursive = {"type": "function", "function": {"name": "tree", "parameters": {"properties": {"a": {"$ref": "#"}}}}}
+    before = counted_prompts(stack)
     loose = whole(await post(stack.client, CHAT, body | {"tools": [*TOOLS, recursive]}))
     assert len(loose["tool_calls"]) == (says != IN_FORM)
+    assert counted_prompts(stack) == before + 1
     follows = whole(await post(stack.client, CHAT, body | {"tools": TOOLS[:1]}))
     assert follows == answer
     forced = whole(await post(stack.client, CHAT, body | {"tools": TOOLS, "tool_choice": "clock"}))

@@ -61,6 +61,8 @@ class _AnswerWriter:
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self.rules = LarkRules(special)
+        self._of_tools: dict[tuple[int, Slot | JsonCall], str] = {}
+        """The expressions of pieces of tools, which several syntaxes have; by the tool's `id` and the piece."""
 
     def answer(self, answer: Grammar) -> str:
         match answer.kind:
@@ -111,7 +113,10 @@ class _AnswerWriter:
                     written.append(self.rules.named("py_arguments", _PYTHON_RULES))
                 case _:
                     assert tool is not None, "a call has a tool"
-                    written.append(self._of_tool(piece, tool))
+                    key = id(tool), piece
+                    if key not in self._of_tools:
+                        self._of_tools[key] = self._of_tool(piece, tool)
+                    written.append(self._of_tools[key])
         return " ".join(filter(None, written))
 
     def _of_tool(self, piece: Slot | JsonCall, tool: Tool) -> str:

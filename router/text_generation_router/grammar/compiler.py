@@ -35,8 +35,8 @@ MEMORY_BYTES = 768 * 1024 * 1024
 """Memory of one worker, most of it for the tokenizer."""
 MAX_CACHED = 1024
 """Verdicts in the cache, about a hundred bytes each, without translated grammars."""
-MAX_CACHED_TEXT = 16 << 10
-"""Characters of the longest translated grammar that is cached."""
+MAX_CACHED_TEXT = 4 << 20
+"""Characters of all translated grammars in the cache."""
 TIMEOUT_CACHED_S = 30.0
 """Life of the verdict of a compile that was too slow or too large."""
 
@@ -72,6 +72,7 @@ class GrammarCompiler:
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._cached_text = 0
         self._running: dict[tuple[TenantId, bytes], asyncio.Event] = {}
         """By tenant: the turn of one must not wait in the line of another."""
 
@@ -123,14 +124,16 @@ class GrammarCompiler:
         if verdict is None:
             return None
         if verdict.until < asyncio.get_running_loop().time():
-            del self._verdicts[key]
+            del self._verdicts[key]  # a refusal: it has no text
             return None
         self._verdicts.move_to_end(key)
         return verdict
 
     def _cache(self, key: bytes, verdict: _Verdict) -> None:
-        if len(verdict.translated) > MAX_CACHED_TEXT:
-            return
+        if (before := self._verdicts.pop(key, None)) is not None:  # another tenant asked at the same time
+            self._cached_text -= len(before.translated)
         self._verdicts[key] = verdict
-        if len(self._verdicts) > MAX_CACHED:
-            self._verdicts.popitem(last=False)
+        self._cached_text += len(verdict.translated)
+        while len(self._verdicts) > MAX_CACHED or self._cached_text > MAX_CACHED_TEXT:
+            _, oldest = self._verdicts.popitem(last=False)
+            self._cached_text -= len(oldest.translated)

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from text_generation_proto.grammar_options import JSON_OPTIONS
 from text_generation_router.grammar.schema import Schema, as_text
 
-EMBEDDED_SCHEMA = re.compile(r"[a-z]\w*: %json (?=\{.*\}$)")
-"""Start of a line that holds a schema, as `LarkRules.schema` writes it."""
-
+_LEXEMES = re.compile(r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>|(%json)\s*')
+"""The parts of rules in which %json means nothing (texts, comments, expressions, special tokens), and %json itself."""
 _HEAD = "%llguidance {}"
 _FREE = "FREE"
 _FREE_RULE = r"FREE: /(.|\n)*/"
+
+
+def embedded_schemas(text: str) -> Iterator[object]:
+    """Yield the JSON after each %json in rules, which a client may have written. Raises ValueError, RecursionError."""
+    at, decoder = 0, json.JSONDecoder()
+    while (found := _LEXEMES.search(text, at)) is not None:
+        at = found.end()
+        if found[1]:
+            schema, at = decoder.raw_decode(text, at)
+            yield schema
 
 
 class LarkRules:

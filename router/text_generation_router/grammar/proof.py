@@ -27,7 +27,7 @@ from text_generation_proto.panics import without_backtrace
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.expressions import BadExpression, check_expression
-from text_generation_router.grammar.lark import EMBEDDED_SCHEMA
+from text_generation_router.grammar.lark import embedded_schemas
 from text_generation_router.grammar.schema import (
     Schema,
     applied,
@@ -107,9 +107,7 @@ def prove(grammar: Grammar, tokenizer: LLTokenizer) -> None:
             except BadExpression as error:
                 raise not_valid(str(error)) from None
         case GrammarKind.LARK:
-            for line in grammar.text.split("\n"):
-                if (found := EMBEDDED_SCHEMA.match(line)) is not None:
-                    _check_embedded(line[found.end() :])
+            _check_embedded(grammar.text)
     start = time.thread_time()
     matcher = compiled(grammar, tokenizer)
     if time.thread_time() - start > SLOW_COMPILE_S:
@@ -160,15 +158,17 @@ def _check_schema(root: Schema) -> None:
 
 
 def _check_embedded(text: str) -> None:
-    """Check a schema in Lark rules. Raises InvalidRequest."""
+    """Check the schemas in Lark rules. Raises InvalidRequest."""
     try:
-        schema = json.loads(text)
+        schemas = list(embedded_schemas(text))
     except ValueError as error:  # of a client's own rules
         raise not_valid(str(error)) from None
     except RecursionError:
         raise not_valid("the schema is nested too deeply") from None
-    check_size(schema)
-    _check_schema(schema)
+    for schema in schemas:
+        check_size(schema)
+        if isinstance(schema, dict):  # llguidance reads `true`, and refuses the rest
+            _check_schema(schema)
 
 
 def _applied_schemas(root: Schema) -> list[Schema]:

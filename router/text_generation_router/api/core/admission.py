@@ -79,9 +79,8 @@ class RequestPreparer:
         for _ in range(count):
             self._metrics.requests.input_length.observe(len(prompt))
         grammar = await self._grammar(options, qos.tenant)
+        options = await self.with_bad_words(options, qos.tenant)
         sampling = self._with_seed(options)
-        if options.bad_words:
-            sampling = replace(sampling, bad_words=await self._bad_words(options.bad_words, qos.tenant))
         request = Request(
             id=next(self._ids),
             prompt=tuple(prompt),
@@ -120,9 +119,16 @@ class RequestPreparer:
         """Check rules 17 to 19 and return the grammar. Raises InvalidRequest."""
         if options.grammar is None:
             return None
+        if self._grammars is None:  # before it is read
+            raise InvalidRequest("grammar is not supported")
+        return await self.proven(
+            options.grammar if isinstance(options.grammar, Grammar) else tgi_grammar(options.grammar), tenant
+        )
+
+    async def proven(self, grammar: Grammar, tenant: TenantId) -> Grammar:
+        """Return a grammar as the engine gets it, once it is known that the engine can follow it. Raises InvalidRequest."""
         if self._grammars is None:
             raise InvalidRequest("grammar is not supported")
-        grammar = options.grammar if isinstance(options.grammar, Grammar) else tgi_grammar(options.grammar)
         is_translated = grammar.kind in TRANSLATED and self.serves_grammar(GrammarKind.LARK)
         if not is_translated and not self.serves_grammar(grammar.kind):
             raise InvalidRequest(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")
@@ -144,6 +150,13 @@ class RequestPreparer:
         if not ids:  # the tokenizer dropped the whole text and added nothing
             options.check_prompt(ids)
         return ids
+
+    async def with_bad_words(self, options: GenerationOptions, tenant: TenantId) -> GenerationOptions:
+        """Return the options with their bad words read as tokens. Raises InvalidRequest."""
+        if not options.bad_words:
+            return options
+        words = await self._bad_words(options.bad_words, tenant)
+        return replace(options, bad_words=(), sampling=replace(options.sampling, bad_words=words))
 
     async def _bad_words(self, words: Sequence[str], tenant: TenantId) -> tuple[tuple[TokenId, ...], ...]:
         """Return the tokens of each word, and of the word after a space, as vLLM does. Raises InvalidRequest."""

@@ -21,6 +21,7 @@ import orjson
 from text_generation_proto.values import FinishReason, Grammar, GrammarKind
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
+from text_generation_router.aside import aside
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolMode
 from text_generation_router.chat.events import (
     Event,
@@ -51,6 +52,8 @@ from text_generation_router.request import LogprobJson, QualityOfService, Reques
 PLAIN = "plain"
 PARSED_AT_ONCE = 4096
 """Characters of a whole answer that are parsed without a pause."""
+MAX_INLINE_TOOLS = 1 << 14
+"""Characters of a prompt with tools whose grammar is written on the event loop: a few milliseconds."""
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
 
@@ -253,23 +256,7 @@ class ChatPreparer:
         """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
         prompt = await self._renderer.render(replace(conversation, tools=tools), qos.tenant)
-        if conversation.grammar is not None and not all(tool.strict for tool in tools):
-            # In a grammar all calls follow their schemas, if the engine can follow them.
-            strict = [replace(tool, strict=True) for tool in tools]
-            with suppress(InvalidRequest):
-                return await self._prepared(conversation, strict, prompt, options, qos, count)
-        return await self._prepared(conversation, tools, prompt, options, qos, count)
-
-    async def _prepared(
-        self,
-        conversation: Conversation,
-        tools: Sequence[Tool],
-        prompt: str,
-        options: GenerationOptions,
-        qos: QualityOfService,
-        count: int,
-    ) -> ChatRequest:
-        form, grammar, continuation = self._form(conversation, tools, prompt)
+        form, grammar, continuation = await self._constrained(conversation, tools, prompt, qos.tenant)
         prompt += continuation
         options = replace(
             options, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
@@ -277,6 +264,21 @@ class ChatPreparer:
         requests = await self._serving.preparer.prepare(prompt, options, qos, count)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         return ChatRequest(requests, prompt, form)
+
+    async def _constrained(
+        self, conversation: Conversation, tools: Sequence[Tool], prompt: str, tenant: TenantId
+    ) -> tuple[AnswerForm, Grammar | None, str]:
+        """Return the same as `_form`, whose calls follow their schemas in a grammar if the engine can follow them."""
+        # A prompt shows its tools, so it is long if their grammar is.
+        large = bool(tools) and len(prompt) > MAX_INLINE_TOOLS
+        if conversation.grammar is not None and not all(tool.strict for tool in tools):
+            strict = [replace(tool, strict=True) for tool in tools]
+            with suppress(InvalidRequest):
+                form, grammar, continuation = await aside(lambda: self._form(conversation, strict, prompt), large=large)
+                if grammar is not None:
+                    grammar = await self._serving.preparer.proven(grammar, tenant)
+                return form, grammar, continuation
+        return await aside(lambda: self._form(conversation, tools, prompt), large=large)
 
     def _form(
         self, conversation: Conversation, tools: Sequence[Tool], prompt: str

@@ -54,6 +54,10 @@ class ContentLogprob(ResponseBody):
     top_logprobs: list[TokenLogprob]
 
 
+WrittenLogprobs = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(list[ContentLogprob]))]
+"""A list of them, already written as JSON."""
+
+
 class ChatLogprobs(ResponseBody):
     """Log-probabilities of the tokens of a chat."""
 

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.ids import named
+from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.http.bodies import json_parts_response, parse_body
 from text_generation_router.api.http.dialects import openai_error_event
@@ -54,7 +55,10 @@ class CompletionRoutes:
         self._check(body, prompts)
         async with self._serving.take_permits(records, len(records)):
             qos = self._serving.qos(records[0], body)
-            admitted = [await self._admit(body, prompt, qos) for prompt in prompts]
+            options = replace(completion_options(body), adapter=self._serving.adapter_of(body.model))
+            if len(prompts) > 1:
+                options = await self._serving.preparer.with_bad_words(options, qos.tenant)
+            admitted = [await self._admit(body, prompt, options, qos) for prompt in prompts]
             requests = [request for prompt in admitted for request in prompt.requests]
             headers = self._serving.cost_headers(sum(len(prompt.text) for prompt in admitted))
             if body.stream:
@@ -90,9 +94,10 @@ class CompletionRoutes:
             raise InvalidRequest(f"`n` must be <= {MAX_ECHOES} with `echo`. Given: {body.n}")
         assert len(prompts) * (body.n or 1) <= self._limit * MAX_CHOICES
 
-    async def _admit(self, body: CompletionBody, prompt: str | list[TokenId], qos: QualityOfService) -> Prompt:
+    async def _admit(
+        self, body: CompletionBody, prompt: str | list[TokenId], options: GenerationOptions, qos: QualityOfService
+    ) -> Prompt:
         serving = self._serving
-        options = replace(completion_options(body), adapter=serving.adapter_of(body.model))
         requests = await serving.preparer.prepare(prompt, options, qos, body.n or 1)
         text = prompt if isinstance(prompt, str) else await serving.tokenizer_pool.decode(prompt, qos.tenant)
         if not body.stream:

@@ -22,7 +22,7 @@ from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
 from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
-from text_generation_router.api.openai.answers import ContentLogprob
+from text_generation_router.api.openai.answers import ContentLogprob, WrittenLogprobs
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import ServingError
@@ -36,7 +36,7 @@ class OutputText(ResponseBody):
     text: str
     annotations: list[Any]
     """Always empty."""
-    logprobs: list[ContentLogprob]
+    logprobs: WrittenLogprobs
     """Empty unless they were asked for."""
 
 
@@ -198,8 +198,10 @@ class ResponseScript(Script[OutputItem]):
         self._logprobs_of = logprobs
         self._unwritten: list[TokenOutput] = []
         """Tokens since the last delta of the text: a parser may hold their text back."""
-        self._logprobs: list[ContentLogprob] = []
-        """Log-probabilities of the open text."""
+        self._logprobs: list[bytes] = []
+        """Log-probabilities of the open text, as JSON: the end of a block repeats them four times."""
+        self._begins = False
+        """True until the first delta of a text."""
         self._response = _new_response(body, named)
         self._cached_tokens = cached_tokens
         self._origins = callable_tools(body.tools or ()).origins
@@ -220,8 +222,7 @@ class ResponseScript(Script[OutputItem]):
 
     def block_began(self, kind: Kind, name: str) -> bytes:
         self._item = item = self._new_item(kind, name)
-        if self.blocks:  # the last token begins this block; those before it are markers
-            del self._unwritten[:-1]
+        self._begins = True
         delta = {"type": _DELTAS[kind], **self._place(kind)} | ({"logprobs": []} if kind is Kind.TEXT else {})
         self._delta_head = b'event: %b\ndata: %b,"sequence_number":' % (
             _DELTAS[kind].encode(),
@@ -233,7 +234,7 @@ class ResponseScript(Script[OutputItem]):
         return began + self._named(
             "response.content_part.added",
             **self._place(kind),
-            part=_output_text("", []) if kind is Kind.TEXT else _reasoning_text(""),
+            part=_output_text("", orjson.Fragment(b"[]")) if kind is Kind.TEXT else _reasoning_text(""),
         )
 
     def score(self, output: TokenOutput) -> None:
@@ -242,9 +243,12 @@ class ResponseScript(Script[OutputItem]):
     def text_delta(self, delta: str) -> bytes:
         if self._logprobs_of is None:
             return self._delta(delta)
-        written, self._unwritten = self._logprobs_of(self._unwritten), []
-        self._logprobs += written
-        return self._named(_DELTAS[Kind.TEXT], **self._place(Kind.TEXT), delta=delta, logprobs=written)
+        outputs, self._unwritten = self._unwritten, []
+        if self._begins:  # other tokens before it are markers
+            outputs, self._begins = _tokens_of(delta, outputs), False
+        written = orjson.dumps(self._logprobs_of(outputs))
+        self._logprobs.append(written[1:-1])
+        return self._named(_DELTAS[Kind.TEXT], **self._place(Kind.TEXT), delta=delta, logprobs=orjson.Fragment(written))
 
     def reasoning_delta(self, delta: str) -> bytes:
         self._unwritten.clear()
@@ -266,7 +270,7 @@ class ResponseScript(Script[OutputItem]):
                 name = "response.function_call_arguments.done"
                 events = self._named(name, **place, name=item["name"], arguments=text)
             case "message":
-                logprobs, self._logprobs = self._logprobs, []
+                logprobs, self._logprobs = orjson.Fragment(b"[%b]" % b",".join(filter(None, self._logprobs))), []
                 item["content"] = [_output_text(text, logprobs)]
                 events = self._named("response.output_text.done", **place, text=text, logprobs=logprobs)
                 events += self._named("response.content_part.done", **place, part=_output_text(text, logprobs))
@@ -343,7 +347,18 @@ def _usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Res
     }
 
 
-def _output_text(text: str, logprobs: list[ContentLogprob]) -> OutputText:
+def _tokens_of(text: str, outputs: Sequence[TokenOutput]) -> Sequence[TokenOutput]:
+    """Return the last of some tokens: those that `text` consists of."""
+    first, left = len(outputs), len(text)
+    while first and left > 0:
+        first -= 1
+        left -= len(outputs[first].delta)
+    while first and not outputs[first - 1].delta and not outputs[first - 1].special:  # the start of its first character
+        first -= 1
+    return outputs[first:]
+
+
+def _output_text(text: str, logprobs: orjson.Fragment) -> OutputText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

@@ -55,6 +55,21 @@ async def test_verdicts_are_cached_and_a_closed_sandbox_gives_none(sandbox: Sand
         await compiler.prove(regex_grammar("other"))
 
 
+async def test_translated_grammars_are_cached_up_to_a_size_of_all(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Grammar(GrammarKind.EBNF, f'root ::= "{letter}"\n' + 'x ::= "a"\n' * 3000) for letter in "ab")
+    compiler = GrammarCompiler(sandbox)
+    large = await compiler.prove(first)
+    assert (large.kind, await compiler.prove(first)) == (GrammarKind.LARK, large)
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_TEXT", len(large.text) + 1)
+    await compiler.prove(second)
+    await sandbox.close()
+    await compiler.prove(second)
+    with pytest.raises(Unhealthy):
+        await compiler.prove(first)
+
+
 async def test_equal_grammars_are_compiled_once(sandbox: Sandbox) -> None:
     compiler = GrammarCompiler(sandbox)
     async with asyncio.TaskGroup() as tasks:

@@ -100,6 +100,9 @@ def optional(depth: int) -> Json:
         (ebnf_grammar("start: a0\na60: /x/\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(60))), "Too many"),
         (ebnf_grammar("start: /((a{1,100}){1,100}){1,100}/"), "too many expressions"),
         (ebnf_grammar('start: p\np: %json {"type":"text"}'), "is not valid under any"),
+        (ebnf_grammar('start: "a" (%json\n{"minItems":\n10001})?'), "`minItems` is more than 10000"),
+        (ebnf_grammar('start: /"/ %json {"minItems": 10001} /"/'), "`minItems` is more than 10000"),
+        (ebnf_grammar("start: a\na[lazy]: %json {"), "is not valid"),
         (of({"type": "qwen_xml_parameter"}), "the type 'qwen_xml_parameter' of a structural tag is not supported"),
         (of(NEW | {"triggers": ["x"]}), "no trigger is the start of the tag"),
         (of(NEW | {"tags": []}), "`tags` of a structural tag must be a list"),
@@ -115,6 +118,11 @@ def test_rules_that_cannot_be_followed_are_refused_in_time(
     with pytest.raises(InvalidRequest, match=message):
         prove(translated(grammar, SPECIAL), tokenizer)
     assert time.thread_time() - started < 1.5
+
+
+def test_a_text_that_only_looks_like_a_schema_is_none(tokenizer: LLTokenizer) -> None:
+    text = r'start: "\"%json {" /%json \(/ a # %json {' + "\n" + 'a: %json {"const": "%json {"} // %json {'
+    prove(translated(ebnf_grammar(text), SPECIAL), tokenizer)
 
 
 def test_schemas_in_a_structural_tag_are_judged_as_alone(tokenizer: LLTokenizer) -> None:

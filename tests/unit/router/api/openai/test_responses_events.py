@@ -74,6 +74,20 @@ def test_log_probabilities_are_those_of_the_text_alone() -> None:
     assert done["logprobs"] == message["content"][0]["logprobs"] == deltas[0] + deltas[1]
 
 
+def test_markers_before_the_first_text_have_no_log_probabilities() -> None:
+    def names(outputs: Sequence[TokenOutput]) -> list[Any]:
+        return [{"token": output.token_id} for output in outputs]
+
+    writer = ResponseScript(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, names)
+    stream = b""
+    # The third and the fourth token are one character.
+    for number, (text, events) in enumerate((("final", []), ("<|message|>", []), ("", []), ("é", [TextDelta("é")]))):
+        writer.score(TokenOutput(number, text, text, b"-0.5", False, (), None))
+        stream += writer.events(events)
+    [delta] = [event for event in read_events(stream) if event["type"] == "response.output_text.delta"]
+    assert [score["token"] for score in delta["logprobs"]] == [2, 3]
+
+
 def test_the_events_of_a_text_come_in_openais_order() -> None:
     read, whole = written([TextDelta("Hel"), TextDelta("lo")], Finish.STOP)
     assert [event["type"] for event in read] == [
