@@ -347,7 +347,7 @@ def _usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Res
     }
 
 
-def _tokens_of(text: str, outputs: Sequence[TokenOutput]) -> Sequence[TokenOutput]:
+def _tokens_of(text: str, outputs: list[TokenOutput]) -> list[TokenOutput]:
     """Return the last of some tokens: those that `text` consists of."""
     first, left = len(outputs), len(text)
     while first and left > 0:
