@@ -63,6 +63,7 @@ _UNSUPPORTED = {
         "`oneOf` is supported where its schemas exclude each other, by type or by a required constant"
     ),
     r"^NoExtensionBias": "no text satisfies it",
+    r"doesn't satisfy the grammar; forced bytes": "the model has no tokens for a character of it",
 }
 """Error messages of llguidance (patterns) and the text for clients."""
 

@@ -28,6 +28,13 @@ _ITEM_TYPES = ("message", "function_call", "function_call_output")
 _SOME_TEXT: Json = {"minLength": 1, "pattern": "[^\\x00-\\x1f\\x7f-\\x9f]"}
 """A text with a character that is no control character: a tokenizer may drop those, and no prompt may be empty."""
 _SOME: Json = {"minItems": 1}
+_GIVEN: Json = {"type": "array", **_SOME}
+_FUNCTIONS: Json = {
+    "not": {"required": ["tools", "functions"], "properties": {"tools": _GIVEN, "functions": _GIVEN}},
+    "if": {"required": ["function_call"], "properties": {"function_call": {"type": "object"}}},
+    "then": {"required": ["functions"], "properties": {"functions": _GIVEN}},
+}
+"""The fields that came before tools exclude these, and a function that is named must be there."""
 
 
 def document_rules(components: Mapping[str, Json], limits: Limits, *, prompts: int, generations: int) -> None:
@@ -80,7 +87,7 @@ def _token_ids(limits: Limits) -> Json:
 
 
 def _lists(limits: Limits, prompts: int) -> dict[str, Json]:
-    """Return the rules of lists and maps that have a name."""
+    """Return the rules of whole bodies, and of lists and maps that have a name."""
     ids = _token_ids(limits)
     return {
         "StopTexts": {"maxItems": limits.max_stop_sequences},
@@ -97,6 +104,8 @@ def _lists(limits: Limits, prompts: int) -> dict[str, Json]:
         "InputItems": _SOME | {"contains": {"properties": {"type": {"enum": [None, *_ITEM_TYPES]}}}},
         "Bytes": {"contains": {"minimum": 33, "maximum": 126}},
         "Strings": {"items": _SOME_TEXT | {"type": "string"}, "minItems": 1},
+        "ChatBody": _FUNCTIONS,
+        "ChatTokenizeBody": _FUNCTIONS,
     }
 
 
@@ -116,6 +125,7 @@ def _openai(api: Api, limits: Limits) -> Json:
         "max_tokens": _POSITIVE,
         "max_completion_tokens": _POSITIVE,
         "top_logprobs": {"maximum": limits.max_top_logprobs},
+        "prompt_logprobs": {"maximum": limits.max_top_logprobs},
     }
 
 

@@ -91,6 +91,7 @@ REFUSED = [
     ({"type": "object", "minProperties": 2}, "`minProperties`"),
     ({"type": "array", "minItems": 10_001}, "`minItems` is more than 10000"),
     (holding({"type": "string", "format": "regex"}), "the format 'regex' is not supported"),
+    ({"properties": {"\U0004ceee": {}}, "required": ["\U0004ceee"]}, "the model has no tokens for a character of it"),
     (nested("oneOf", 12), "`oneOf` is supported where its schemas exclude each other"),
     (holding({"$id": "https://example.org/inner"}), "the keyword `$id`"),
     (deep(65), "levels deep"),
