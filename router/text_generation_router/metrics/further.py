@@ -18,6 +18,7 @@ from text_generation_router.metrics.instruments import (
     labels_text,
     reading_text,
 )
+from text_generation_router.metrics.scheduler import requests_of_adapters
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 
 VLLM, TRTLLM = "vllm:", "trtllm_"
@@ -126,3 +127,16 @@ class _FurtherCounters:
             config = {"block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks)}
             name = "vllm:cache_config_info"
             yield reading_text(name, "Size of the KV cache", "gauge", 1, labels_text({**self._labels, **config}))
+            yield self._adapters()
+
+    def _adapters(self) -> str:
+        """The LoRA adapters that run and wait, as labels, and the time, by which gateways find the newest."""
+        running, waiting = (
+            ",".join(adapter for adapter, count in counts.items() if count)
+            for counts in requests_of_adapters(self._scheduler)
+        )
+        if not (held := len(self._scheduler.adapters)):
+            return ""
+        labels = {"max_lora": str(held), "waiting_lora_adapters": waiting, "running_lora_adapters": running}
+        name = "vllm:lora_requests_info"
+        return reading_text(name, "LoRA adapters in use", "gauge", time.time_ns() / 1e9, labels_text(labels))

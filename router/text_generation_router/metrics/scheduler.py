@@ -6,10 +6,11 @@ The five names that begin with `trtllm_` are those that gateways of the Kubernet
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from text_generation_router.metrics.instruments import reading_text
+from text_generation_router.metrics.instruments import head_text, labels_text, reading_text
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
+from text_generation_router.scheduling.sequence import State
 
 
 def _kv_usage(stats: SchedulerStats) -> float:
@@ -96,6 +97,19 @@ _COUNTERS: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
         lambda stats: stats.moves,
     ),
 ]
+_ADAPTERS = (
+    ("text_generation_adapter_requests_running", "Requests running, by LoRA adapter"),
+    ("text_generation_adapter_requests_waiting", "Requests in the queue, by LoRA adapter"),
+)
+
+
+def requests_of_adapters(scheduler: Scheduler) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the requests that run and those that wait, by LoRA adapter: each that a replica holds."""
+    running, waiting = (dict.fromkeys(scheduler.adapters, 0) for _ in range(2))
+    for sequence in scheduler.requests.values() if running else ():
+        if (adapter := sequence.request.adapter) in running:
+            (waiting if sequence.state is State.WAITING else running)[adapter] += 1
+    return running, waiting
 
 
 class SchedulerMetrics:
@@ -105,9 +119,13 @@ class SchedulerMetrics:
         self._scheduler = scheduler
 
     def text(self) -> str:
+        return "".join(self._texts())
+
+    def _texts(self) -> Iterator[str]:
         stats = self._scheduler.stats(time.monotonic())
-        return "".join(
-            reading_text(name, documentation, kind, read(stats))
-            for kind, rows in (("gauge", _GAUGES), ("counter", _COUNTERS))
-            for name, documentation, read in rows
-        )
+        for kind, rows in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+            for name, documentation, read in rows:
+                yield reading_text(name, documentation, kind, read(stats))
+        for (name, documentation), counts in zip(_ADAPTERS, requests_of_adapters(self._scheduler), strict=True):
+            yield head_text(name, documentation, "gauge")
+            yield from (f"{name}{labels_text({'adapter': adapter})} {count}.0\n" for adapter, count in counts.items())

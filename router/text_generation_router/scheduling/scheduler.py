@@ -27,7 +27,7 @@ Pure: no clock, no socket, no log, no task, no randomness. The same calls give t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, KeysView, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
@@ -342,9 +342,9 @@ class Scheduler:
         return None if scheduler is None else scheduler.request_in(slot)
 
     @property
-    def requests(self) -> KeysView[RequestId]:
+    def requests(self) -> Mapping[RequestId, ScheduledSequence]:
         """All requests that have not ended or left their slot, in order of arrival."""
-        return self._sequences.keys()
+        return self._sequences
 
     @property
     def serving(self) -> Sequence[ReplicaScheduler]:

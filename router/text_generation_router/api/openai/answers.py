@@ -237,6 +237,15 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
     }
 
 
+def tokens_of(text: str, outputs: list[TokenOutput]) -> list[TokenOutput]:
+    """Return the last of some tokens: those that `text` consists of."""
+    first, left = len(outputs), len(text)
+    while first and (left > 0 or not (outputs[first - 1].delta or outputs[first - 1].special)):  # or begins a character
+        first -= 1
+        left -= len(outputs[first].delta)
+    return outputs[first:]
+
+
 def content_logprobs(outputs: Iterable[TokenOutput], tokenizer: Tokenizer, tops: int) -> ChatLogprobs:
     """The `logprobs` of a choice, with at most `tops` alternatives; the engine gives more if some are equally probable.
 

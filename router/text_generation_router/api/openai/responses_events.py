@@ -22,7 +22,7 @@ from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
 from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
-from text_generation_router.api.openai.answers import ContentLogprob, WrittenLogprobs
+from text_generation_router.api.openai.answers import ContentLogprob, WrittenLogprobs, tokens_of
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import ServingError
@@ -245,7 +245,7 @@ class ResponseScript(Script[OutputItem]):
             return self._delta(delta)
         outputs, self._unwritten = self._unwritten, []
         if self._begins:  # other tokens before it are markers
-            outputs, self._begins = _tokens_of(delta, outputs), False
+            outputs, self._begins = tokens_of(delta, outputs), False
         written = orjson.dumps(self._logprobs_of(outputs))
         self._logprobs.append(written[1:-1])
         return self._named(_DELTAS[Kind.TEXT], **self._place(Kind.TEXT), delta=delta, logprobs=orjson.Fragment(written))
@@ -345,17 +345,6 @@ def _usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Res
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt_tokens + generated_tokens,
     }
-
-
-def _tokens_of(text: str, outputs: list[TokenOutput]) -> list[TokenOutput]:
-    """Return the last of some tokens: those that `text` consists of."""
-    first, left = len(outputs), len(text)
-    while first and left > 0:
-        first -= 1
-        left -= len(outputs[first].delta)
-    while first and not outputs[first - 1].delta and not outputs[first - 1].special:  # the start of its first character
-        first -= 1
-    return outputs[first:]
 
 
 def _output_text(text: str, logprobs: orjson.Fragment) -> OutputText:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
 from metric_samples import samples
+from prometheus_client.parser import text_string_to_metric_families
 
+from text_generation_router.metrics import Metrics
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.request import Request, RequestId
@@ -72,6 +75,26 @@ def test_values_are_those_of_the_scheduler() -> None:
         "text_generation_request_moves_total": 0,
         "text_generation_sequences_cancelled_total": 0,
     }
+
+
+def test_requests_of_each_adapter_that_a_replica_holds() -> None:
+    scheduler = Scheduler(Policy(64, 2), replicas=2)
+    for replica, adapters in enumerate((("sql", "a/b"), ("sql", "idle"))):
+        scheduler.open(replica, ReplicaSpec(num_slots=2, num_blocks=100, block_size=16, adapters=adapters))
+    for number, adapter in enumerate(("sql", "a/b", "", "a/b", "a/b", "")):
+        scheduler.submit(Request(RequestId(number), (1, 2, 3, 4), max_new_tokens=10, adapter=adapter), 0.0)
+    scheduler.dispatch()
+    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=scheduler)
+    metrics.add_names(("vllm",), "model")
+    families = {family.name: family for family in text_string_to_metric_families(metrics.exposition().decode())}
+    for state, counts in (("running", (1, 1, 0)), ("waiting", (0, 2, 0))):
+        shown = families[f"text_generation_adapter_requests_{state}"].samples
+        assert {sample.labels["adapter"]: sample.value for sample in shown} == dict(
+            zip(("sql", "a/b", "idle"), counts, strict=True)
+        )
+    [info] = families["vllm:lora_requests_info"].samples
+    labels = {"running_lora_adapters": "sql,a/b", "waiting_lora_adapters": "a/b", "max_lora": "3"}
+    assert (info.labels, info.value) == (labels, pytest.approx(time.time_ns() / 1e9, abs=60))
 
 
 def test_signals_for_autoscaling() -> None:
