@@ -6,11 +6,12 @@ The five names that begin with `trtllm_` are those that gateways of the Kubernet
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from text_generation_router.metrics.instruments import head_text, labels_text, reading_text
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
-from text_generation_router.scheduling.sequence import State
 
 
 def _kv_usage(stats: SchedulerStats) -> float:
@@ -97,6 +98,7 @@ _COUNTERS: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
         lambda stats: stats.moves,
     ),
 ]
+_ADAPTER = attrgetter("request.adapter")
 _ADAPTERS = (
     ("text_generation_adapter_requests_running", "Requests running, by LoRA adapter"),
     ("text_generation_adapter_requests_waiting", "Requests in the queue, by LoRA adapter"),
@@ -105,11 +107,10 @@ _ADAPTERS = (
 
 def requests_of_adapters(scheduler: Scheduler) -> tuple[dict[str, int], dict[str, int]]:
     """Return the requests that run and those that wait, by LoRA adapter: each that a replica holds."""
-    running, waiting = (dict.fromkeys(scheduler.adapters, 0) for _ in range(2))
-    for sequence in scheduler.requests.values() if running else ():
-        if (adapter := sequence.request.adapter) in running:
-            (waiting if sequence.state is State.WAITING else running)[adapter] += 1
-    return running, waiting
+    if not (adapters := scheduler.adapters):
+        return {}, {}
+    waiting, known = Counter(map(_ADAPTER, scheduler.queue)), Counter(map(_ADAPTER, scheduler.requests.values()))
+    return {name: known[name] - waiting[name] for name in adapters}, {name: waiting[name] for name in adapters}
 
 
 class SchedulerMetrics:
