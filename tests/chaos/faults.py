@@ -230,7 +230,9 @@ class Case:
             return {ExitCode.FAILED} if self.phase == "load" else codes
         if self.role == "launcher":
             return {-self.fault.signal} if self.harm is Harm.DEATH else codes | {ExitCode.FAILED}
-        return {ExitCode.FAILED} if self.phase == "load" else codes
+        if self.phase == "load":
+            return {ExitCode.FAILED}
+        return codes | {ExitCode.DEPENDENCY_LOST} if self.role == "router" else codes
 
     @property
     def may_survive(self) -> bool:

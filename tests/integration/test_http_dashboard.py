@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from http_stack import Stack, serve, until
 
 from text_generation_router.api.dashboard import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
 from text_generation_router.dashboard.feed import Feed
+from text_generation_router.dashboard.samples import Samples
 from text_generation_router.dashboard.state import Sample
 
 KEYS = """
@@ -147,20 +149,31 @@ async def test_all_viewers_get_one_sample_and_nothing_is_read_without_one() -> N
     read: list[Sample] = []
     draining = False
 
-    def sample() -> Sample:
-        read.append(Sample(b"%d" % len(read), b""))
+    async def sample() -> Sample:
+        read.append(Sample(time.monotonic(), b"%d" % len(read), b""))
         return read[-1]
 
-    feed = Feed(sample, lambda: draining, period_s=0.001)
-    one, two, clock = Seen(), Seen(), Seen()
-    with feed.watched_by(one), feed.watched_by(two):
-        await until(lambda: len(two.samples) >= 5)
-        assert one.samples[1:] == two.samples[1:]
-    taken = len(read)
-    with Feed(lambda: Sample(b"", b""), lambda: False, period_s=0.001).watched_by(clock):
+    samples = Samples(sample, period_s=0.001)
+    feeds = [Feed(samples.after, lambda: draining) for _ in range(2)]  # as in two HTTP workers
+    viewers = [Seen() for _ in range(4)]
+    with ExitStack() as watching:
+        for number, viewer in enumerate(viewers):
+            watching.enter_context(feeds[number % 2].watched_by(viewer))
+        await until(lambda: min(len(viewer.samples) for viewer in viewers) >= 20)
+        assert len(read) < 1.5 * max(len(viewer.samples) for viewer in viewers), "each has its own samples"
+        late = Seen()
+        with feeds[0].watched_by(late):
+            assert late.samples == [viewers[0].samples[-1]], "the last one at once"
+    taken, clock = len(read), Seen()
+    with Feed(Samples(sample_of_nothing, period_s=0.001).after, lambda: False).watched_by(clock):
         await until(lambda: len(clock.samples) >= 5)
     assert len(read) == taken
-    with feed.watched_by(one):
+    one = Seen()
+    with feeds[0].watched_by(one):
         draining = True
         async with asyncio.timeout(5):
             await one.closed.wait()
+
+
+async def sample_of_nothing() -> Sample:
+    return Sample(time.monotonic(), b"", b"")

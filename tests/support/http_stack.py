@@ -29,6 +29,7 @@ from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.discovery.static import StaticSource
 from text_generation_router.metrics import Metrics
+from text_generation_router.overview import OwnOverview
 from text_generation_router.permits import Permits
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -155,6 +156,7 @@ async def serve(
                     create_app(
                         serving,
                         chats,
+                        OwnOverview(metrics, cluster),
                         healthy=healthy,
                         info=ModelInfo(joined.info.engine, joined.info.dtype, joined.info.device),
                     ),

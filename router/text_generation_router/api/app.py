@@ -28,7 +28,7 @@ from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ModelInfo, ServiceRoutes
-from text_generation_router.shards.cluster import Cluster
+from text_generation_router.overview import Overview
 
 if TYPE_CHECKING:
     from text_generation_proto.tracer import Tracer
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 def create_app(
     serving: Serving,
     chats: ChatPreparer,
+    overview: Overview,
     *,
     healthy: Callable[[], bool],
     info: ModelInfo,
@@ -47,7 +48,7 @@ def create_app(
     generate = GenerateRoutes(serving)
     chat = ChatRoutes(serving, chats)
     completions = CompletionRoutes(serving)
-    service = ServiceRoutes(serving.tokenizer_pool, serving.permits, metrics, healthy, settings, info, serving.cluster)
+    service = ServiceRoutes(serving.tokenizer_pool, serving.permits, overview, healthy, settings, info, serving.cluster)
     table = [
         *service_routes(service, settings),
         *tgi_routes(generate, chat, service),
@@ -63,8 +64,8 @@ def create_app(
             settings,
         ),
     ]
-    if settings.config.dashboard and isinstance(serving.cluster, Cluster):
-        table += DashboardRoutes(serving, serving.cluster, info.engine, info.dtype, info.device_type).routes()
+    if settings.config.dashboard:
+        table += DashboardRoutes(serving, overview, info.engine, info.dtype, info.device_type).routes()
     docs = DocsRoutes()
     table += docs.routes()
     docs.describe(table, settings, generations=serving.permits.limit, vocabulary=serving.tokenizer_pool.vocabulary)

@@ -17,9 +17,9 @@ from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.config import RouterConfig
 from text_generation_router.generation import ServingCluster
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
-from text_generation_router.metrics import Metrics
+from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
-from text_generation_router.preparation import Preparation
+from text_generation_router.preparation import MAX_WAITING_CHARACTERS, Preparation
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -31,7 +31,7 @@ async def assemble(
     grammar_kinds: Collection[GrammarKind],
     cluster: ServingCluster,
     permits: ConcurrencyLimit,
-    metrics: Metrics,
+    metrics: HttpMetrics,
     settings: Settings,
 ) -> AsyncIterator[tuple[Serving, ChatPreparer]]:
     """Start the parts that routes need; `grammar_kinds`: those that the engine supports.
@@ -40,7 +40,7 @@ async def assemble(
     """
     config = settings.config
     async with AsyncExitStack() as running:
-        stage = Preparation()
+        stage = Preparation(MAX_WAITING_CHARACTERS // config.http_workers)
         metrics.add_preparation(stage)
         grammars = None
         if grammar_kinds and not config.disable_grammar_support:

@@ -22,10 +22,10 @@ from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.routes import Handler, Route
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.dashboard.feed import Feed
-from text_generation_router.dashboard.state import Sample, StateReader, event
+from text_generation_router.dashboard.state import BUCKETS, Sample, event
 from text_generation_router.errors import Overloaded
+from text_generation_router.overview import Overview
 from text_generation_router.request import TenantId
-from text_generation_router.shards.cluster import Cluster
 
 MAX_VIEWERS = 32
 """Most streams of events at a time, of ordinary callers together, and of each one that may act for all tenants."""
@@ -63,11 +63,10 @@ _HEADERS = {
 class DashboardRoutes:
     """Handlers of the dashboard."""
 
-    def __init__(self, serving: Serving, cluster: Cluster, engine: str, dtype: str, device: str) -> None:
+    def __init__(self, serving: Serving, overview: Overview, engine: str, dtype: str, device: str) -> None:
         self._serving = serving
         self._about = {"engine": engine, "dtype": dtype, "device": device}
-        self._state = StateReader(serving.metrics, cluster)
-        self._feed = Feed(self._state.sample, lambda: serving.cluster.draining)
+        self._feed = Feed(overview.sample_after, lambda: serving.cluster.draining)
         self._watching = Counter[TenantId]()
 
     def routes(self) -> list[Route]:
@@ -131,7 +130,7 @@ class DashboardRoutes:
             "max_total_tokens": limits.max_total_tokens,
             "max_concurrent_requests": self._serving.permits.limit,
             "top_logprobs": 0 if "logprobs" in limits.unsupported else limits.max_top_n_tokens,
-            "buckets": self._state.buckets,
+            "buckets": BUCKETS,
         }
 
     def _settings(self) -> dict[str, Any]:

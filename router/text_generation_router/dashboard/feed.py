@@ -1,16 +1,15 @@
-"""The feed of the dashboard: one sample a second for all viewers, and none without a viewer."""
+"""The feed of the dashboard: the samples for all viewers of this process, and none without a viewer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from text_generation_router.dashboard.samples import PERIOD_S
 from text_generation_router.dashboard.state import Sample
-
-PERIOD_S = 1.0
-"""Seconds between two samples."""
+from text_generation_router.errors import ServingError
 
 
 class Viewer(Protocol):
@@ -26,40 +25,52 @@ class Viewer(Protocol):
 
 
 class Feed:
-    """Takes samples while there are viewers. All of them get the same one."""
+    """Gets samples while there are viewers. All of them get the same one."""
 
-    def __init__(self, read: Callable[[], Sample], draining: Callable[[], bool], period_s: float = PERIOD_S) -> None:
-        """`draining`: true when the server stops, so that no viewer holds it up."""
-        self._read = read
+    def __init__(
+        self,
+        sample_after: Callable[[float], Awaitable[Sample]],
+        draining: Callable[[], bool],
+        period_s: float = PERIOD_S,
+    ) -> None:
+        """`sample_after` waits for a sample that is younger than a time. `draining`: true when the server stops, so that
+        no viewer holds it up."""
+        self._sample_after = sample_after
         self._draining = draining
         self._period_s = period_s
         self._viewers: dict[Viewer, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._last: Sample | None = None
+        self._running: asyncio.Task[None] | None = None
 
     @contextmanager
     def watched_by(self, viewer: Viewer) -> Iterator[None]:
         """Show samples to `viewer` inside the block, the first one at once."""
-        viewer.show(self._read())
         self._viewers[viewer] = None
-        if self._timer is None:
-            self._schedule()
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._run())
+        elif self._last is not None:
+            viewer.show(self._last)
         try:
             yield
         finally:
             del self._viewers[viewer]
-            if not self._viewers and self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            if not self._viewers:
+                self._running.cancel()
+                self._running = self._last = None
 
-    def _schedule(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
-
-    def _tick(self) -> None:
-        self._schedule()
-        if self._draining():
+    async def _run(self) -> None:
+        at = 0.0
+        while not self._draining():
+            try:
+                async with asyncio.timeout(3 * self._period_s):
+                    sample = await self._sample_after(at)
+            except TimeoutError:
+                continue
+            except ServingError:  # the scheduler process is away
+                await asyncio.sleep(self._period_s)
+                continue
+            self._last, at = sample, sample.at
             for viewer in self._viewers:
-                viewer.close()
-            return
-        sample = self._read()
+                viewer.show(sample)
         for viewer in self._viewers:
-            viewer.show(sample)
+            viewer.close()

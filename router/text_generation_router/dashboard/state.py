@@ -15,6 +15,8 @@ import orjson
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.metrics import Metrics
+from text_generation_router.metrics.requests import FIRST_TOKEN_BUCKETS
+from text_generation_router.metrics.steps import TOKEN_GAP_BUCKETS
 from text_generation_router.scheduling.fairness import Tenant
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardMember
@@ -24,6 +26,9 @@ MAX_TENANTS = 20
 MAX_REPLICAS = 256
 """Replicas shown."""
 
+BUCKETS = {"first_token": FIRST_TOKEN_BUCKETS, "token_gap": TOKEN_GAP_BUCKETS}
+"""The upper bounds of the histograms in samples, in seconds."""
+
 Json = dict[str, Any]
 
 
@@ -31,6 +36,8 @@ Json = dict[str, Any]
 class Sample:
     """The state at one time, as server-sent events."""
 
+    at: float
+    """The time, in seconds of the monotonic clock."""
     common: bytes
     """For callers that may not see other tenants."""
     full: bytes
@@ -45,24 +52,16 @@ def event(name: str, data: Json) -> bytes:
 class StateReader:
     """Reads the state of the server."""
 
-    def __init__(self, metrics: Metrics, cluster: Cluster) -> None:
+    def __init__(self, metrics: Metrics, cluster: Cluster[Any]) -> None:
         self._metrics = metrics
         self._cluster = cluster
-
-    @property
-    def buckets(self) -> Json:
-        """The upper bounds of the histograms in samples, in seconds."""
-        return {
-            "first_token": self._metrics.requests.first_token_times.bounds,
-            "token_gap": self._metrics.steps.token_gaps.of().bounds,
-        }
 
     def sample(self) -> Sample:
         """Return the state now."""
         now = time.monotonic()
         common = self._common(now)
         full = common | {"replicas": self._with_addresses(common["replicas"]), **self._private(now)}
-        return Sample(event("sample", common), event("sample", full))
+        return Sample(now, event("sample", common), event("sample", full))
 
     def _common(self, now: float) -> Json:
         metrics, stats = self._metrics, self._cluster.scheduler.stats(now)
@@ -74,7 +73,7 @@ class StateReader:
             "queue_tokens": stats.queued_tokens,
             "queue_seconds": round(stats.queue_seconds, 3),
             "busy": round(stats.busy_ratio, 3),
-            "connections": metrics.connections.open,
+            "connections": metrics.connections.everywhere,
             "ended": requests.finished.counts,
             "new_tokens": steps.new_tokens.counts[""],
             "prompt_tokens": steps.prompt_tokens.counts[""],

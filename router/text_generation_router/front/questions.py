@@ -13,8 +13,10 @@ from text_generation_router.errors import ServingError
 from text_generation_router.front.convert import refusal_from_pb, refusal_to_pb
 from text_generation_router.front.link import LinkBroken
 
-Answerers = Mapping[str, Callable[[bytes], Awaitable[bytes]]]
-"""Answer questions, by subject. They may raise ServingError."""
+Answerer = Callable[[bytes], Awaitable[bytes]]
+"""Answers questions about a subject. May raise ServingError."""
+Answerers = Mapping[str, Answerer]
+"""By subject."""
 
 
 class LinkLost(Exception):

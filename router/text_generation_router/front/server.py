@@ -15,7 +15,7 @@ from text_generation_router.errors import Draining, ServingError
 from text_generation_router.front.columns import ReportReceiver, WorkerDelivery
 from text_generation_router.front.convert import info_to_json, refusal_to_pb, request_from_pb, text_from_pb
 from text_generation_router.front.link import MAX_UNREAD_BYTES, Link, LinkBroken
-from text_generation_router.front.questions import Answerers, Questions
+from text_generation_router.front.questions import Answerer, Questions
 from text_generation_router.permits import Permits
 from text_generation_router.request import RequestId, TenantId
 from text_generation_router.shards.cluster import Cluster
@@ -45,7 +45,7 @@ class FrontServer:
         self.model = model
         self.sessions: dict[int, WorkerSession] = {}
         """By number of the worker."""
-        self.answerers: Answerers = {"info": self._info}
+        self.answerers: dict[str, Answerer] = {"info": self._info}
         """Answers to the questions of workers."""
         self._max_unread_bytes = max_unread_bytes
 

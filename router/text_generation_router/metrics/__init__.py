@@ -8,6 +8,7 @@
                 ◄── logs       log lines that were not written                 read when scraped
                 ◄── further    the names of vLLM and TensorRT-LLM for these    read when scraped
     errors         the last errors, for the dashboard                          updated by api/http/record.py
+    snapshots      the counts of HTTP workers, added up in the scheduler process
 
 To add a metric, add its instrument to the registry, in one of these modules, and update it at the call site. Nothing is
 counted per token: the cost is per step or per request.
@@ -15,8 +16,11 @@ counted per token: the cost is per step or per request.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from text_generation_router.metrics.connections import ConnectionMetrics
 from text_generation_router.metrics.errors import RecentErrors
@@ -25,6 +29,7 @@ from text_generation_router.metrics.instruments import Reading, Readings, Regist
 from text_generation_router.metrics.logs import DroppedLogLines
 from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.scheduler import SchedulerMetrics
+from text_generation_router.metrics.snapshots import WorkerSums, snapshot
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.preparation import Preparation
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -33,28 +38,55 @@ from text_generation_router.shards.member import ShardState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text"
+SCRAPE_SLICE_S = 0.0003
+"""Time for which metrics are written before tokens are delivered again."""
 
-__all__ = ["CONTENT_TYPE", "OPENMETRICS", "Metrics", "RequestMetrics", "Spent"]
+__all__ = ["CONTENT_TYPE", "OPENMETRICS", "HttpMetrics", "Metrics", "RequestMetrics", "Spent"]
 
 
-class Metrics:
-    """Every metric of the router."""
+class HttpMetrics:
+    """The metrics of HTTP: generations, connections, and the work before the queue."""
+
+    def __init__(self, *, max_input_tokens: int, max_total_tokens: int) -> None:
+        self._registry = Registry()
+        self._stage: Preparation | None = None
+        self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
+        self.connections = ConnectionMetrics(self._registry)
+        self._registry.add(
+            Reading(
+                "text_generation_preparation_characters",
+                "Characters of requests that wait to be tokenized, rendered or compiled",
+                lambda: 0 if self._stage is None else self._stage.waiting,
+            )
+        )
+        self.errors = RecentErrors()
+
+    def add_preparation(self, stage: Preparation) -> None:
+        """Read the metric of the work before the queue from `stage`."""
+        self._stage = stage
+
+    def snapshot(self, process: int) -> bytes:
+        """Return all that was counted in this process, for WorkerSums; `process` tells it from others."""
+        return snapshot(process, self._registry, self.errors)
+
+
+class Metrics(HttpMetrics):
+    """Every metric of the router. In a scheduler process the metrics of HTTP are the sums over its workers."""
 
     def __init__(
-        self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler | None, log_drops_fd: int = -1
+        self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler, log_drops_fd: int = -1
     ) -> None:
-        """`scheduler` is None in a process that does not schedule."""
-        self._registry = Registry()
+        super().__init__(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens)
         self._scheduler = scheduler
-        self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
         self.steps = StepMetrics(self._registry)
-        self.connections = ConnectionMetrics(self._registry)
-        self.errors = RecentErrors()
-        if scheduler is not None:
-            self._registry.add(SchedulerMetrics(scheduler))
+        self._registry.add(SchedulerMetrics(scheduler))
         self._registry.add(DroppedLogLines(log_drops_fd))
 
-    def add_shards(self, cluster: Cluster) -> None:
+    def worker_sums(self) -> WorkerSums:
+        """Return what adds the counts of HTTP workers to these metrics."""
+        return WorkerSums(self._registry, self.errors)
+
+    def add_shards(self, cluster: Cluster[Any]) -> None:
         """Add the metric of the states of shards."""
 
         def count() -> Mapping[str, float]:
@@ -65,24 +97,23 @@ class Metrics:
             Readings("text_generation_shards", "Shards that are members, by state", "state", states, count)
         )
 
-    def add_preparation(self, stage: Preparation) -> None:
-        """Add the metric of the work before the queue."""
-        self._registry.add(
-            Reading(
-                "text_generation_preparation_characters",
-                "Characters of requests that wait to be tokenized, rendered or compiled",
-                lambda: stage.waiting,
-            )
-        )
-
     def add_names(self, names: Collection[str], model: str) -> None:
         """Show the metrics under further names too: "vllm", "trtllm"."""
-        if self._scheduler is not None:
-            add_further_names(self._registry, self._scheduler, names, model)
+        add_further_names(self._registry, self._scheduler, names, model)
 
     def exposition(self) -> bytes:
         """Every metric in Prometheus' text format."""
         return self._registry.exposition()
+
+    async def written(self, *, openmetrics: bool) -> bytes:
+        """Every metric, as `texts` yields it. Tokens are delivered between its parts."""
+        body, resumed = bytearray(), time.perf_counter()
+        for text in self.texts(openmetrics=openmetrics):
+            body += text.encode()
+            if time.perf_counter() - resumed > SCRAPE_SLICE_S:
+                await asyncio.sleep(0)
+                resumed = time.perf_counter()
+        return bytes(body)
 
     def texts(self, *, openmetrics: bool) -> Iterator[str]:
         """Yield the text of each metric, in Prometheus' format or in OpenMetrics' with exemplars."""

@@ -27,7 +27,8 @@ class ConnectionMetrics:
 
     def __init__(self, registry: Registry) -> None:
         self.open = 0
-        registry.add(Reading("text_generation_connections", "Open HTTP connections", lambda: self.open))
+        """Connections of this process."""
+        self._all = registry.add(Reading("text_generation_connections", "Open HTTP connections", lambda: self.open))
         self._closed = registry.add(
             Counter(
                 "text_generation_connections_closed_total",
@@ -36,6 +37,11 @@ class ConnectionMetrics:
                 tuple(reason.value for reason in CloseReason),
             )
         )
+
+    @property
+    def everywhere(self) -> int:
+        """The connections of all HTTP workers."""
+        return int(self._all.value)
 
     def closed(self, reason: CloseReason) -> None:
         """Count a connection that the server closed."""

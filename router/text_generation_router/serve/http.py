@@ -7,6 +7,7 @@ import ipaddress
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -32,18 +33,33 @@ from text_generation_router.chat.template_files import ChatTemplateError, ChatTe
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.generation import ServingCluster
 from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
-from text_generation_router.metrics import Metrics
+from text_generation_router.metrics import HttpMetrics
 from text_generation_router.metrics.connections import ConnectionMetrics
 from text_generation_router.metrics.instruments import Registry
+from text_generation_router.overview import Overview
 from text_generation_router.permits import ConcurrencyLimit
+from text_generation_router.rate_limits import RateCounter
 from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.serve.waiting import wait_for
 from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.shared_counts import SharedCounts
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
 
 VERSION = version("text-generation-trtllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The part of the router behind HTTP, in this process or in the scheduler process."""
+
+    cluster: ServingCluster
+    permits: ConcurrencyLimit
+    rates: RateCounter
+    overview: Overview
+    run: Callable[[], Coroutine[None, None, None]]
+    """Runs the cluster until it is cancelled."""
 
 
 class HttpSide:
@@ -86,19 +102,11 @@ class HttpSide:
         finally:
             await server.close()
 
-    async def serve(
-        self,
-        model: ReplicaInfo,
-        limits: Limits,
-        cluster: ServingCluster,
-        permits: ConcurrencyLimit,
-        metrics: Metrics,
-        run_cluster: Callable[[], Coroutine[None, None, None]],
-    ) -> ExitCode:
-        """Serve `model` until a stop signal, while `run_cluster` runs. Raises CannotServe."""
-        config, signals = self._config, self.signals
+    async def serve(self, model: ReplicaInfo, limits: Limits, metrics: HttpMetrics, backend: Backend) -> ExitCode:
+        """Serve `model` until a stop signal. Raises CannotServe."""
+        config, signals, cluster = self._config, self.signals, backend.cluster
         log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
-        settings = _settings(config, limits)
+        settings = _settings(config, limits, backend.rates)
         if config.api_keys_file:
             in_thread = asyncio.get_running_loop().run_in_executor
             signals.on_hangup(partial(in_thread, None, _reload_keys, settings.api_keys))
@@ -109,37 +117,32 @@ class HttpSide:
         tracer = start_tracing(config, "text-generation-inference.router", f"router-{os.getpid()}", VERSION)
         try:
             async with assemble(
-                self._tokenizer, self._templates, model.grammar_kinds, cluster, permits, metrics, settings
+                self._tokenizer, self._templates, model.grammar_kinds, cluster, backend.permits, metrics, settings
             ) as (serving, chats):
                 try:
                     app = create_app(
                         serving,
                         chats,
+                        backend.overview,
                         healthy=lambda: cluster.ready and not cluster.stopping,
                         info=_model_info(model, self._templates),
                         tracer=tracer,
                     )
                 except ValueError as error:  # an AIP_* path that is invalid or taken
                     raise CannotServe(str(error)) from error
-                return await self._run(app, cluster, metrics, run_cluster)
+                return await self._run(app, metrics, backend)
         except (ChatTemplateError, SandboxError) as error:
             raise CannotServe(str(error)) from error
         finally:
             if tracer is not None:
                 await tracer.close()
 
-    async def _run(
-        self,
-        app: web.Application,
-        cluster: ServingCluster,
-        metrics: Metrics,
-        run_cluster: Callable[[], Coroutine[None, None, None]],
-    ) -> ExitCode:
-        config, signals, notifier = self._config, self.signals, self._notifier
+    async def _run(self, app: web.Application, metrics: HttpMetrics, backend: Backend) -> ExitCode:
+        config, signals, notifier, cluster = self._config, self.signals, self._notifier, backend.cluster
         limits = ConnectionLimits(config.max_connections, keep_alive_s=config.keep_alive_timeout)
-        server = HttpServer(app, limits, metrics.connections)
+        server = HttpServer(app, limits, metrics.connections, _shared_counts(config))
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(run_cluster())
+            running = tasks.create_task(backend.run())
             notifier.show(partial(_status, cluster))
             beating = tasks.create_task(send_heartbeats(notifier))
             if not config.shards and not await wait_for(cluster.opened(), signals):
@@ -172,9 +175,9 @@ class HttpSide:
         return ExitCode.STOPPED
 
 
-def _settings(config: RouterConfig, limits: Limits) -> Settings:
+def _settings(config: RouterConfig, limits: Limits, rates: RateCounter) -> Settings:
     try:
-        keys = ApiKeys.of(config)
+        keys = ApiKeys.of(config, rates)
     except ValueError as error:
         raise CannotServe(str(error)) from error
     return Settings(limits, config, keys, VERSION)
@@ -211,6 +214,17 @@ def load_templates(config: RouterConfig) -> ChatTemplates:
 def _status(cluster: ServingCluster) -> str:
     """Return the status for the service manager."""
     return f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status
+
+
+def _shared_counts(config: RouterConfig) -> SharedCounts | None:
+    """Return the counts of all HTTP workers; None for a router of one process. Raises CannotServe."""
+    if config.role != "http":
+        return None
+    path = Path(f"{config.front_socket}.counts")
+    try:
+        return SharedCounts(path, config.http_worker, config.http_workers)
+    except OSError as error:
+        raise CannotServe(f"cannot open {path}: {error.strerror or error}") from error
 
 
 async def _listen(server: HttpServer, config: RouterConfig) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from text_generation_proto.exit_codes import CannotServe
 from text_generation_proto.values import LOGPROB_PARAMETERS
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.config import RouterConfig
+from text_generation_router.serve.shards import token_limits
 from text_generation_router.shards.join import ReplicaInfo
 
 TGI_TOP_N_TOKENS, OPENAI_TOP_LOGPROBS = 5, 20
@@ -14,19 +14,7 @@ TGI_TOP_N_TOKENS, OPENAI_TOP_LOGPROBS = 5, 20
 
 def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
     """Return the limits of one request: the settings, else the limits of model and KV cache. Raises CannotServe."""
-    capacity = model.pool.num_blocks * model.pool.block_size
-    # The last new token needs no KV, but a limit larger by one token is not worth a special case.
-    allowed = min(capacity, model.info.max_sequence_length)
-    total = config.max_total_tokens or allowed
-    longest = total - 1 if config.max_input_tokens is None else config.max_input_tokens
-    if not 0 < longest < total:
-        raise CannotServe(f"`max_input_tokens`({longest}) must be < `max_total_tokens`({total})")
-    if total > capacity:
-        raise CannotServe(f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {capacity}")
-    if total > model.info.max_sequence_length:
-        raise CannotServe(
-            f"`max_total_tokens`({total}) is more than the model's {model.info.max_sequence_length} positions"
-        )
+    longest, total = token_limits(config, model)
     unsupported = dict(model.unsupported)
     if config.token_logprobs == "never":
         names = [parameter.field for parameter in LOGPROB_PARAMETERS]

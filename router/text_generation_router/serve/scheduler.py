@@ -14,12 +14,13 @@ from text_generation_proto.sockets import SocketInUse
 from text_generation_proto.stop_signals import StopSignals
 from text_generation_router.config import RouterConfig
 from text_generation_router.front.columns import ReportReceiver, WorkerDelivery
+from text_generation_router.front.remote_rates import rate_answerers
 from text_generation_router.front.server import FrontServer
 from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
-from text_generation_router.metrics.instruments import Registry
-from text_generation_router.metrics.steps import StepMetrics
+from text_generation_router.overview.summed import SummedOverview
 from text_generation_router.permits import Permits
-from text_generation_router.serve.shards import Shards, new_scheduler
+from text_generation_router.rate_limits import RateLimits
+from text_generation_router.serve.shards import Shards, new_metrics, new_scheduler
 from text_generation_router.serve.waiting import wait_for
 from text_generation_router.shards.cluster import Cluster
 
@@ -39,9 +40,14 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     if (model := await shards.join(signals)) is None:
         return ExitCode.STOPPED
     delivery = WorkerDelivery()
-    cluster = Cluster(new_scheduler(config, model), StepMetrics(Registry()), config.hang_timeout, delivery)
+    scheduler = new_scheduler(config, model)
+    metrics = new_metrics(config, model, scheduler)
+    cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
+    metrics.add_shards(cluster)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
     front = FrontServer(cluster, delivery, permits, model)
+    overview = SummedOverview(metrics, cluster, front.sessions)
+    front.answerers.update({**overview.answerers, **rate_answerers(RateLimits())})
     async with asyncio.TaskGroup() as tasks:
         notifier.show(lambda: cluster.status)
         running = [tasks.create_task(shards.drive(cluster)), tasks.create_task(send_heartbeats(notifier))]
@@ -54,6 +60,7 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
                 log.info("ready for HTTP workers", socket=config.front_socket)
                 configure_collector()
                 running.append(tasks.create_task(collect_growth(lambda: not cluster.live_requests)))
+                running.append(tasks.create_task(overview.run()))
                 if config.peers or await wait_for(cluster.settled(), signals):
                     notifier.ready()
                 await signals.stop.wait()

@@ -16,6 +16,7 @@ from text_generation_router.discovery.parse import parse_source
 from text_generation_router.discovery.peers import SharedShards
 from text_generation_router.discovery.source import Address, Source, known
 from text_generation_router.discovery.static import StaticSource
+from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
@@ -78,6 +79,38 @@ class Shards:
 def new_scheduler(config: RouterConfig, model: ReplicaInfo) -> Scheduler:
     """Return a scheduler without replicas."""
     return Scheduler(policy_of(config, model.info), replicas=0)
+
+
+def new_metrics(config: RouterConfig, model: ReplicaInfo, scheduler: Scheduler) -> Metrics:
+    """Return the metrics of a router with this scheduler. Raises CannotServe."""
+    max_input_tokens, max_total_tokens = token_limits(config, model)
+    metrics = Metrics(
+        max_input_tokens=max_input_tokens,
+        max_total_tokens=max_total_tokens,
+        scheduler=scheduler,
+        log_drops_fd=config.log_drops_fd,
+    )
+    metrics.add_names(config.metric_names, config.model_id or config.model_path)
+    return metrics
+
+
+def token_limits(config: RouterConfig, model: ReplicaInfo) -> tuple[int, int]:
+    """Return the longest prompt, and the most prompt plus new tokens of a request: the settings, else the limits of model
+    and KV cache. Raises CannotServe."""
+    capacity = model.pool.num_blocks * model.pool.block_size
+    # The last new token needs no KV, but a limit larger by one token is not worth a special case.
+    allowed = min(capacity, model.info.max_sequence_length)
+    total = config.max_total_tokens or allowed
+    longest = total - 1 if config.max_input_tokens is None else config.max_input_tokens
+    if not 0 < longest < total:
+        raise CannotServe(f"`max_input_tokens`({longest}) must be < `max_total_tokens`({total})")
+    if total > capacity:
+        raise CannotServe(f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {capacity}")
+    if total > model.info.max_sequence_length:
+        raise CannotServe(
+            f"`max_total_tokens`({total}) is more than the model's {model.info.max_sequence_length} positions"
+        )
+    return longest, total
 
 
 def policy_of(config: RouterConfig, info: pb.InfoResponse) -> Policy:

@@ -6,11 +6,15 @@ import asyncio
 from pathlib import Path
 
 from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.logs import share_dropped_lines
 from text_generation_router.config import RouterConfig
 from text_generation_router.front.remote_cluster import RemoteCluster
 from text_generation_router.front.remote_permits import RemotePermits
-from text_generation_router.metrics import Metrics
-from text_generation_router.serve.http import HttpSide
+from text_generation_router.front.remote_rates import RemoteRates
+from text_generation_router.metrics import HttpMetrics
+from text_generation_router.overview.remote import OwnCounts, RemoteOverview
+from text_generation_router.overview.wire import COUNTS
+from text_generation_router.serve.http import Backend, HttpSide
 from text_generation_router.serve.limits import resolve_limits
 from text_generation_router.shards.join import ReplicaInfo
 
@@ -18,20 +22,20 @@ from text_generation_router.shards.join import ReplicaInfo
 async def serve_as_worker(config: RouterConfig) -> ExitCode:
     """Serve HTTP until a stop signal. Raises CannotServe."""
     http = await HttpSide.start(config)
-    cluster = RemoteCluster(Path(config.front_socket), config.http_worker, {})
+    counts = OwnCounts()
+    cluster = RemoteCluster(Path(config.front_socket), config.http_worker, {COUNTS: counts.answer})
     async with http.answering_probes():
         model = await _join(http, cluster)
     if model is None:
         return ExitCode.STOPPED
     limits = resolve_limits(config, model)
-    metrics = Metrics(
-        max_input_tokens=limits.max_input_tokens,
-        max_total_tokens=limits.max_total_tokens,
-        scheduler=None,
-        log_drops_fd=config.log_drops_fd,
-    )
+    if config.log_drops_fd >= 0:
+        share_dropped_lines(config.log_drops_fd)
+    metrics = HttpMetrics(max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
+    counts.metrics = metrics
     permits = RemotePermits(config.max_concurrent_requests, cluster)
-    return await http.serve(model, limits, cluster, permits, metrics, cluster.run)
+    backend = Backend(cluster, permits, RemoteRates(cluster), RemoteOverview(cluster), cluster.run)
+    return await http.serve(model, limits, metrics, backend)
 
 
 async def _join(http: HttpSide, cluster: RemoteCluster) -> ReplicaInfo | None:

@@ -21,7 +21,7 @@ from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.grammar.translate import TRANSLATED
-from text_generation_router.metrics import Metrics
+from text_generation_router.metrics import HttpMetrics
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId, TokenId
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -41,7 +41,7 @@ class RequestPreparer:
         self,
         tokenizer: TokenizerPool,
         limits: Limits,
-        metrics: Metrics,
+        metrics: HttpMetrics,
         ids: Iterator[RequestId],
         grammars: GrammarCompiler | None = None,
         grammar_kinds: Collection[GrammarKind] = tuple(GrammarKind),

@@ -27,7 +27,7 @@ from text_generation_router.generation import (
     TokenOutput,
     run_generation,
 )
-from text_generation_router.metrics import Metrics
+from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.preparation import Preparation
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
@@ -90,7 +90,7 @@ class Serving:
     tokenizer_pool: TokenizerPool
     preparer: RequestPreparer
     permits: ConcurrencyLimit
-    metrics: Metrics
+    metrics: HttpMetrics
     settings: Settings
     stage: Preparation
 

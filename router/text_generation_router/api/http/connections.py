@@ -11,7 +11,8 @@ While a connection is congested (64 kB wait), or waits to be closed, its client 
 be late by `stall_s`. A client that is slower than the rule but owes less than that keeps its connection.
 
 Beyond `limit` connections, or when descriptors run out, the connection that has waited longest for a request makes room. If
-all are busy, a new connection is taken into a reserve, where only probes are answered.
+all are busy, a new connection is taken into a reserve, where only probes are answered. The limit is that of all HTTP workers
+together: a worker without a waiting connection may exceed it if another one has some, which that one then closes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import takewhile
 from typing import Protocol, cast
 
 from aiohttp import web
 
 from text_generation_router.api.http.body_errors import BodyTimeout
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
+from text_generation_router.shared_counts import SharedCount, SharedCounts
 
 READ_RATE = 1000
 """Bytes a second that a client must take while its connection is congested."""
@@ -237,12 +240,25 @@ class Connections:
     """The open connections of a listener."""
 
     def __init__(
-        self, server: web.Server, limits: ConnectionLimits, metrics: ConnectionMetrics, *, management: bool = False
+        self,
+        server: web.Server,
+        limits: ConnectionLimits,
+        metrics: ConnectionMetrics,
+        *,
+        management: bool = False,
+        shared: SharedCounts | None = None,
     ) -> None:
+        """`shared`: other HTTP workers have connections, too, and the limit is that of all together."""
         self._server = server
         self.limits = limits
         self.management = management
         self._metrics = metrics
+        self._shared = shared
+        self._count, self._replaceable = (
+            (SharedCount.MANAGEMENT_CONNECTIONS, SharedCount.REPLACEABLE_MANAGEMENT)
+            if management
+            else (SharedCount.CONNECTIONS, SharedCount.REPLACEABLE)
+        )
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
         """Connections without a request, the one that has waited longest first."""
@@ -262,8 +278,11 @@ class Connections:
         """
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         reserve = min(RESERVE, most // 8)
-        full = len(self._open) >= self.limits.limit or descriptor >= most - 2 * reserve
+        few_descriptors = descriptor >= most - 2 * reserve
+        full = few_descriptors or self._excess() >= 0
         probes_only = full and not self._replace(self._waiting, REPLACEABLE_S)
+        if probes_only and not few_descriptors and self._shared is not None:  # others close connections: see `watch`
+            probes_only = self._excess() >= self._shared.elsewhere(self._replaceable)
         crowded = len(self._reserved) >= reserve or descriptor >= most - reserve
         if probes_only and crowded and not self._replace(self._reserved):
             self.count(CloseReason.REFUSED)
@@ -288,6 +307,7 @@ class Connections:
                     owed[connection] = unread
                 if number % CHECKED_AT_ONCE == 0:
                     await asyncio.sleep(0)
+            self._make_room_for_others(loop.time())
             total = sum(owed.values())
             while total > MAX_UNREAD_TOTAL:
                 largest = max(owed, key=owed.__getitem__)
@@ -304,12 +324,14 @@ class Connections:
         """Add a connection."""
         self._open.add(connection)
         self._metrics.open += 1
+        self._share()
         self.waiting(connection)
 
     def closed(self, connection: Connection) -> None:
         """Remove a connection."""
         self._open.discard(connection)
         self._metrics.open -= 1
+        self._share()
         self.not_waiting(connection)
 
     def waiting(self, connection: Connection) -> None:
@@ -319,6 +341,25 @@ class Connections:
     def not_waiting(self, connection: Connection) -> None:
         """Note that the connection has a request, or is closed."""
         (self._reserved if connection.probes_only else self._waiting).pop(connection, None)
+
+    def _share(self) -> None:
+        if self._shared is not None:
+            self._shared.set(self._count, len(self._open))
+
+    def _excess(self) -> int:
+        """Return the connections of all workers beyond the limit; negative below it."""
+        elsewhere = 0 if self._shared is None else self._shared.elsewhere(self._count)
+        return len(self._open) + elsewhere - self.limits.limit
+
+    def _make_room_for_others(self, now: float) -> None:
+        """Close connections that wait for a request if another worker took some beyond the limit, and share how many do."""
+        if self._shared is None:
+            return
+        for _ in range(self._excess()):
+            if not self._replace(self._waiting, REPLACEABLE_S):
+                break
+        replaceable = sum(1 for _ in takewhile(lambda each: now - each.since >= REPLACEABLE_S, self._waiting))
+        self._shared.set(self._replaceable, replaceable)
 
     def _replace(self, waiting: dict[Connection, None], least_s: float = 0.0) -> bool:
         """Close the connection that has waited longest, if it has waited for `least_s`."""

@@ -18,10 +18,9 @@ where they resolve to a probe.
 from __future__ import annotations
 
 import hmac
-import time
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -33,7 +32,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from text_generation_proto.model_files import read_file
 from text_generation_router.config import RouterConfig
-from text_generation_router.errors import RateLimited, Unauthorized
+from text_generation_router.errors import Unauthorized
+from text_generation_router.rate_limits import RateCounter, RateLimits, Rates
 from text_generation_router.request import DEFAULT_TENANT, Priority, TenantId
 
 X_API_KEY = "x-api-key"
@@ -42,29 +42,6 @@ MAX_KEYS_FILE = 4 << 20
 """Bytes of the file of keys."""
 
 _SCHEME = "bearer "
-
-
-class RateLimit:
-    """A token bucket: `per_minute` units a minute, at most that many at once."""
-
-    def __init__(self, per_minute: int, unit: str) -> None:
-        self.per_minute = per_minute
-        self._unit = unit
-        self._level = float(per_minute)
-        self._filled_at = 0.0
-
-    def check(self, now: float) -> None:
-        """Raise RateLimited if less than one unit is left."""
-        elapsed = max(0.0, now - self._filled_at)
-        self._level = min(float(self.per_minute), self._level + elapsed * self.per_minute / 60)
-        self._filled_at = now
-        if self._level < 1:
-            message = f"the API key's limit of {self.per_minute} {self._unit} a minute is reached"
-            raise RateLimited(message, (1 - self._level) * 60 / self.per_minute)
-
-    def spend(self, units: int) -> None:
-        """Take `units`. The level may fall below zero: the price of a request is known at its end."""
-        self._level -= units
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +53,20 @@ class KeyHolder:
     """The most urgent priority that it may ask for."""
     trusted: bool = False
     """True if its headers may name another tenant."""
-    requests: RateLimit | None = None
-    tokens: RateLimit | None = None
+    rates: Rates | None = None
+    """The limits of its key; None: it has none."""
+    counter: RateCounter = field(default_factory=RateLimits, compare=False)
+    """Counts for them."""
 
-    def start_request(self, now: float) -> None:
+    async def start_request(self) -> None:
         """Count one request. Raises RateLimited."""
-        for limit in (self.requests, self.tokens):
-            if limit is not None:
-                limit.check(now)
-        if self.requests is not None:
-            self.requests.spend(1)
+        if self.rates is not None:
+            await self.counter.start_request(self.rates)
 
     def spend_tokens(self, tokens: int) -> None:
         """Count prompt or new tokens."""
-        if self.tokens is not None:
-            self.tokens.spend(tokens)
+        if self.rates is not None:
+            self.counter.spend_tokens(self.rates, tokens)
 
 
 ANYONE = KeyHolder()
@@ -131,8 +107,13 @@ class ApiKeys:
         *,
         max_priority: PriorityName = "interactive",
         trust_caller_headers: bool = False,
+        counter: RateCounter | None = None,
     ) -> None:
-        """`trust_caller_headers`: headers count without any key, too. Raises ValueError; its text contains no key."""
+        """`trust_caller_headers`: headers count without any key, too. Raises ValueError; its text contains no key.
+
+        `counter` counts for the rate limits; default: this process.
+        """
+        self._counter = RateLimits() if counter is None else counter
         self._given = tuple(dict.fromkeys(keys))
         self._file = file
         self._max_priority = Priority[max_priority.upper()]
@@ -144,13 +125,14 @@ class ApiKeys:
         self.reload()
 
     @classmethod
-    def of(cls, config: RouterConfig) -> ApiKeys:
+    def of(cls, config: RouterConfig, counter: RateCounter | None = None) -> ApiKeys:
         """Return the keys of the settings. Raises ValueError; its text contains no key."""
         return cls(
             config.api_key,
             Path(config.api_keys_file) if config.api_keys_file else None,
             max_priority=config.max_priority,
             trust_caller_headers=config.trust_caller_headers,
+            counter=counter,
         )
 
     def __bool__(self) -> bool:
@@ -185,13 +167,13 @@ class ApiKeys:
         return holders
 
     def _holder_of(self, entry: _KeyEntry, digest: bytes, *, only: bool) -> KeyHolder:
-        old = self._holders.get(digest, self._anonymous)
+        rates = Rates(digest.hex(), entry.requests_per_minute, entry.tokens_per_minute)
         return KeyHolder(
             tenant=TenantId(entry.tenant or ("" if only else _tenant_name(entry.key or ""))),
             max_priority=Priority[entry.max_priority.upper()] if entry.max_priority else self._max_priority,
             trusted=only if entry.trust_headers is None else entry.trust_headers,
-            requests=_kept(old.requests, entry.requests_per_minute, "requests"),
-            tokens=_kept(old.tokens, entry.tokens_per_minute, "tokens"),
+            rates=rates if entry.requests_per_minute or entry.tokens_per_minute else None,
+            counter=self._counter,
         )
 
     def holder(self, headers: Mapping[str, str]) -> KeyHolder | None:
@@ -231,19 +213,13 @@ class ApiKeys:
                 holder = ANYONE
             request[HOLDER] = holder
             if request.method == hdrs.METH_POST:
-                holder.start_request(time.monotonic())
+                await holder.start_request()
             return await handler(request)
 
         return check
 
 
 HOLDER = web.RequestKey("holder", KeyHolder)
-
-
-def _kept(old: RateLimit | None, per_minute: int | None, unit: str) -> RateLimit | None:
-    if per_minute is None:
-        return None
-    return old if old is not None and old.per_minute == per_minute else RateLimit(per_minute, unit)
 
 
 def _read_keys(path: Path) -> list[_KeyEntry]:

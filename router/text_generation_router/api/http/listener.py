@@ -18,6 +18,7 @@ from aiohttp import web
 
 from text_generation_router.api.http.connections import Connection, ConnectionLimits, Connections
 from text_generation_router.metrics.connections import ConnectionMetrics
+from text_generation_router.shared_counts import SharedCounts
 
 BACKLOG = 1024
 """Connections that wait to be accepted."""
@@ -115,10 +116,18 @@ class Listener:
 class HttpServer:
     """An application behind one or two listeners."""
 
-    def __init__(self, app: web.Application, limits: ConnectionLimits, metrics: ConnectionMetrics) -> None:
+    def __init__(
+        self,
+        app: web.Application,
+        limits: ConnectionLimits,
+        metrics: ConnectionMetrics,
+        counts: SharedCounts | None = None,
+    ) -> None:
+        """`counts`: the limits are those of several HTTP workers together."""
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=LAST_EVENTS_S)
         self._limits = limits
         self._metrics = metrics
+        self._counts = counts
         self._listeners: list[Listener] = []
         """The main one first."""
 
@@ -135,9 +144,10 @@ class HttpServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        self._listeners.append(Listener(host, port, Connections(server, self._limits, self._metrics), shared=shared))
+        connections = Connections(server, self._limits, self._metrics, shared=self._counts)
+        self._listeners.append(Listener(host, port, connections, shared=shared))
         if management_port:
-            connections = Connections(server, self._limits, self._metrics, management=True)
+            connections = Connections(server, self._limits, self._metrics, management=True, shared=self._counts)
             self._listeners.append(Listener(host, management_port, connections, shared=shared))
 
     async def answered(self) -> None:

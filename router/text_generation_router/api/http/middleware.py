@@ -30,7 +30,7 @@ from text_generation_router.errors import (
     ServingError,
     UnknownRoute,
 )
-from text_generation_router.metrics import Metrics
+from text_generation_router.metrics import HttpMetrics
 
 log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ _HEX = frozenset("0123456789abcdef")
 # ----------------------------------------------------------------------------------------------------- errors and records
 
 
-def answering(metrics: Metrics, spans: RequestSpans | None = None) -> Middleware:
+def answering(metrics: HttpMetrics, spans: RequestSpans | None = None) -> Middleware:
     """The middleware that turns exceptions into responses and keeps a record of each request.
 
     With `spans` it traces them, too.

@@ -24,7 +24,7 @@ from text_generation_router.api.http.keys import ANYONE, HOLDER
 from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.errors import IncompleteGeneration, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
-from text_generation_router.metrics import Metrics, RequestMetrics, Spent
+from text_generation_router.metrics import HttpMetrics, RequestMetrics, Spent
 from text_generation_router.metrics.errors import MAX_ERROR_TEXT
 from text_generation_router.request import Request
 
@@ -119,7 +119,7 @@ class Record:
     error_text: str = ""
     """The text of the error, cut after MAX_ERROR_TEXT characters."""
 
-    def start(self, metrics: Metrics) -> GenerationRecord:
+    def start(self, metrics: HttpMetrics) -> GenerationRecord:
         """Add a requested generation. `finish` counts it once, as a success or as a failure."""
         generation = GenerationRecord(self.started, metrics.requests)
         self.generations.append(generation)
@@ -140,7 +140,7 @@ def cached_tokens(generations: Iterable[GenerationRecord]) -> int:
 RECORD = web.RequestKey("record", Record)
 
 
-def finish(record: Record, request: web.Request, status: int, metrics: Metrics, refusals: RefusalLimiter) -> None:
+def finish(record: Record, request: web.Request, status: int, metrics: HttpMetrics, refusals: RefusalLimiter) -> None:
     """Count a request that ended; log it, unless it is one of too many refusals."""
     now = time.monotonic()
     # The error of one generation ends the others of its stream.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -28,7 +26,8 @@ from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import Unhealthy
 from text_generation_router.generation import ServingCluster
-from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS, Metrics
+from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS
+from text_generation_router.overview import Overview
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -36,8 +35,6 @@ TGI_VERSION = "3.3.7"
 """The last release of TGI, whose clients are served."""
 MAX_IDS = 1 << 18
 """Tokens that /detokenize takes."""
-SCRAPE_SLICE_S = 0.0003
-"""Time for which /metrics is written before tokens are delivered again."""
 
 # ----------------------------------------------------------------------------------------------------------------- bodies
 
@@ -173,7 +170,7 @@ class ServiceRoutes:
         self,
         tokenizer: TokenizerPool,
         permits: ConcurrencyLimit,
-        metrics: Metrics,
+        overview: Overview,
         healthy: Callable[[], bool],
         settings: Settings,
         info: ModelInfo,
@@ -181,7 +178,7 @@ class ServiceRoutes:
     ) -> None:
         self._tokenizer = tokenizer
         self._permits = permits
-        self._metrics = metrics
+        self._overview = overview
         self._healthy = healthy
         self._settings = settings
         self._limits = settings.limits
@@ -251,17 +248,9 @@ class ServiceRoutes:
         return json_response(answer)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """GET /metrics: metrics in Prometheus' text format, or in OpenMetrics' if the client accepts that.
-
-        Tokens are delivered between its parts.
-        """
+        """GET /metrics: metrics in Prometheus' text format, or in OpenMetrics' if the client accepts that."""
         openmetrics = OPENMETRICS in request.headers.get(hdrs.ACCEPT, "")
-        body, resumed = bytearray(), time.perf_counter()
-        for text in self._metrics.texts(openmetrics=openmetrics):
-            body += text.encode()
-            if time.perf_counter() - resumed > SCRAPE_SLICE_S:
-                await asyncio.sleep(0)
-                resumed = time.perf_counter()
+        body = await self._overview.metrics(openmetrics=openmetrics)
         content_type = f"{OPENMETRICS}; version=1.0.0; charset=utf-8" if openmetrics else CONTENT_TYPE
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
 

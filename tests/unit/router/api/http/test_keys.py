@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_router.api.http.keys import ApiKeys, KeyHolder, RateLimit
+from text_generation_router.api.http.keys import ApiKeys, KeyHolder
 from text_generation_router.errors import RateLimited
+from text_generation_router.rate_limits import MIN_PRUNED, RateLimits, Rates
 from text_generation_router.request import Priority
 
 KEYS = ApiKeys(["sk-First", "second"])
@@ -75,7 +76,7 @@ def holders(keys: ApiKeys, *names: str) -> list[KeyHolder]:
     return [holder for holder in found if holder is not None]
 
 
-def test_the_file_gives_each_key_its_rights_and_is_read_again(tmp_path: Path) -> None:
+async def test_the_file_gives_each_key_its_rights_and_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     digest = sha256(b"sk-b").hexdigest()
     file.write_text(
@@ -91,21 +92,24 @@ tenant = "chat"
 requests_per_minute = 2
 """
     )
-    keys = ApiKeys(["sk-flag"], file)
+    now = 100.0
+    keys = ApiKeys(["sk-flag"], file, counter=RateLimits(lambda: now))
     first, second, flag = holders(keys, "sk-a", "sk-b", "sk-flag")
     assert (first.tenant, first.max_priority, first.trusted) == ("search", Priority.SYSTEM, True)
     assert (second.tenant, second.max_priority, second.trusted) == ("chat", Priority.INTERACTIVE, False)
     assert not flag.trusted
-    second.start_request(100.0)
-    second.start_request(100.0)
+    await second.start_request()
+    await second.start_request()
     file.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "talk"\nrequests_per_minute = 2')
     keys.reload()
     [second] = holders(keys, "sk-a", "sk-b")
     assert second.tenant == "talk"
+    now = 101.0
     with pytest.raises(RateLimited, match="2 requests a minute") as refused:
-        second.start_request(101.0)  # the limit did not change, and its level is kept
+        await second.start_request()  # the limit did not change, and its level is kept
     assert refused.value.retry_after == 29
-    second.start_request(130.0)
+    now = 130.0
+    await second.start_request()
     file.write_text("[[keys]]")
     with pytest.raises(ValueError, match="either `key` or `sha256`"):
         keys.reload()
@@ -141,11 +145,26 @@ def test_an_invalid_file_is_refused_without_showing_a_key(tmp_path: Path, text: 
         ApiKeys((), tmp_path / "pipe")
 
 
-def test_tokens_are_paid_afterwards_and_bound_the_rate() -> None:
-    holder = KeyHolder(tokens=RateLimit(600, "tokens"))
-    holder.start_request(10.0)
+async def test_tokens_are_paid_afterwards_and_bound_the_rate() -> None:
+    now = 10.0
+    holder = KeyHolder(rates=Rates("key", None, 600), counter=RateLimits(lambda: now))
+    await holder.start_request()
     holder.spend_tokens(1199)  # 599 below zero, at ten a second
+    now = 11.0
     with pytest.raises(RateLimited, match="600 tokens a minute") as refused:
-        holder.start_request(11.0)
+        await holder.start_request()
     assert refused.value.retry_after == 59
-    holder.start_request(70.0)
+    now = 70.0
+    await holder.start_request()
+
+
+async def test_full_buckets_are_forgotten_and_others_are_kept() -> None:
+    now = 0.0
+    limits = RateLimits(lambda: now)
+    await limits.start_request(Rates("spent", 1, None))
+    for number in range(3 * MIN_PRUNED):
+        now += 0.005
+        limits.spend_tokens(Rates(f"key {number}", None, 600), 1)  # full again after a tenth of a second
+        assert len(limits) <= MIN_PRUNED
+    with pytest.raises(RateLimited):
+        await limits.start_request(Rates("spent", 1, None))

@@ -1,0 +1,50 @@
+"""The figures of the whole server, whichever HTTP worker shows them: /metrics and the samples of the dashboard.
+
+one process          OwnOverview
+HTTP worker          RemoteOverview ── questions ──► scheduler process: SummedOverview
+                     counts of the worker ◄── questions ──┘
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from text_generation_router.dashboard.samples import Samples
+from text_generation_router.dashboard.state import Sample, StateReader
+from text_generation_router.metrics import Metrics
+from text_generation_router.shards.cluster import Cluster
+
+
+class Overview(Protocol):
+    """The figures of the whole server."""
+
+    async def metrics(self, *, openmetrics: bool) -> bytes:
+        """Return every metric in Prometheus' text format, or in OpenMetrics'. Raises Unhealthy."""
+        ...
+
+    async def sample_after(self, at: float) -> Sample:
+        """Return a sample of the state that was taken after `at`, a time of the monotonic clock. Raises Unhealthy."""
+        ...
+
+
+class OwnOverview:
+    """The figures of a router of one process; an Overview."""
+
+    def __init__(self, metrics: Metrics, cluster: Cluster[Any]) -> None:
+        self._metrics = metrics
+        self._state = StateReader(metrics, cluster)
+        self._samples = Samples(self._sample)
+
+    async def metrics(self, *, openmetrics: bool) -> bytes:
+        await self.collect()
+        return await self._metrics.written(openmetrics=openmetrics)
+
+    async def sample_after(self, at: float) -> Sample:
+        return await self._samples.after(at)
+
+    async def collect(self) -> None:
+        """Bring the metrics up to date: nothing to do where all are counted in this process."""
+
+    async def _sample(self) -> Sample:
+        await self.collect()
+        return self._state.sample()

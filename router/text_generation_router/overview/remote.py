@@ -1,0 +1,39 @@
+"""RemoteOverview: the figures of the whole server as an HTTP worker gets them, from the scheduler process."""
+
+from __future__ import annotations
+
+import time
+
+from text_generation_router.dashboard.state import Sample
+from text_generation_router.errors import Unhealthy
+from text_generation_router.front.remote_cluster import RemoteCluster
+from text_generation_router.metrics import HttpMetrics
+from text_generation_router.overview.wire import METRICS, SAMPLE, TIME, sample_from_bytes
+
+
+class RemoteOverview:
+    """Asks the scheduler process; an Overview."""
+
+    def __init__(self, cluster: RemoteCluster) -> None:
+        self._cluster = cluster
+
+    async def metrics(self, *, openmetrics: bool) -> bytes:
+        return await self._cluster.ask(METRICS, b"openmetrics" if openmetrics else b"")
+
+    async def sample_after(self, at: float) -> Sample:
+        return sample_from_bytes(await self._cluster.ask(SAMPLE, TIME.pack(at)))
+
+
+class OwnCounts:
+    """Answers the question for the counts of this worker."""
+
+    def __init__(self) -> None:
+        self.metrics: HttpMetrics | None = None
+        """None until it counts."""
+        self._process = time.time_ns()
+
+    async def answer(self, body: bytes) -> bytes:
+        """Return a snapshot. Raises Unhealthy."""
+        if self.metrics is None:
+            raise Unhealthy("the worker starts")
+        return self.metrics.snapshot(self._process)

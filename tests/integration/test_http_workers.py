@@ -1,0 +1,220 @@
+"""Several HTTP workers look like one server: metrics, dashboard, limits. All are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import orjson
+import pytest
+import pytest_asyncio
+from router_workers import READY_S, ProcessRouter, router
+
+T = TypeVar("T")
+GAUGES = (
+    *("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_total_tokens", "text_generation_connections"),
+    *("text_generation_preparation_characters", "text_generation_queued_tokens"),
+)
+KEYS = """
+[[keys]]
+key = "sk-operator"
+tenant = "operator"
+trust_headers = true
+[[keys]]
+key = "sk-limited"
+tenant = "limited"
+requests_per_minute = 10
+[[keys]]
+key = "sk-tokens"
+tenant = "tokens"
+tokens_per_minute = 60
+"""
+OPERATOR, LIMITED, TOKENS = ({"authorization": f"Bearer sk-{name}"} for name in ("operator", "limited", "tokens"))
+BODY = {"inputs": "one two three four", "parameters": {"max_new_tokens": 6}}
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    file.write_text(KEYS)
+    return file
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def served(demo_model: Path, keys_file: Path) -> AsyncIterator[ProcessRouter]:
+    flags = f"--api-keys-file={keys_file}", "--metric-names=vllm,trtllm", "--max-connections=12"
+    async with router(demo_model, 2, *flags) as started:
+        yield started
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def all_of(calls: Iterable[Coroutine[None, None, T]]) -> list[T]:
+    """Run calls at once, and return their results."""
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(call) for call in calls]
+    return [task.result() for task in started]
+
+
+async def generate(client: aiohttp.ClientSession, headers: dict[str, str], **parameters: int) -> int:
+    body = {**BODY, "parameters": {**BODY["parameters"], **parameters}}  # type: ignore[dict-item]
+    async with client.post("/generate", json=body, headers=headers | {"connection": "close"}) as response:
+        await response.read()
+        return response.status
+
+
+async def scrape(client: aiohttp.ClientSession, accept: str = "text/plain") -> dict[str, float]:
+    """The value of each series, by its name with labels."""
+    headers = OPERATOR | {"accept": accept, "connection": "close"}
+    async with client.get("/metrics", headers=headers) as response:
+        assert response.status == 200
+        lines = [line.partition(" # ")[0] for line in (await response.text()).splitlines() if line[0] != "#"]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+async def samples(client: aiohttp.ClientSession, count: int) -> list[bytes]:
+    """The first samples of the dashboard."""
+    found: list[bytes] = []
+    async with client.get("/dashboard/events", headers=OPERATOR) as response:
+        while len(found) < count:
+            name, data, _ = [await response.content.readline() for _ in range(3)]
+            if name == b"event: sample\n":
+                found.append(data.removeprefix(b"data: "))
+    return found
+
+
+async def idle(client: aiohttp.ClientSession) -> dict[str, float]:
+    """The metrics once nothing runs and no other connection is open."""
+    async with asyncio.timeout(READY_S):
+        while True:
+            seen = await scrape(client)
+            if not sum(seen[name] for name in GAUGES) - 1:  # that of the scrape
+                return seen
+            await asyncio.sleep(0.05)
+
+
+async def test_every_worker_shows_the_sums_of_all(served: ProcessRouter) -> None:
+    before = await idle(served.clients[0])
+    assert await all_of(generate(served.clients[number > 2], OPERATOR) for number in range(8)) == [200] * 8
+    assert await generate(served.clients[1], OPERATOR, max_new_tokens=0) == 422
+    shown = [await idle(client) for client in served.clients]
+    first = {name: value for name, value in shown[0].items() if not name.endswith(("busy_ratio", "queue_seconds"))}
+    assert first == {name: shown[1][name] for name in first}
+    assert shown[0].keys() == before.keys() == shown[1].keys()
+    grown = {name: shown[0][name] - before[name] for name in before}
+    assert grown["tgi_request_count"] == grown['tgi_request_input_length_bucket{le="+Inf"}'] + 1 == 9
+    assert grown['text_generation_requests_finished_total{reason="length"}'] == grown["tgi_request_success"] == 8
+    assert grown['tgi_request_failure{err="validation"}'] == 1
+    assert grown["text_generation_generated_tokens_total"] == grown["tgi_request_generated_tokens_sum"] == 48
+    labels = '{model_name="' + str(served.model) + '",engine="0"}'
+    assert grown[f"vllm:generation_tokens_total{labels}"] == 48
+    assert grown[f"vllm:time_to_first_token_seconds_count{labels}"] == 8
+    openmetrics = [await scrape(client, "application/openmetrics-text") for client in served.clients]
+    assert (
+        openmetrics[0]["tgi_request_success"]
+        == openmetrics[1]["tgi_request_success"]
+        == shown[0]["tgi_request_success"]
+    )
+
+
+async def test_counts_outlive_a_worker_and_its_gauges_do_not(served: ProcessRouter) -> None:
+    before = await idle(served.clients[0])
+    assert [await generate(served.clients[1], OPERATOR) for _ in range(4)] == [200] * 4
+    async with AsyncExitStack() as running:
+        body = {**BODY, "parameters": {"max_new_tokens": 4000}}
+        for _ in range(2):
+            post = served.clients[1].post("/generate_stream", json=body, headers=OPERATOR)
+            await running.enter_async_context(post)
+        counted = await scrape(served.clients[0])
+        assert (counted["tgi_batch_current_size"], counted["text_generation_connections"]) == (2, 3)
+        served.workers[1].kill()
+        await served.workers[1].wait()
+    shown = await idle(served.clients[0])
+    for seen in (counted, shown):
+        assert seen["tgi_request_success"] - before["tgi_request_success"] == 4
+        assert seen["tgi_request_count"] - before["tgi_request_count"] == 6
+    await served.restart(1)
+    assert await generate(served.clients[1], OPERATOR) == 200
+    again = await idle(served.clients[1])
+    assert again["tgi_request_success"] - shown["tgi_request_success"] == 1
+    rising = [name for name in again if name.partition("{")[0].endswith(("_total", "_count", "_bucket", "_success"))]
+    assert not [name for name in rising if again[name] < shown[name]]
+
+
+async def test_a_worker_that_does_not_answer_counts_with_its_last_figures(served: ProcessRouter) -> None:
+    assert await generate(served.clients[1], OPERATOR) == 200
+    before = await idle(served.clients[0])
+    served.workers[1].send_signal(signal.SIGSTOP)
+    try:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        seen = [await scrape(served.clients[0]) for _ in range(5)]
+        assert loop.time() - began < 4, "each scrape waits for the worker"
+        assert {each["tgi_request_success"] for each in seen} == {before["tgi_request_success"]}
+    finally:
+        served.workers[1].send_signal(signal.SIGCONT)
+    assert await generate(served.clients[1], OPERATOR) == 200
+    assert (await idle(served.clients[0]))["tgi_request_success"] == before["tgi_request_success"] + 1
+
+
+async def test_all_dashboards_show_the_same_samples_of_all(served: ProcessRouter) -> None:
+    for client in served.clients:
+        assert await generate(client, OPERATOR, max_new_tokens=0) == 422
+    before = await idle(served.clients[0])
+    shown = await all_of(samples(client, 3) for client in (*served.clients, served.clients[0]))
+    assert shown[0] == shown[1] == shown[2]
+    sample = orjson.loads(shown[0][-1])
+    assert sample["connections"] == 3
+    assert sample["ended"]["length"] == before['text_generation_requests_finished_total{reason="length"}']
+    [error] = [error for error in sample["errors"] if error["route"] == "/generate"]
+    assert (error["count"] >= 2, error["status"], error["tenant"]) == (True, 422, "operator")
+
+
+async def test_rate_limits_are_those_of_all_workers_and_a_reload_keeps_them(
+    served: ProcessRouter, keys_file: Path
+) -> None:
+    statuses = []
+    for _ in range(3):
+        statuses += await all_of(generate(served.clients[number % 2], LIMITED) for number in range(10))
+    assert sorted(statuses) == [200] * 10 + [429] * 20
+    changed = KEYS.replace('tenant = "limited"', 'tenant = "renamed"').replace('"sk-tokens"', '"sk-new"')
+    await asyncio.to_thread(keys_file.write_text, changed)
+    for worker in served.workers:
+        worker.send_signal(signal.SIGHUP)
+    for client in served.clients:
+        async with asyncio.timeout(READY_S):
+            while await generate(client, TOKENS) != 401:  # noqa: ASYNC110 - no event: in another process
+                await asyncio.sleep(0.02)
+        async with client.post("/generate", json=BODY, headers=LIMITED) as response:
+            assert (response.status, (await response.json())["error_type"]) == (429, "overloaded")
+            assert 1 <= int(response.headers["retry-after"]) <= 6
+    statuses = [await generate(served.clients[number % 2], {"authorization": "Bearer sk-new"}) for number in range(10)]
+    assert statuses == [200] * statuses.count(200) + [429] * statuses.count(429)
+    assert 3 <= statuses.count(200) <= 7, "each takes 10 of 60 tokens, and the last of them are paid afterwards"
+
+
+async def test_the_limit_of_connections_is_that_of_all_workers(served: ProcessRouter) -> None:
+    before = await idle(served.clients[0])
+    request = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    request += b"authorization: Bearer sk-operator\r\ncontent-length: 14\r\n\r\n"
+    connections = []
+    for number in range(16):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.ports[number % 2])
+        connections.append((reader, writer))
+        writer.write(request)  # its body does not follow yet
+        async with asyncio.timeout(READY_S):
+            while (await scrape(served.clients[0]))["text_generation_connections"] < number + 2:
+                pass
+    for _, writer in connections:
+        writer.write(b'{"inputs":"a"}')
+    statuses = [int((await reader.readline()).split()[1]) for reader, _ in connections]
+    assert sorted(statuses) == [200] * 12 + [503] * 4
+    for _, writer in connections:
+        writer.close()
+    assert (await idle(served.clients[1]))["tgi_request_count"] == before["tgi_request_count"]
