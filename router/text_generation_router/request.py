@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, Sampling, TraceContext
 from text_generation_router.errors import ServingError
@@ -75,6 +75,30 @@ class Request:
     """Times at which the tokenizing of the prompt began and ended, in seconds of the monotonic clock."""
     trace: TraceContext | None = None
     """For the spans of the shard."""
+
+
+class Moves(NamedTuple):
+    """The losses of a replica, or of the whole scheduler, while a request ran there."""
+
+    total: int = 0
+    fruitless: int = 0
+    """Consecutive losses without a new token in between."""
+
+    def after_loss(self, *, advanced: bool) -> Moves:
+        """Return the count after one more; `advanced`: the request has got a token since it was placed."""
+        # A request that never gets a token may be what makes shards fail.
+        return Moves(self.total + 1, 1 if advanced else self.fruitless + 1)
+
+
+NO_MOVES = Moves()
+
+
+class Progress(NamedTuple):
+    """A request that another scheduler had accepted before, and the part of it that was computed there."""
+
+    generated: Sequence[TokenId] = ()
+    moves: Moves = NO_MOVES
+    """None if it has only waited."""
 
 
 TopToken = tuple[TokenId, LogprobJson]

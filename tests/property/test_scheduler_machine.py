@@ -63,6 +63,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.add(pick(self.world, replica))
 
+    @rule(joined_first=st.booleans())
+    def restart(self, joined_first: bool) -> None:
+        self.world.restart(joined_first)
+
     @rule(replica=REPLICAS)
     def remove(self, replica: int) -> None:
         self.world.remove(pick(self.world, replica))
@@ -98,7 +102,8 @@ def test_random_events_break_no_rule() -> None:
         counts += play(seed, 1000).counts
     # The worlds were busy.
     assert all(
-        counts[event] > 5 for event in ("preemptions", "moves", "expired", "hit tokens", "refusals", "joins", "leaves")
+        counts[event] > 5
+        for event in ("preemptions", "moves", "expired", "hit tokens", "refusals", "joins", "leaves", "resumed")
     ), counts
 
 

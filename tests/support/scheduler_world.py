@@ -7,62 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup, ReplicaWorld
+from replica_world import ReplicaSetup, ReplicaWorld
 from scheduler_checks import assert_idle
+from world_clients import ClientView, RequestSpec
 
 from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, LogprobOptions
-from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
+from text_generation_router.request import Progress, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-
-
-@dataclass(frozen=True)
-class RequestSpec:
-    """A client's request. Times in seconds from now."""
-
-    prompt: tuple[int, ...]
-    new: int
-    tenant: str = ""
-    priority: Priority = Priority.DEFAULT
-    salt: str = ""
-    first_token_in: float | None = None
-    queue_for: float | None = None
-    end_in: float | None = None
-    prompt_logprobs: bool = False
-    ignore_eos: bool = False
-    constrained: bool = False
-    adapter: str = ""
-
-
-@dataclass
-class ClientView:
-    """The tokens and the end that a client has received."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    end: FinishReason | FailureCode | None = None
-    cancelled: bool = False
-
-    @property
-    def is_live(self) -> bool:
-        return self.end is None and not self.cancelled
-
-    def expected(self) -> tuple[list[int], FinishReason | FailureCode]:
-        """Return the tokens and the end of the request if nothing outside ends it: the echo engine repeats the prompt."""
-        prompt, tokens = self.request.prompt[:: -1 if self.request.adapter else 1], []
-        for number in range(self.request.max_new_tokens):
-            token = prompt[number % len(prompt)]
-            if token == FAILING_TOKEN:
-                return tokens, FailureCode.NUMERICS
-            if token == FAILING_STEP_TOKEN:
-                return tokens, FailureCode.STEP
-            tokens.append(token)
-            if token == EOS and not self.request.ignore_eos and len(tokens) < self.request.max_new_tokens:
-                return tokens, FinishReason.EOS_TOKEN
-        return tokens, FinishReason.LENGTH
 
 
 class SchedulerWorld:
@@ -76,6 +31,8 @@ class SchedulerWorld:
         self.replicas: dict[int, ReplicaWorld | None] = dict.fromkeys(self._setups)
         self.views: dict[RequestId, ClientView] = {}
         self.live: dict[RequestId, ClientView] = {}
+        self.resubmitted: set[RequestId] = set()
+        """Requests that a former scheduler had accepted."""
         self.counts: Counter[str] = Counter()
         self.history: list[Deliveries | SchedulerOutput | list[int] | float | None] = []
         """All answers of the scheduler."""
@@ -96,9 +53,38 @@ class SchedulerWorld:
     def _unfit(self, deliveries: Deliveries) -> None:
         self.history.append(deliveries)
         for failed in deliveries.failed:
-            request = self.views[failed.request_id].request
-            assert not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter)
+            view = self.views[failed.request_id]
+            request = view.request
+            fits = self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter)
+            assert not fits or not self._can_move(view)
             self._failed(failed, FailureCode.LOST)
+
+    def _can_move(self, view: ClientView) -> bool:
+        self_scheduling = any(setup.self_scheduling for setup in self._setups.values())
+        at_prompt = not (self_scheduling and view.request.grammar and view.tokens)
+        return at_prompt and view.moves.fruitless <= self.policy.max_request_moves
+
+    def restart(self, joined_first: bool) -> None:
+        """Replace the scheduler by a new one. Clients hand over their live requests, before or after replicas join.
+
+        All replicas drop their sequences.
+        """
+        stats = self.scheduler.stats()
+        self.counts["restarts"] += 1
+        self.counts["moves"] += stats.moves
+        self.counts["preemptions"] += stats.preemptions
+        self.scheduler = Scheduler(self.policy, 0)
+        self._setups = {self.scheduler.add(): setup for setup in self._setups.values()}
+        self.replicas = dict.fromkeys(self._setups)
+        if joined_first:
+            for replica in self.replicas:
+                self.open(replica)
+        for request_id, view in list(self.live.items()):
+            view.lost()
+            self.counts["resumed"] += bool(view.tokens)
+            self.resubmitted.add(request_id)
+            self._unfit(self.scheduler.submit(view.request, self.now, Progress(tuple(view.tokens), view.moves)))
+            assert not joined_first or request_id not in self.live or self._can_move(view)
 
     def add(self, like: int) -> None:
         """Let a replica with the setup of another one join."""
@@ -125,6 +111,8 @@ class SchedulerWorld:
         self.counts["losses"] += 1
         deliveries = self.scheduler.lose(replica)
         self.history.append(deliveries)
+        for request_id in deliveries.moved:
+            self.views[request_id].lost()
         assert not deliveries.tokens
         for failed in deliveries.failed:
             self._failed(failed, FailureCode.LOST)
@@ -167,7 +155,11 @@ class SchedulerWorld:
         self.views[request.id] = self.live[request.id] = ClientView(request)
         self.scheduler.submit(request, self.now)
         if self.policy.max_queued_tokens is not None and len(self.scheduler.queue) > 1:
-            requeued = sum(sequence.work for sequence in self.scheduler.queue if sequence.charged_tokens)
+            requeued = sum(
+                sequence.work
+                for sequence in self.scheduler.queue
+                if sequence.requeued or sequence.id in self.resubmitted
+            )
             assert self.scheduler.queue.work <= 2 * self.policy.max_queued_tokens + requeued
         self.counts["requests"] += 1
         return request.id
@@ -195,7 +187,7 @@ class SchedulerWorld:
         assert next_expiry is None or next_expiry > self.now
         for sequence in self.scheduler.queue:
             qos = sequence.request.qos
-            assert sequence.charged_tokens or qos.queue_by is None or qos.queue_by > self.now
+            assert sequence.requeued or qos.queue_by is None or qos.queue_by > self.now
         for view in self.live.values():
             assert view.request.qos.end_by is None or view.request.qos.end_by > self.now
 
@@ -228,6 +220,7 @@ class SchedulerWorld:
             view = self.views[placement.request.id]
             assert view.is_live
             assert list(placement.generated) == view.tokens
+            view.placed_with = len(view.tokens)
             assert not (placement.cached_tokens and view.request.logprobs.prompt and not view.tokens)
             if world.spec.self_scheduling and view.request.grammar:
                 assert not view.tokens, "such an engine cannot start in the middle of a grammar"
@@ -344,7 +337,8 @@ class SchedulerWorld:
         assert not self.live
         assert not any(world.engine.running for world in self.replicas.values() if world is not None)
         stats = self.scheduler.stats()
-        self.counts["preemptions"], self.counts["moves"] = stats.preemptions, stats.moves
+        self.counts["preemptions"] += stats.preemptions
+        self.counts["moves"] += stats.moves
 
     def _servable(self) -> list[ClientView]:
         """Return the live requests that a serving replica could hold."""

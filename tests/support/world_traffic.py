@@ -5,7 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup
-from scheduler_world import RequestSpec, SchedulerWorld
+from scheduler_world import SchedulerWorld
+from world_clients import RequestSpec
 
 from text_generation_router.request import Priority, RequestId, TenantId
 from text_generation_router.scheduling.policy import Dispatch, Policy
@@ -142,6 +143,7 @@ def random_event(world: SchedulerWorld, draw: Random, max_live: int = 30) -> Non
 def _disturb(world: SchedulerWorld, draw: Random) -> None:
     replica = pick(world, draw.randrange(len(world.replicas)))
     choices = ["lose", "lose", "open", "open", "open", "open smaller", "drain", "undrain", "undrain", "add", "remove"]
+    choices += ["restart"]
     event = draw.choice(choices)
     if event == "lose":
         world.lose(replica)
@@ -154,6 +156,8 @@ def _disturb(world: SchedulerWorld, draw: Random) -> None:
             world.add(replica)
     elif event == "remove":
         world.remove(replica)
+    elif event == "restart":
+        world.restart(draw.choice([True, False]))
     else:
         world.drain(replica, event == "drain")
 

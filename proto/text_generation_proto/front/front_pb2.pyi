@@ -146,6 +146,9 @@ class Submit(google.protobuf.message.Message):
     END_BY_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     TRACESTATE_FIELD_NUMBER: builtins.int
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    MOVES_FIELD_NUMBER: builtins.int
+    FRUITLESS_MOVES_FIELD_NUMBER: builtins.int
     request: builtins.int
     """unique over workers and their restarts"""
     ignore_eos: builtins.bool
@@ -158,6 +161,12 @@ class Submit(google.protobuf.message.Message):
     end_by: builtins.float
     traceparent: builtins.str
     tracestate: builtins.str
+    accepted: builtins.bool
+    """before: it is not refused because many wait, or because no shard serves yet"""
+    moves: builtins.int
+    """losses of its replica, or of the link, while it ran; it goes before new requests"""
+    fruitless_moves: builtins.int
+    """consecutive ones without a new token in between"""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -194,9 +203,12 @@ class Submit(google.protobuf.message.Message):
         end_by: builtins.float | None = ...,
         traceparent: builtins.str = ...,
         tracestate: builtins.str = ...,
+        accepted: builtins.bool = ...,
+        moves: builtins.int = ...,
+        fruitless_moves: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "end_by", b"end_by", "first_token_by", b"first_token_by", "grammar", b"grammar", "logprobs", b"logprobs", "queue_by", b"queue_by", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "moves", b"moves", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end_by", b"_end_by"]) -> typing.Literal["end_by"] | None: ...
     @typing.overload

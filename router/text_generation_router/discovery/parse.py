@@ -8,7 +8,6 @@ from pathlib import Path
 from text_generation_proto.sockets import split_host_port
 from text_generation_router.discovery.dns import DnsSource
 from text_generation_router.discovery.file import FileSource
-from text_generation_router.discovery.kubernetes import KubernetesApi, KubernetesSource
 from text_generation_router.discovery.source import Source, check_address
 from text_generation_router.discovery.static import StaticSource
 
@@ -32,6 +31,9 @@ def parse_source(text: str) -> Source:
             match = _SERVICE.fullmatch(rest)
             if match is None:
                 raise ValueError(f"{text!r}: expected kubernetes://namespace/service:port")
+            # Loaded only where it is used: a scheduler process starts without an HTTP client.
+            from text_generation_router.discovery.kubernetes import KubernetesApi, KubernetesSource
+
             return KubernetesSource(match[1], match[2], match[3], KubernetesApi.in_cluster())
         case _:
             return StaticSource(check_address(part.strip()) for part in text.split(",") if part.strip())

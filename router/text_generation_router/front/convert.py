@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import orjson
@@ -12,8 +11,8 @@ from text_generation_proto.front import front_pb2 as pb
 from text_generation_proto.values import Stopping, TraceContext
 from text_generation_router.errors import GenerationFailed, ServingError, error_classes
 from text_generation_router.front.link import LinkBroken
-from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId, TokenId
-from text_generation_router.scheduling.scheduler import SchedulerStats
+from text_generation_router.request import Moves, Priority, Progress, QualityOfService, Request, RequestId, TenantId
+from text_generation_router.scheduling.stats import SchedulerStats
 from text_generation_router.shards.cluster_info import ClusterInfo, MemberInfo
 
 _ERRORS = {error.__name__: error for error in error_classes()}
@@ -33,8 +32,8 @@ def text_from_pb(text: bytes) -> str:
         raise LinkBroken(str(error)) from error
 
 
-def request_to_pb(request: Request, number: RequestId, generated: Sequence[TokenId] = ()) -> pb.Submit:
-    """Convert a request, under a number of its own, and the tokens that it has generated."""
+def request_to_pb(request: Request, number: RequestId, progress: Progress | None = None) -> pb.Submit:
+    """Convert a request, under a number of its own; `progress` if it was accepted before."""
     qos, trace = request.qos, request.trace or TraceContext("")
     stopping = Stopping(
         request.max_new_tokens, stop_token_ids=request.stop_token_ids, min_new_tokens=request.min_new_tokens
@@ -42,7 +41,10 @@ def request_to_pb(request: Request, number: RequestId, generated: Sequence[Token
     return pb.Submit(
         request=number,
         prompt=request.prompt,
-        generated=generated,
+        accepted=progress is not None,
+        generated=() if progress is None else progress.generated,
+        moves=0 if progress is None else progress.moves.total,
+        fruitless_moves=0 if progress is None else progress.moves.fruitless,
         sampling=convert.sampling_to_pb(request.sampling),
         stopping=convert.stopping_to_pb(stopping),
         ignore_eos=request.ignore_eos,
@@ -89,6 +91,13 @@ def request_from_pb(message: pb.Submit) -> Request:
         qos=qos,
         trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
     )
+
+
+def progress_from_pb(message: pb.Submit) -> Progress | None:
+    """Convert the progress of a request back; None if it is new."""
+    if not message.accepted:
+        return None
+    return Progress(message.generated, Moves(message.moves, message.fruitless_moves))
 
 
 def refusal_to_pb(error: ServingError) -> pb.Refusal:

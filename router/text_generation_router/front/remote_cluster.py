@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from text_generation_router.errors import GenerationFailed, ServingError, Unheal
 from text_generation_router.front.convert import info_from_json, refusal_from_pb, request_to_pb, text_to_pb
 from text_generation_router.front.link import Link, LinkBroken
 from text_generation_router.front.questions import Answerers, LinkLost, Questions
+from text_generation_router.front.unfinished import UnfinishedRequest
 from text_generation_router.request import Request, RequestId, TenantId, TokenListener
 from text_generation_router.shards.cluster_info import ClusterInfo
 from text_generation_router.shards.convert import logprobs_to_json, top_tokens
@@ -36,24 +36,16 @@ CONNECT_EVERY_S = 0.05
 """Seconds between two attempts to connect."""
 WITHOUT_LINK_S = 30.0
 """Seconds without a link for which requests wait."""
+MAX_UNSENT_BYTES = 1 << 30
+"""Bytes that the scheduler process has not read, all requests submitted again included; then the connection is cut off."""
+WATCH_EVERY_S = 0.1
+"""Seconds between two looks at the deadlines of requests, while there is no link."""
+HANGS_AFTER_S = 1.0
+"""Seconds after a deadline at which a request ends although the scheduler process, which may hang, has not ended it."""
 ABANDONED_AFTER_S = 5.0
 """Seconds without a link, or without a shard, after which a worker that stops gives its requests up."""
 
 log = structlog.get_logger()
-
-
-class UnfinishedRequest:
-    """A request that has not ended, and the tokens that it has."""
-
-    __slots__ = ("generated", "placed", "request", "scored")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.generated: array[int] = array("I")
-        self.placed = False
-        """It has left the queue."""
-        self.scored = False
-        """The log-probabilities of its prompt were delivered."""
 
 
 def request_ids(worker: int) -> Iterator[RequestId]:
@@ -99,10 +91,10 @@ class RemoteCluster:
         """
         if self._closed:
             raise Unhealthy("the server was stopped")
-        self._live[request.id] = UnfinishedRequest(request)
+        self._live[request.id] = live = UnfinishedRequest(request)
         self._listeners.add(request.id, listener)
         if self._linked.is_set():
-            self._send(pb.FromWorker(submit=request_to_pb(request, request.id)))
+            self._submit(request.id, live)
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request; no-op if it is unknown or ended."""
@@ -214,9 +206,9 @@ class RemoteCluster:
         listeners, live = self._listeners, self._live
         for placed in report.placements:
             if (request := live.get(RequestId(placed.request))) is not None:
-                request.placed = True
+                request.placed_with = len(request.generated)
                 listeners.placed(RequestId(placed.request), placed.cached_tokens, placed.replica)
-        listeners.moved(map(RequestId, report.lost))
+        self._lose(map(RequestId, report.lost))
         for each in report.prompt_logprobs:
             if (request := live.get(RequestId(each.request))) is not None and not request.scored:
                 request.scored = True
@@ -261,9 +253,11 @@ class RemoteCluster:
     async def run(self) -> None:
         """Keep the link until cancelled, then end all requests with an error."""
         try:
-            while True:
-                await self._lost.wait()
-                await self._connect()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch_deadlines())
+                while True:
+                    await self._lost.wait()
+                    await self._connect()
         finally:
             self._closed = True
             self._end_all(GenerationFailed("the server was stopped"))
@@ -281,8 +275,6 @@ class RemoteCluster:
                 await asyncio.sleep(CONNECT_EVERY_S)
             else:
                 await self._linked_or_lost()
-            if self._live and time.monotonic() > self._lost_at + WITHOUT_LINK_S and not self._linked.is_set():
-                self._end_all(Unhealthy("the scheduler process does not answer"))
 
     async def _linked_or_lost(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -292,7 +284,7 @@ class RemoteCluster:
                 event.cancel()
 
     def _new_link(self) -> Link[pb.FromScheduler]:
-        self._link = Link(pb.FromScheduler, self._handle, self._on_open, self._on_end)
+        self._link = Link(pb.FromScheduler, self._handle, self._on_open, self._on_end, MAX_UNSENT_BYTES)
         return self._link
 
     def _send(self, message: Message) -> None:
@@ -309,8 +301,12 @@ class RemoteCluster:
         self._link = None
         self._linked.clear()
         self._lost.set()
-        self._listeners.moved([number for number, request in self._live.items() if request.placed])
+        self._lose(self._live)
         self._questions.end()
+
+    def _lose(self, numbers: Iterable[RequestId]) -> None:
+        """Count the loss of the replicas of some requests."""
+        self._listeners.moved([each for each in numbers if each in self._live and self._live[each].lost()])
 
     def _handle(self, message: pb.FromScheduler) -> None:
         kind = message.WhichOneof("kind")
@@ -340,9 +336,30 @@ class RemoteCluster:
             self._live[number] = live
             self._renumbered[live.request.id] = number
             self._listeners.renumber(before, number)
-            request = live.request
-            if live.placed:  # its time in the queue is over, and was kept
-                request = replace(request, qos=replace(request.qos, queue_by=None))
-            self._send(pb.FromWorker(submit=request_to_pb(request, number, live.generated)))
+            self._submit(number, live)
         if requests:
             log.info("requests submitted again", requests=len(requests))
+
+    def _submit(self, number: RequestId, live: UnfinishedRequest) -> None:
+        request = live.request
+        if live.scored:
+            request = replace(request, logprobs=request.logprobs.without_prompt())
+        self._send(pb.FromWorker(submit=request_to_pb(request, number, live.progress)))
+        live.accepted = True
+
+    async def _watch_deadlines(self) -> None:
+        """End requests that are late while the scheduler process cannot do it, and all after WITHOUT_LINK_S."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HANGS_AFTER_S):
+                    await self._lost.wait()
+            now = time.monotonic()
+            linked = self._linked.is_set()
+            if not linked and now > self._lost_at + WITHOUT_LINK_S:
+                self._end_all(Unhealthy("the scheduler process does not answer"))
+            latest = now - HANGS_AFTER_S if linked else now
+            for number, live in [each for each in self._live.items() if each[1].due <= latest]:
+                self._listeners.failure(number, live.expired())
+                self._cancel(number, satisfied=False)
+            if not linked:
+                await asyncio.sleep(WATCH_EVERY_S)

@@ -13,7 +13,13 @@ from text_generation_proto.front import front_pb2 as pb
 from text_generation_proto.sockets import claim_socket, remove_socket
 from text_generation_router.errors import Draining, ServingError
 from text_generation_router.front.columns import ReportReceiver, WorkerDelivery
-from text_generation_router.front.convert import info_to_json, refusal_to_pb, request_from_pb, text_from_pb
+from text_generation_router.front.convert import (
+    info_to_json,
+    progress_from_pb,
+    refusal_to_pb,
+    request_from_pb,
+    text_from_pb,
+)
 from text_generation_router.front.link import MAX_UNREAD_BYTES, Link, LinkBroken
 from text_generation_router.front.questions import Answerer, Questions
 from text_generation_router.permits import Permits
@@ -153,13 +159,14 @@ class WorkerSession:
         log.info("HTTP worker connected", worker=hello.worker, permits=len(hello.held))
 
     def _submit(self, message: pb.Submit) -> None:
-        request, cluster = request_from_pb(message), self._server.cluster
-        if request.id in cluster.scheduler.requests:
+        server, progress = self._server, progress_from_pb(message)
+        request, cluster = request_from_pb(message), server.cluster
+        if request.id in server.delivery:
             raise LinkBroken("a request was submitted twice")
         try:
-            if cluster.draining:
+            if cluster.draining and progress is None:
                 raise Draining
-            cluster.submit(request, self)
+            cluster.submit(request, self, progress)
         except ServingError as error:
             failure = pb.Failure(request=request.id, refusal=refusal_to_pb(error))
             self.report(pb.Report(failures=[failure]))

@@ -19,7 +19,8 @@ from text_generation_router.metrics.instruments import (
     reading_text,
 )
 from text_generation_router.metrics.scheduler import requests_of_adapters
-from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.stats import SchedulerStats
 
 VLLM, TRTLLM = "vllm:", "trtllm_"
 PREFIXES = {"vllm": VLLM, "trtllm": TRTLLM}

@@ -45,6 +45,16 @@ class Capacity:
         return policy.max_queued_caches * sum(spec.num_tokens for spec in self._specs.values())
 
     @property
+    def known(self) -> bool:
+        """True after the first replica joined."""
+        return bool(self._specs)
+
+    @property
+    def self_scheduling(self) -> bool:
+        """True if the engines schedule for themselves."""
+        return any(spec.self_scheduling for spec in self._specs.values())
+
+    @property
     def block_size(self) -> int:
         """Tokens per KV block; 0 before the first replica joined."""
         return next((spec.block_size for spec in self._specs.values()), 0)

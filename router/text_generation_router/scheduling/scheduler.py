@@ -28,12 +28,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
 from text_generation_proto.values import FailureCode
-from text_generation_router.request import Request, RequestId, TenantId
+from text_generation_router.request import Progress, Request, RequestId, TenantId
 from text_generation_router.scheduling.capacity import Capacity
 from text_generation_router.scheduling.dispatch import Dispatcher
 from text_generation_router.scheduling.estimates import OutputLengths, Throughputs
@@ -43,31 +42,7 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
-
-    waiting: int
-    queued_tokens: int
-    queue_seconds: float
-    busy_ratio: float
-    running: int
-    promised_tokens: int
-    used_blocks: int
-    used_tokens: int
-    cached_blocks: int
-    num_blocks: int
-    block_size: int
-    num_replicas: int
-    serving_replicas: int
-    preemptions: int
-    cancellations: int
-    expirations: int
-    moves: int
-    prompt_tokens: int
-    hit_tokens: int
+from text_generation_router.scheduling.stats import SchedulerStats
 
 
 class Scheduler:
@@ -102,19 +77,23 @@ class Scheduler:
         """The LoRA adapters that a replica holds, serving or lost."""
         return self._capacity.adapters
 
-    def submit(self, request: Request, now: float) -> None:
-        """Queue `request`, which must fit."""
+    def submit(self, request: Request, now: float, progress: Progress | None = None) -> Deliveries:
+        """Queue `request`: a new one, which must fit, or one that another scheduler had accepted. That may fail."""
         assert request.id not in self._sequences, "a request is submitted once"
-        assert self.fits(len(request.prompt), request.max_new_tokens, request.adapter), (
+        assert progress or self.fits(len(request.prompt), request.max_new_tokens, request.adapter), (
             "a request must be able to run alone"
         )
         self._arrivals += 1
         sequence = ScheduledSequence(request, self._arrivals, now, self._lengths.expected(request.max_new_tokens))
+        if progress is not None:
+            sequence.resume(progress)
         self._sequences[request.id] = sequence
         sequence.work = self._work(sequence)
-        self.queue.put(sequence)
+        self._moves += sequence.resumed
+        (self.queue.requeue if sequence.resumed else self.queue.put)(sequence)
         if sequence.deadline[0] < math.inf:
             self._deadlines.put(sequence)
+        return self._fail_unfit([sequence]) if progress is not None and self._capacity.known else Deliveries()
 
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
         """Cancel a request: its client left, or a stop string was found (`satisfied`). No-op if unknown or finished."""
@@ -173,7 +152,10 @@ class Scheduler:
         tenant = sequence.request.qos.tenant
         self.queue.tenants.started(tenant)
         self.queue.remove(sequence)
-        if not sequence.charged_tokens:
+        if sequence.resumed and not sequence.charged_tokens:  # charged for the rest where it ran before
+            sequence.charged_tokens = sequence.expected_new_tokens - len(sequence.generated)
+            self.queue.charge(tenant, sequence.charged_tokens)
+        elif not sequence.charged_tokens:
             # The cache of a self-scheduling engine is only modelled here: it reports its hits later.
             cached = 0 if replica.spec.self_scheduling else sequence.cached_tokens
             replica.prompt_tokens += len(sequence.request.prompt)
@@ -216,6 +198,8 @@ class Scheduler:
 
     def _count_hits(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
         """Count the hits in the cache of a self-scheduling engine; its tenant pays less."""
+        if sequence.resumed:  # counted where it ran before
+            return
         found = sequence.engine_cached_tokens - sequence.counted_hits
         sequence.counted_hits += found
         replica.hit_tokens += found
@@ -254,7 +238,7 @@ class Scheduler:
         self._throughputs.removed(replica)
         self._dispatcher.removed(replica)
         self._capacity.removed(replica)
-        return self._fail_unfit()
+        return self._fail_unfit(list(self.queue))
 
     def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
         """Let an empty replica serve. Queued requests that no replica can hold any more fail."""
@@ -262,18 +246,26 @@ class Scheduler:
         self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy)
         self._capacity.joined(replica, spec)
         self.drain(replica, draining=False)
-        return self._fail_unfit()
+        return self._fail_unfit(list(self.queue))
 
-    def _fail_unfit(self) -> Deliveries:
+    def _fail_unfit(self, queued: Sequence[ScheduledSequence]) -> Deliveries:
+        """End those of `queued` that no replica can hold or continue."""
         deliveries = Deliveries()
-        for sequence in list(self.queue):
+        for sequence in queued:
             left = sequence.request.max_new_tokens - len(sequence.generated)
-            if not self.fits(sequence.length, left, sequence.request.adapter):
+            if problem := self._cannot_move(sequence):
+                deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
+            elif not self.fits(sequence.length, left, sequence.request.adapter):
                 deliveries.failed.append(
                     Failed(sequence.id, FailureCode.LOST, "no replica can hold this request any more")
                 )
-                self._forget(sequence)
+            else:
+                continue
+            self._forget(sequence)
         return deliveries
+
+    def _cannot_move(self, sequence: ScheduledSequence) -> str | None:
+        return sequence.cannot_move(self.policy.max_request_moves, self_scheduling=self._capacity.self_scheduling)
 
     def lose(self, replica: int) -> Deliveries:
         """Stop using a replica. Its sequences are requeued; those that cannot continue or lost too many replicas fail."""
@@ -293,7 +285,7 @@ class Scheduler:
                 self._moves += 1
                 sequence.count_move()
                 deliveries.moved.append(sequence.id)
-            if problem := sequence.cannot_move(lost.spec, self.policy.max_request_moves):
+            if problem := self._cannot_move(sequence):
                 sequence.leave_replica(State.FAILED)
                 deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
                 self._forget(sequence)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
-from text_generation_router.request import Request, RequestId, TokenId
+from text_generation_router.request import NO_MOVES, Moves, Progress, Request, RequestId, TokenId
 from text_generation_router.scheduling.lazy_heap import Key
-from text_generation_router.scheduling.messages import ReplicaSpec
 from text_generation_router.scheduling.prefix_tree import Node
 
 TOKEN_BYTES = array("I").itemsize
@@ -62,15 +61,14 @@ class ScheduledSequence:
     """Orders the sequences of one tenant: (due time, arrival); for a requeued one (arrival, arrival)."""
     requeued: bool = False
     """True if it was preempted or lost its replica: it goes before all others."""
+    resumed: bool = False
+    """True if it ran before it was submitted here."""
     skipped: bool = False
     charged_tokens: int = 0
     """Tokens charged to its tenant."""
 
     # Lost replicas.
-    moves: int = 0
-    """Replicas lost while it ran there."""
-    fruitless_moves: int = 0
-    """Consecutive losses without a new token in between."""
+    moves: Moves = NO_MOVES
     generated_when_placed: int = 0
 
     # On a replica.
@@ -125,6 +123,16 @@ class ScheduledSequence:
         self.salt = f"{self.request.adapter}\0{self.request.qos.salt}"
         self.prompt_key = array("I", self.request.prompt).tobytes()
 
+    def resume(self, progress: Progress) -> None:
+        """Go on where another scheduler was lost."""
+        self.generated = list(progress.generated)
+        self.moves = progress.moves
+        self.resumed = progress.moves.total > 0
+        assert len(self.generated) < self.request.max_new_tokens, "a request that goes on has not ended"
+        self.length += len(self.generated)
+        self.expected_new_tokens = max(self.expected_new_tokens, len(self.generated) + 1)
+        self.expected_length = len(self.request.prompt) + self.expected_new_tokens
+
     @property
     def key(self) -> bytes:
         """All known tokens as a key of the prefix tree."""
@@ -158,16 +166,13 @@ class ScheduledSequence:
 
     def count_move(self) -> None:
         """Count the loss of the replica on which it runs."""
-        self.moves += 1
-        # A request that never gets a token may be what makes shards fail.
-        advanced = len(self.generated) > self.generated_when_placed
-        self.fruitless_moves = 1 if advanced else self.fruitless_moves + 1
+        self.moves = self.moves.after_loss(advanced=len(self.generated) > self.generated_when_placed)
 
-    def cannot_move(self, lost: ReplicaSpec, max_fruitless_moves: int) -> str | None:
-        """Return why it cannot go on after the loss of its replica, of this spec; None if it can."""
-        if self.fruitless_moves > max_fruitless_moves or self.moves > MAX_MOVES:
+    def cannot_move(self, max_fruitless_moves: int, *, self_scheduling: bool) -> str | None:
+        """Return why it cannot go on after the loss of its replica; None if it can."""
+        if self.moves.fruitless > max_fruitless_moves or self.moves.total > MAX_MOVES:
             return "the shards that computed this request were lost"
-        if lost.self_scheduling and self.request.grammar is not None and self.generated:
+        if self_scheduling and self.request.grammar is not None and self.generated:
             # Such an engine can start a grammar only at the end of the prompt.
             return "lost its shard; a constrained answer cannot go on elsewhere"
         return None

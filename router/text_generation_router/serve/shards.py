@@ -13,7 +13,6 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.config import RouterConfig
 from text_generation_router.discovery.parse import parse_source
-from text_generation_router.discovery.peers import SharedShards
 from text_generation_router.discovery.source import Address, Source, known
 from text_generation_router.discovery.static import StaticSource
 from text_generation_router.metrics import Metrics
@@ -70,6 +69,9 @@ class Shards:
         if self._peers is None:
             await cluster.run(known(self._source), self._joined, limits, self._config)
             return
+        # Loaded only where it is used: a scheduler process starts without an HTTP client.
+        from text_generation_router.discovery.peers import SharedShards
+
         shared = SharedShards(self._source, self._peers, self._config.port, self._config.peer_name)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shared.run())

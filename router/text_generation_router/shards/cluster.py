@@ -22,7 +22,7 @@ from text_generation_proto.access import ShardAccess
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
-from text_generation_router.request import Request, RequestId, TenantId
+from text_generation_router.request import Progress, Request, RequestId, TenantId
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster_info import ClusterInfo, MemberInfo
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
@@ -83,12 +83,26 @@ class Cluster(Generic[Receiver]):
 
     # ------------------------------------------------------------------------------------------------- for the router
 
-    def submit(self, request: Request, listener: Receiver) -> None:
-        """Queue `request`; `listener` gets its tokens until its end or `cancel`.
+    def submit(self, request: Request, listener: Receiver, progress: Progress | None = None) -> None:
+        """Queue `request`; `listener` gets its tokens until its end or `cancel`. One with `progress` waits for shards.
 
         Raises Unhealthy, DeadlineExceeded, GenerationFailed or Overloaded if it cannot be queued.
         """
         now = time.monotonic()
+        if progress is None:
+            self._check_new(request, now)
+        elif self._closed:
+            raise Unhealthy("no shard serves now")
+        elif not self.connected and self._without_replica_since is None:
+            self._without_replica_since = now
+        self._listeners.add(request.id, listener)
+        self._listeners.failures(self.scheduler.submit(request, now, progress).failed)
+        if request.qos.end_by is not None or request.qos.queue_by is not None or not self.connected:
+            self._deadlines.set()
+        self.dispatch()
+
+    def _check_new(self, request: Request, now: float) -> None:
+        """Raise a ServingError if a new request cannot be queued."""
         qos = request.qos
         if self._closed or not self._expects_replicas(now):
             raise Unhealthy("no shard serves now")
@@ -98,11 +112,6 @@ class Cluster(Generic[Receiver]):
         if not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter):
             raise GenerationFailed("no replica can hold this request now")
         self._refuse_overload(request, now)
-        self._listeners.add(request.id, listener)
-        self.scheduler.submit(request, now)
-        if qos.end_by is not None or qos.queue_by is not None:
-            self._deadlines.set()
-        self.dispatch()
 
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
         """Cancel a request; no-op if it is unknown or ended. `satisfied`: its listener wants no more tokens."""

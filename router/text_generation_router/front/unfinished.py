@@ -1,0 +1,57 @@
+"""UnfinishedRequest: the record of a request in an HTTP worker, by which it goes on in another scheduler process."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+from text_generation_router.errors import DeadlineExceeded
+from text_generation_router.request import NO_MOVES, Progress, Request
+
+
+class UnfinishedRequest:
+    """A request that has not ended, and its progress."""
+
+    __slots__ = ("accepted", "generated", "moves", "placed_with", "request", "scored")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.accepted = False
+        """It was sent to a scheduler process."""
+        self.generated: array[int] = array("I")
+        self.moves = NO_MOVES
+        self.placed_with: int | None = None
+        """New tokens at its last placement; None while it has no replica."""
+        self.scored = False
+        """The log-probabilities of its prompt were delivered."""
+
+    @property
+    def progress(self) -> Progress | None:
+        """The progress for the next scheduler process; None if it was sent to none before."""
+        return Progress(self.generated, self.moves) if self.accepted else None
+
+    @property
+    def has_run(self) -> bool:
+        """True if it has left the queue."""
+        return self.placed_with is not None or self.moves.total > 0
+
+    @property
+    def due(self) -> float:
+        """The time at which it expires."""
+        qos = self.request.qos
+        end = math.inf if qos.end_by is None else qos.end_by
+        return end if qos.queue_by is None or self.has_run else min(end, qos.queue_by)
+
+    def lost(self) -> bool:
+        """Count the loss of its replica, or of the link; False if it had no replica."""
+        if self.placed_with is None:
+            return False
+        self.moves = self.moves.after_loss(advanced=len(self.generated) > self.placed_with)
+        self.placed_with = None
+        return True
+
+    def expired(self) -> DeadlineExceeded:
+        """Return the error of a request that is late."""
+        if self.has_run:
+            return DeadlineExceeded(f"its time was over after {len(self.generated)} new tokens")
+        return DeadlineExceeded("its time in the queue was over")
