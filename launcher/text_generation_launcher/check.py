@@ -99,9 +99,10 @@ async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dic
             "replicas": config.num_replicas,
             "device": devices.name or ("GPU" if devices.count and config.device != "cpu" else "CPU"),
         }
-        if plan.router is not None:
-            assert isinstance(plan.router.config, RouterConfig)
-            found |= _check_router(plan.router.config, model)
+        if plan.router:
+            router = plan.router[0].config
+            assert isinstance(router, RouterConfig)
+            found |= _check_router(router, model)
     if model is not None:
         found = {name: value for name, value in model.items() if name != "description"} | found
     return found

@@ -34,7 +34,7 @@ class ChildFailed(Exception):
 
 
 class ChildLost(Exception):
-    """The router ended while serving, or the last shard did and restarts are disabled."""
+    """The router is not worth another restart, or the last shard ended and restarts are disabled."""
 
 
 class ShardsHopeless(Exception):
@@ -54,7 +54,7 @@ async def run_to_end(
     """Run a child until it ends by itself and return its exit code. When cancelled, stop it first.
 
     A child that hangs is aborted. Children with the same `hung`, an event, are aborted together. `described` gets the
-    description of a shard that serves. `reserve` has descriptors for its start and end. `beside` runs as long as the child.
+    description of a shard that serves; for another child that serves it is empty. `reserve` has descriptors for its start and end. `beside` runs as long as the child.
 
     The child leads its own process group: a terminal sends Ctrl-C to the whole foreground group, but the launcher stops
     its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).

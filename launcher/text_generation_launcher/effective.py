@@ -33,9 +33,8 @@ async def effective_settings(config: LauncherConfig, environ: Mapping[str, str])
         plan = make_plan(checked, context)
     sources = dict(config.sources) | _changes(config, checked)
     del sources["print_config"]
-    children = [*plan.shards, *([] if plan.router is None else [plan.router])]
     return {"launcher": Effective(checked, sources)} | {
-        child.name: _of_child(child, checked, sources) for child in children
+        child.name: _of_child(child, checked, sources) for child in (*plan.shards, *plan.router)
     }
 
 

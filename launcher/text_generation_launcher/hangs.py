@@ -3,7 +3,8 @@
     a line ──► the child serves, and describes itself if it is a shard
     no heartbeat for --hang-timeout, or STUCK ──► SIGABRT, SIGCONT to the process group ──► ABORT_GRACE ──► SIGKILL
 
-A child is watched from that line on: loading a model may take any time, and may hold the interpreter lock.
+A child is watched from its first heartbeat on. That of a shard comes with the line: loading a model may take any time, and
+may hold the interpreter lock.
 SIGABRT makes faulthandler write the stacks of all threads, also while a thread holds the interpreter lock. A stopped process
 handles it only when it continues.
 """
@@ -15,18 +16,23 @@ import os
 import signal
 from base64 import b64decode
 from contextlib import suppress
+from typing import Never
 
 import structlog
 from google.protobuf.message import DecodeError
 
 from text_generation_launcher.plan import ChildSpec
-from text_generation_proto.heartbeat import CHECK_EVERY_S, MAX_DESCRIPTION, STUCK, Silence
+from text_generation_proto.heartbeat import ALIVE, CHECK_EVERY_S, MAX_DESCRIPTION, STUCK, Silence
 from text_generation_proto.v1 import shard_pb2 as pb
 
 ABORT_GRACE = 1.0
 """Seconds between SIGABRT and SIGKILL: time to write the stacks."""
 
 log = structlog.get_logger()
+
+
+class _ChildHangs(Exception):
+    """The child sends no heartbeats, or says that it is stuck."""
 
 
 def heartbeat_pipe() -> tuple[int, int]:
@@ -61,49 +67,62 @@ async def abort_if_hung(
 async def _watch(
     spec: ChildSpec, heartbeat_fd: int, hung: asyncio.Event, described: asyncio.Future[pb.InfoResponse] | None
 ) -> None:
-    line = await _first_line(heartbeat_fd)
-    if line is None:
-        return
     try:
+        line = await _first_line(heartbeat_fd, spec.hang_timeout)
+        if line is None:
+            return
         description = pb.InfoResponse.FromString(b64decode(line, validate=True))
+        if described is not None and not described.done():
+            described.set_result(description)
+        await _until_silent(heartbeat_fd, spec.hang_timeout)
+    except _ChildHangs as error:
+        reason = str(error)
     except (ValueError, DecodeError):
-        log.error("child hangs", child=spec.name, reason="its description cannot be read")
-        hung.set()
-        return
-    if described is not None and not described.done():
-        described.set_result(description)
+        reason = "its description cannot be read"
+    log.error("child hangs", child=spec.name, reason=reason)
+    hung.set()
+
+
+async def _first_line(fd: int, timeout_s: float) -> bytes | None:
+    """Wait for the line; None if there is none because the child has closed its end. Raises _ChildHangs."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    silence = Silence()
+    line = b""
+    check_every_s = None
+    loop.add_reader(fd, readable.set)
+    try:
+        while b"\n" not in line and len(line) < MAX_DESCRIPTION:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(check_every_s):
+                    await readable.wait()
+            readable.clear()
+            if (read := _read(fd)) is None:
+                return None
+            silence.record(sign=bool(read))
+            _check(silence, timeout_s)
+            line += read.lstrip(ALIVE)
+            check_every_s = CHECK_EVERY_S
+    finally:
+        loop.remove_reader(fd)
+    return line.partition(b"\n")[0]
+
+
+async def _until_silent(fd: int, timeout_s: float) -> Never:
+    """Wait until the child hangs. Raises _ChildHangs."""
     silence = Silence()
     while True:
         await asyncio.sleep(CHECK_EVERY_S)
-        beats = _read(heartbeat_fd)
+        beats = _read(fd) or b""
         silence.record(sign=bool(beats))
         if beats.endswith(STUCK):
-            reason = "a step of its engine does not end"
-        elif silence.exceeds(spec.hang_timeout):
-            reason = f"no heartbeat for {silence.seconds} s"
-        else:
-            continue
-        log.error("child hangs", child=spec.name, reason=reason)
-        hung.set()
-        return
+            raise _ChildHangs("a step of its engine does not end")
+        _check(silence, timeout_s)
 
 
-async def _first_line(fd: int) -> bytes | None:
-    """Wait for the line before the first heartbeat; None if there is none because the child has closed its end."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    read = b""
-    loop.add_reader(fd, readable.set)
-    try:
-        while b"\n" not in read and len(read) < MAX_DESCRIPTION:
-            await readable.wait()
-            readable.clear()
-            if not (some := _read(fd)):
-                return None
-            read += some
-    finally:
-        loop.remove_reader(fd)
-    return read.partition(b"\n")[0]
+def _check(silence: Silence, timeout_s: float) -> None:
+    if silence.exceeds(timeout_s):
+        raise _ChildHangs(f"no heartbeat for {silence.seconds} s")
 
 
 def _kill(process_group: int, number: signal.Signals) -> None:
@@ -111,8 +130,9 @@ def _kill(process_group: int, number: signal.Signals) -> None:
         os.killpg(process_group, number)
 
 
-def _read(fd: int) -> bytes:
+def _read(fd: int) -> bytes | None:
+    """Return what has arrived; None if the other end is closed."""
     try:
-        return os.read(fd, 1 << 16)
+        return os.read(fd, 1 << 16) or None
     except BlockingIOError:
         return b""

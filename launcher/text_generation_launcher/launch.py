@@ -22,8 +22,8 @@ from text_generation_launcher.devices import Devices, find_devices
 from text_generation_launcher.environment import describe_environment
 from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec, make_plan
+from text_generation_launcher.restarts import RestartPolicy
 from text_generation_launcher.shard_group import RunShard
-from text_generation_launcher.shard_restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
 from text_generation_proto.channel import read_certificates

@@ -72,8 +72,9 @@ class LaunchPlan:
 
     shards: tuple[ShardSpec, ...]
     """Ordered by replica, then by rank."""
-    router: ChildSpec | None
-    """None if it is elsewhere: with --parts shards, and on nodes of a replica other than the first."""
+    router: tuple[ChildSpec, ...]
+    """The router, or its scheduler process and then the HTTP workers, which stop before it. Empty if it is elsewhere: with
+    --parts shards, and on nodes of a replica other than the first."""
     host: str
     """IP address that the router listens on."""
     port: int
@@ -83,7 +84,7 @@ class LaunchPlan:
     @property
     def ports(self) -> tuple[int, ...]:
         """The ports that the router listens on."""
-        if self.router is None:
+        if not self.router:
             return ()
         return (self.port, self.management_port) if self.management_port else (self.port,)
 
@@ -133,7 +134,7 @@ def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
     replicas = range(0 if config.parts == "router" else config.num_replicas)
     shards = tuple(_shard(config, context, replica, rank) for replica in replicas for rank in ranks)
     alone = config.node_rank or config.parts == "shards"
-    router = None if alone else _router(config, context, shards, partitions * config.hosts)
+    router = () if alone else _router(config, context, shards, partitions * config.hosts)
     return LaunchPlan(shards, router, listen_host(config.hostname), config.port, config.management_port)
 
 
@@ -274,7 +275,7 @@ def _cpu_share(config: LauncherConfig, context: LaunchContext, shards: int) -> d
 
 def _router(
     config: LauncherConfig, context: LaunchContext, shards: tuple[ShardSpec, ...], partitions: int
-) -> ChildSpec:
+) -> tuple[ChildSpec, ...]:
     settings = child_settings(config, RouterConfig) | {
         "model_path": str(context.model_path),
         "shard_address": tuple(shard.address for shard in shards if shard.rank == 0 and config.places == "local"),
@@ -288,12 +289,26 @@ def _router(
     }
     if config.places == "ray":
         settings["shards"] = f"file://{context.members_file}"
-    env = child_env(context.environ, RouterConfig) | config.environ
+    env = child_env(context.environ, RouterConfig)
     if config.api_key:
         env["API_KEY"] = ",".join(config.api_key)
+    if config.http_workers == 1:
+        return (_router_process(config, context, settings, env | config.environ),)
+    settings["front_socket"] = str(context.socket_folder / "front")
+    scheduler = _router_process(config, context, settings | {"role": "scheduler"}, env | config.environ)
+    workers = (
+        _router_process(config, context, settings | {"role": "http", "http_worker": number}, env)
+        for number in range(config.http_workers)
+    )
+    return scheduler, *workers
+
+
+def _router_process(
+    config: LauncherConfig, context: LaunchContext, settings: Mapping[str, object], env: Mapping[str, str]
+) -> ChildSpec:
     router_config = RouterConfig.of(**settings)
     return ChildSpec(
-        name="router",
+        name=router_config.process_name,
         argv=child_argv("text_generation_router", router_config),
         config=router_config,
         env=env,

@@ -12,10 +12,10 @@ import structlog
 FORCED_GRACE = 1.0
 """Seconds that a child has left once a second signal arrived."""
 
-NO_SHARD_GRACE = 5.0
-"""Seconds that the router has left once no shard can finish its requests."""
-NO_SHARD_SECOND_SIGNAL = 0.5
-"""Seconds until the router then gets a second SIGTERM, at which it drops the requests that it cannot finish."""
+LOST_GRACE = 5.0
+"""Seconds that a child has left once the running requests cannot be finished."""
+LOST_SECOND_SIGNAL = 0.5
+"""Seconds until it then gets a second SIGTERM, at which the router drops these requests."""
 
 GracePeriod = Callable[[float, Callable[[], None]], AbstractAsyncContextManager[None]]
 """Type of `GracefulShutdown.grace_period`: seconds and a function that sends SIGTERM again."""
@@ -32,9 +32,10 @@ class GracefulShutdown:
         """`reloads`: SIGHUP asks the router to read its files again, and does not stop."""
         self.requested = asyncio.Event()
         self.reload = asyncio.Event()
+        """Set by the next SIGHUP that asks for it; each has its own event."""
         self._reloads = reloads
         self._forced = False
-        self._no_shards = False
+        self._lost = False
         self._stopping: dict[asyncio.Timeout, Callable[[], None]] = {}
 
     def listen(self) -> None:
@@ -47,6 +48,7 @@ class GracefulShutdown:
         """Handle a signal."""
         if sig is signal.SIGHUP and self._reloads:
             self.reload.set()
+            self.reload = asyncio.Event()
         elif not self.requested.is_set():
             self.requested.set()
             log.info("stopping", signal=sig.name)
@@ -57,25 +59,25 @@ class GracefulShutdown:
                 self._shorten(timeout, FORCED_GRACE)
             log.warning("stopping at once", signal=sig.name)
 
-    def shards_lost(self) -> None:
-        """Shorten the grace periods that begin from now on: without a shard the router cannot finish its requests."""
-        self._no_shards = True
+    def requests_lost(self) -> None:
+        """Shorten the grace periods that begin from now on: no shard, or no router, is left to finish the requests."""
+        self._lost = True
 
     @asynccontextmanager
     async def grace_period(self, seconds: float, terminate: Callable[[], None]) -> AsyncIterator[None]:
         """Limit the time of a stopping child, like asyncio.timeout.
 
-        A second signal calls `terminate` and leaves FORCED_GRACE seconds. After `shards_lost`, `terminate` is called
-        after NO_SHARD_SECOND_SIGNAL seconds, and at most NO_SHARD_GRACE seconds are left.
+        A second signal calls `terminate` and leaves FORCED_GRACE seconds. After `requests_lost`, `terminate` is called
+        after LOST_SECOND_SIGNAL seconds, and at most LOST_GRACE seconds are left.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(seconds) as timeout:
             if self._forced:
                 self._shorten(timeout, FORCED_GRACE)
             second_signal = None
-            if self._no_shards:
-                self._shorten(timeout, NO_SHARD_GRACE)
-                second_signal = loop.call_later(NO_SHARD_SECOND_SIGNAL, terminate)
+            if self._lost:
+                self._shorten(timeout, LOST_GRACE)
+                second_signal = loop.call_later(LOST_SECOND_SIGNAL, terminate)
             self._stopping[timeout] = terminate
             try:
                 yield

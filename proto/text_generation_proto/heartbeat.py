@@ -1,7 +1,7 @@
 """Heartbeats: the rule by which a process that hangs is found.
 
-    shard, router ──one byte every half second──► launcher    over a pipe that the child inherits: first a line with
-                                                              the description of a shard, then the heartbeats
+    shard, router ──one byte every half second──► launcher    over a pipe that the child inherits. A line says that
+                                                              the child serves, and what a shard serves
     shard ◄──a health check every half second──── router      over gRPC
     launcher, or shard or router alone ──► service manager    its watchdog (notify.py)
 
@@ -62,13 +62,17 @@ class Silence:
 class HeartbeatSender:
     """The sending end of the pipe to the launcher. A process without a launcher tells the service manager, if it has one."""
 
-    def __init__(self, notifier: Notifier, description: bytes = b"") -> None:
-        """`description` is an InfoResponse: with the first heartbeat the launcher learns that a shard serves, and what."""
+    def __init__(self, notifier: Notifier) -> None:
         self._notifier = notifier
-        self._unsent = b64encode(description) + b"\n"
+        self._unsent = b""
         self._fd = int(os.environ.pop(VARIABLE, -1))
         if self._fd >= 0:
             os.set_blocking(self._fd, False)
+
+    def serves(self, description: bytes = b"") -> None:
+        """Tell the launcher that this process serves; `description` is the InfoResponse of a shard."""
+        self._unsent = b64encode(description) + b"\n"
+        self.send(ALIVE)
 
     def send(self, beat: bytes) -> None:
         """Send a heartbeat. It is dropped if the launcher does not read, or is gone."""
@@ -80,8 +84,15 @@ class HeartbeatSender:
 
 
 async def send_heartbeats(notifier: Notifier) -> None:
-    """Send heartbeats until cancelled."""
+    """Send heartbeats until cancelled. Once `notifier` is ready, tell the launcher too."""
     sender = HeartbeatSender(notifier)
-    while True:
-        sender.send(ALIVE)
-        await asyncio.sleep(CHECK_EVERY_S)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_tell_when_ready(sender, notifier))
+        while True:
+            sender.send(ALIVE)
+            await asyncio.sleep(CHECK_EVERY_S)
+
+
+async def _tell_when_ready(sender: HeartbeatSender, notifier: Notifier) -> None:
+    await notifier.is_ready.wait()
+    sender.serves()

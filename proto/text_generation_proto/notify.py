@@ -9,6 +9,7 @@ sent.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ class Notifier:
         self._status: Callable[[], str] = str
         self._shown = ""
         self._unsent: dict[str, str] = {}
+        self.is_ready = asyncio.Event()
+        """Set by `ready`."""
         if self._socket is not None:
             self._socket.settimeout(0)
 
@@ -46,6 +49,7 @@ class Notifier:
 
     def ready(self) -> None:
         """Tell that the server serves."""
+        self.is_ready.set()
         self._unsent["READY"] = "1"
         self._send()
 

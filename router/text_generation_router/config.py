@@ -159,7 +159,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Most bytes of a stream that its client has not read; beyond it the stream is ended."""
     keep_alive_timeout: Annotated[float, Field(gt=0)] = 75.0
     """Seconds that an idle HTTP connection is kept. A load balancer's own timeout must be shorter."""
-    http_workers: Annotated[int, Field(ge=1, le=255)] = 1
+    http_workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that serve HTTP. 1: one router process does everything; more: a scheduler process beside them, and limits,
     metrics and health are those of all of them together."""
     management_port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -235,7 +235,12 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
     Not used with --shards."""
     role: Literal["all", "scheduler", "http"] = "all"
     """Part of the router that this process is: all of it, the scheduler process, or an HTTP worker. Set by the launcher."""
-    http_worker: Annotated[int, Field(ge=0, le=254)] = 0
+    http_worker: Annotated[int, Field(ge=0, le=63)] = 0
     """Number of this HTTP worker, from 0. Set by the launcher."""
     front_socket: str = ""
     """Path of the Unix socket between the HTTP workers and the scheduler process, which listens. Set by the launcher."""
+
+    @property
+    def process_name(self) -> str:
+        """The name of the process in its log records."""
+        return {"all": "router", "scheduler": "router-scheduler", "http": f"http-worker-{self.http_worker}"}[self.role]

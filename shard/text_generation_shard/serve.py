@@ -135,7 +135,8 @@ async def _serve_engine(
     notifier.ready()
     async with asyncio.TaskGroup() as tasks:
         description = info_to_pb(info, config.rank, config.world_size)
-        heartbeat = HeartbeatSender(notifier, description.SerializeToString())
+        heartbeat = HeartbeatSender(notifier)
+        heartbeat.serves(description.SerializeToString())
         reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, heartbeat))
         await _wait_for_either(signals.stop.wait(), owner.crashed.wait())
         await health.stop()

@@ -230,9 +230,7 @@ class Case:
             return {ExitCode.FAILED} if self.phase == "load" else codes
         if self.role == "launcher":
             return {-self.fault.signal} if self.harm is Harm.DEATH else codes | {ExitCode.FAILED}
-        if self.phase == "load":
-            return {ExitCode.FAILED}
-        return codes | {ExitCode.DEPENDENCY_LOST} if self.role == "router" else codes
+        return {ExitCode.FAILED} if self.phase == "load" else codes
 
     @property
     def may_survive(self) -> bool:

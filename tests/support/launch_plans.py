@@ -46,5 +46,5 @@ def shards_of(plan: LaunchPlan) -> list[ShardConfig]:
 
 
 def router_of(plan: LaunchPlan) -> RouterConfig:
-    assert plan.router is not None
-    return parsed(RouterConfig, plan.router, "text_generation_router")
+    (router,) = plan.router
+    return parsed(RouterConfig, router, "text_generation_router")

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from text_generation_launcher.plan import ChildSpec, LaunchPlan, ShardSpec
-from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_launcher.restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
 from text_generation_proto.heartbeat import VARIABLE
@@ -48,7 +48,9 @@ async def serve(stop):
 """A shard that says that it serves, and no more. If the file FAULT exists, it exits with the code in it, or hangs."""
 
 ROUTER = """
-import http.server, signal, sys, threading
+import http.server, os, signal, sys, threading
+if os.path.exists(FAULT):
+    os._exit(int(open(FAULT).read()))
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
@@ -61,10 +63,11 @@ def stop(*_):
 def drain(): pass
 def main():
     signal.signal(signal.SIGTERM, stop)
-    say("router-listens")
+    os.write(int(os.environ[HEARTBEAT]), b"\\n")
+    say(f"router-listens {os.getpid()}")
     server.serve_forever(poll_interval=0.01)
 """
-"""A router with a health route only."""
+"""A router with a health route only. If the file FAULT exists, it exits with the code in it."""
 
 
 TIMEOUT = 60.0
@@ -143,6 +146,7 @@ class FakeServer:
         self.folder = folder
         self.log = log
         self.journal = Journal(folder)
+        self.stop = GracefulShutdown(reloads=True)
         self.router_change = ""
         """Code that replaces parts of the router."""
         self.messages: list[str] = []
@@ -151,9 +155,9 @@ class FakeServer:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
 
-    def fail(self, replica: int, fault: object) -> None:
-        """Make the shard exit with code `fault`, or hang, at its next starts."""
-        (self.folder / f"fault{replica}").write_text(str(fault))
+    def fail(self, place: int | str, fault: object) -> None:
+        """Make a shard, or "router", exit with code `fault` at its next starts, or a shard hang."""
+        (self.folder / f"fault{place}").write_text(str(fault))
 
     def heal(self, replica: int) -> None:
         """Make the shard serve again at its next start."""
@@ -179,9 +183,10 @@ class FakeServer:
 
     def supervisor(self, policy: RestartPolicy, *shards: ShardSpec) -> Supervisor:
         """Return a supervisor of these shards and a router."""
-        router = child("router", self.journal, f"PORT = {self._port}\n{ROUTER}\n{self.router_change}\nmain()")
-        plan = LaunchPlan(shards, router, "127.0.0.1", self._port)
-        return Supervisor(plan, GracefulShutdown(), policy, Notifier({}), json_output=False)
+        values = f"PORT, HEARTBEAT, FAULT = {self._port}, {VARIABLE!r}, {str(self.folder / 'faultrouter')!r}"
+        router = child("router", self.journal, f"{values}\n{ROUTER}\n{self.router_change}\nmain()")
+        plan = LaunchPlan(shards, (router,), "127.0.0.1", self._port)
+        return Supervisor(plan, self.stop, policy, Notifier({}), json_output=False)
 
     @asynccontextmanager
     async def running(self, policy: RestartPolicy, *shards: ShardSpec) -> AsyncIterator[asyncio.Task[type | None]]:

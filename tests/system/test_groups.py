@@ -13,7 +13,7 @@ from fake_children import FakeServer, fake_server
 from text_generation_launcher import shard_group
 from text_generation_launcher.child import ChildFailed, ShardsHopeless
 from text_generation_launcher.plan import ShardSpec
-from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_launcher.restarts import RestartPolicy
 from text_generation_proto import heartbeat
 from text_generation_proto.exit_codes import ExitCode
 
@@ -55,8 +55,8 @@ async def test_group_that_loses_a_shard_is_restarted_as_a_whole(server: FakeServ
         await server.wait_for("shard-0-rank-1 stops", *SERVE)
         again = await server.log.next("shard serves again")
         assert (again["replica"], again["seconds"] > 0) == (0, True)
-        assert {name for name in first if server.pids[name] == first[name]} == {"shard-1"}
-        assert [name for name in first if psutil.pid_exists(first[name])] == ["shard-1"]
+        assert {name for name in first if server.pids[name] == first[name]} == {"shard-1", "router-listens"}
+        assert [name for name in first if psutil.pid_exists(first[name])] == ["shard-1", "router-listens"]
         # The sockets of a dead group are removed before its restart.
         (server.folder / "g0").touch()  # left by a leader that was killed while the group gathered
         server.kill("0-rank-1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 from fake_children import FakeServer, fake_server
 
 from text_generation_launcher.child import ChildLost, ShardsHopeless
-from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_launcher.restarts import RestartPolicy
 from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
@@ -41,8 +42,8 @@ async def test_shards_start_before_the_router_and_outlive_it(server: FakeServer)
         await asyncio.to_thread(drained.write_text, "")
         await server.wait_for("shard-0 stops")
     starts = [["shard-listens", f"shard-0 serves {pid}"] for pid in (first, server.pids["shard-0"])]
-    ends = ["router-drained", "shard-0 stops"]
-    assert server.messages == [*starts[0], "router-listens", "router-stops", *starts[1], *ends]
+    router, ends = f"router-listens {server.pids['router-listens']}", ["router-drained", "shard-0 stops"]
+    assert server.messages == [*starts[0], router, "router-stops", *starts[1], *ends]
     assert not (server.folder / "s0").exists()
 
 
@@ -154,3 +155,34 @@ async def test_failed_process_start_counts_as_a_death(server: FakeServer) -> Non
         server.kill(0)
         assert await task is ShardsHopeless
     assert "No such file" in str(server.log.rest("shard cannot be started"))
+
+
+async def test_a_router_that_dies_is_restarted_until_it_is_hopeless(server: FakeServer) -> None:
+    """The shard is not touched, and a SIGHUP while the router starts waits until it has a handler."""
+    gate = server.folder / "gate"
+    server.router_change = f"""
+if os.path.exists({str(gate)!r}):
+    say("router-starts")
+    open({str(gate)!r}).read()
+signal.signal(signal.SIGHUP, lambda *_: say("router-reloads"))
+"""
+    async with server.running(RestartPolicy(max_restarts=2, delays=(0.0, 0.01)), server.shard(0)) as task:
+        first = server.pids["router-listens"]
+        os.mkfifo(gate)
+        os.kill(first, signal.SIGKILL)
+        assert (await server.log.next("router died"))["signal"] == "SIGKILL"
+        await server.wait_for("router-starts")
+        server.stop.receive(signal.SIGHUP)
+        await asyncio.to_thread(gate.write_text, "")
+        await server.wait_for("router-listens", "router-reloads")
+        assert (await server.log.next("router serves again"))["child"] == "router"
+        server.fail("router", 3)
+        os.kill(server.pids["router-listens"], signal.SIGKILL)
+        assert await task is ChildLost
+        await server.wait_for("shard-0 stops")
+    died = [(record["exit_code"], record["restart_in_s"]) for record in server.log.rest("router died")]
+    assert died == [(-9, 0.01), (3, None)], "the first start that failed was the second death in a row"
+    assert [each for each in server.messages if each.startswith("shard-0")] == [
+        f"shard-0 serves {server.pids['shard-0']}",
+        "shard-0 stops",
+    ]

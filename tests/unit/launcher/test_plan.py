@@ -44,7 +44,7 @@ def test_settings_reach_their_children() -> None:
         assert children, name
         assert [getattr(child, name) for child in children] == [value] * len(children), name
     assert (shard.model_path, shard.rank, shard.world_size, router.model_path) == ("/models/m", 0, 1, "/models/m")
-    for child, spec in ((shard, made.shards[0]), (router, made.router)):
+    for child, spec in ((shard, made.shards[0]), (router, made.router[0])):
         assert (child.lifeline_fd, child.log_drops_fd) == spec.inherited_fds == (7, 9)
 
 
@@ -60,7 +60,7 @@ def test_environment_does_not_override_a_flag_with_the_default_value() -> None:
     own = {"PORT": "80", "port": "81"}
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"}
     made = plan(context(environ={**kept, **own, "RANK": "3", "LOG_LEVEL": "debug"}), port=3000)
-    assert made.router.env == {**kept, "RANK": "3"}
+    assert made.router[0].env == {**kept, "RANK": "3"}
     assert made.shards[0].env == {**kept, **own}
 
 
@@ -82,29 +82,29 @@ def test_secrets_reach_no_child_and_settings_of_libraries_reach_all() -> None:
     kept = ("PATH", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "TLLM_LICENSE_KEY", "OMPI_MCA_orte_precondition_transports_key",
             "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_OFFLINE", "MAX_TOKENS", "TORCH_KEY", "KEYBOARD")  # fmt: skip
     made = plan(context(environ=dict.fromkeys((*secret, *kept), "x")))
-    for child in (made.router, *made.shards):
+    for child in (*made.router, *made.shards):
         assert set(child.env) & set(secret) == set()
         assert set(kept) <= set(child.env)
 
 
 def test_api_key_is_passed_only_in_the_routers_environment() -> None:
-    router = plan(api_key=("hush", "hush2")).router
+    (router,) = plan(api_key=("hush", "hush2")).router
     assert not any("hush" in word for word in router.argv)
     assert router.env["API_KEY"] == "hush,hush2"
     made = plan(context(environ={"API_KEY": "hush"}))
-    assert all("API_KEY" not in child.env for child in (made.router, *made.shards))
+    assert all("API_KEY" not in child.env for child in (*made.router, *made.shards))
 
 
 def test_shard_token_is_passed_only_in_environments() -> None:
     made = plan(shard_token="hush", num_replicas=2)
-    assert not any("hush" in word for child in (made.router, *made.shards) for word in child.argv)
-    assert [child.env["SHARD_TOKEN"] for child in (made.router, *made.shards)] == ["hush"] * 3
+    assert not any("hush" in word for child in (*made.router, *made.shards) for word in child.argv)
+    assert [child.env["SHARD_TOKEN"] for child in (*made.router, *made.shards)] == ["hush"] * 3
     assert {shard.access.metadata for shard in made.shards} == {(("x-shard-token", "hush"),)}
 
 
 def test_stop_timeouts_exceed_those_of_the_children() -> None:
     made = plan(shutdown_delay=5.0, graceful_termination_timeout=30.0, drain_timeout=20.0, shutdown_timeout=4.0)
-    assert made.router.stop_timeout > 35.0
+    assert made.router[0].stop_timeout > 35.0
     assert made.shards[0].stop_timeout > 24.0
 
 
@@ -173,7 +173,7 @@ def test_each_node_starts_its_part_of_the_ranks_and_node_0_the_router() -> None:
     assert [spec.address for spec in nodes[1].shards] == [f"unix:///tmp/tgi-1/shard-0-{number}" for number in range(4)]
     assert (router_of(nodes[0]).shard_address, nodes[1].router, nodes[1].ports) == (
         ("unix:///tmp/tgi-1/shard-0-0",),
-        None,
+        (),
         (),
     )
     assert router_of(nodes[0]).compute_type == "8-nvidia-h200"
@@ -359,14 +359,13 @@ SPLIT: dict[str, object] = {"shard_token": "hush", "engine": "echo"}
 
 def test_parts_are_planned_apart() -> None:
     shards = plan(**SPLIT, parts="shards", num_replicas=2, shard_tcp_port=5000, shard_hostname="::1")
-    assert shards.router is None
+    assert shards.router == ()
     assert shards.ports == ()
     assert [shard.address for shard in shards_of(shards)] == ["[::1]:5000", "[::1]:5001"]
     router = plan(**SPLIT, parts="router", shards="dns://shards:5000", peers="dns://routers:3000")
     assert not router.shards
     assert (router_of(router).shards, router_of(router).peers) == ("dns://shards:5000", "dns://routers:3000")
-    assert router.router is not None
-    assert router.router.env["SHARD_TOKEN"] == "hush"
+    assert router.router[0].env["SHARD_TOKEN"] == "hush"
     assert not config(**SPLIT | {"engine": "torch"}, parts="router", shards="a:1").needs_weights
 
 

@@ -61,7 +61,7 @@ def test_variables_of_slurm_and_mpirun_do_not_reach_the_shard() -> None:
     environ = {"PATH": "/bin", "SLURM_JOB_ID": "1", "PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     made = plan(context(8, environ=environ))
     assert made.shards[0].env == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", **mpi.DEFAULTS}
-    assert made.router.env == environ, "the router starts no ranks"
+    assert made.router[0].env == environ, "the router starts no ranks"
 
 
 def test_other_engines_keep_the_environment() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from text_generation_launcher.restarts import DELAYS, STABLE_AFTER, FailureStreak, RestartPolicy
 from text_generation_launcher.shard_group import RankExit, root_cause
-from text_generation_launcher.shard_restarts import DELAYS, STABLE_AFTER, FailureStreak, RestartPolicy
 from text_generation_proto.exit_codes import ExitCode
 
 KILLED = -9

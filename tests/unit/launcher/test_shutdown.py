@@ -13,7 +13,7 @@ GRACE = 0.2
 
 @pytest.fixture(autouse=True)
 def _short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORCED_GRACE", "NO_SHARD_GRACE", "NO_SHARD_SECOND_SIGNAL"):
+    for name in ("FORCED_GRACE", "LOST_GRACE", "LOST_SECOND_SIGNAL"):
         monkeypatch.setattr(shutdown, name, GRACE)
 
 
@@ -52,9 +52,9 @@ async def test_second_signal_does_not_lengthen_the_grace_period(monkeypatch: pyt
 async def test_without_shards_the_grace_period_is_short_and_sigterm_is_sent_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shutdown, "NO_SHARD_GRACE", 2 * GRACE)
+    monkeypatch.setattr(shutdown, "LOST_GRACE", 2 * GRACE)
     stop, terminated = GracefulShutdown(), []
-    stop.shards_lost()
+    stop.requests_lost()
     assert 1.9 * GRACE < await seconds_until_timeout(stop, 60.0, 0, terminated) < 10
     assert terminated == [1]
     assert not stop.requested.is_set(), "no stop was requested"
@@ -62,7 +62,7 @@ async def test_without_shards_the_grace_period_is_short_and_sigterm_is_sent_twic
 
 async def test_child_that_ends_in_time_gets_no_second_signal() -> None:
     stop, terminated = GracefulShutdown(), []
-    stop.shards_lost()
+    stop.requests_lost()
     async with stop.grace_period(60.0, lambda: terminated.append(1)):
         pass
     ran_on = asyncio.Event()

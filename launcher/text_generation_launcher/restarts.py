@@ -1,0 +1,194 @@
+"""Restart processes that die, and give up when restarts are hopeless.
+
+A unit is what starts and ends together: the shards of a replica (shard_restarts.py), or one process of the router
+(router_restarts.py). One task runs each.
+
+    start ──► load ──► serve ──┐
+      ▲         │              │ ends by itself, or hangs
+      │         ▼              ▼
+      └─ delay ◄──── dead: sockets removed, failure streak updated
+                       │
+                       ▼ no unit of its kind serves and none has a restart left
+                     the kind's final error
+
+The first restart comes almost at once, because most deaths are accidents. Further ones wait longer, so that a process that
+cannot live does not keep the machine busy. After `max_restarts` restarts in a row another one is unlikely to help. It is
+still tried, at the longest delay, while another unit of its kind serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from text_generation_launcher.child import ChildFailed
+from text_generation_proto.exit_codes import ExitCode, exit_fields
+from text_generation_proto.sockets import remove_socket, socket_path
+
+DELAYS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Seconds from the first, second, … death in a row to the restart; the last value is used for all further ones."""
+STABLE_AFTER = 2.0
+"""Seconds of serving after which a death starts a new streak: the start was not at fault. The router handles requests
+that kill the shards which serve them: it fails a request that loses several replicas in a row."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class FailureStreak:
+    """The deaths of a unit without STABLE_AFTER seconds of serving in between."""
+
+    deaths: int = 0
+    usage_error: bool = False
+    """True if the last exit code was USAGE: a restart cannot change the settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Number and delays of restarts. Pure."""
+
+    max_restarts: int = 5
+    """In a row; 0: never restart."""
+    delays: tuple[float, ...] = DELAYS
+    stable_after: float = STABLE_AFTER
+
+    def after_death(self, streak: FailureStreak, served: float, exit_code: int) -> FailureStreak:
+        """Return the streak after a death with this exit code that followed `served` seconds of serving (0: none)."""
+        deaths = 1 if served >= self.stable_after else streak.deaths + 1
+        return FailureStreak(deaths, usage_error=exit_code == ExitCode.USAGE)
+
+    def delay(self, streak: FailureStreak) -> float | None:
+        """Return the seconds from the last death to the next start; None: never."""
+        if self.max_restarts == 0:
+            return None
+        if self.hopeless(streak):
+            return self.delays[-1]
+        return self.delays[min(streak.deaths, len(self.delays)) - 1]
+
+    def hopeless(self, streak: FailureStreak) -> bool:
+        """Return True if no restarts are left in this streak."""
+        return streak.usage_error or streak.deaths > self.max_restarts
+
+
+@dataclass(frozen=True, slots=True)
+class UnitExit:
+    """The end of a unit: that of the process which caused it."""
+
+    child: str
+    """Name of the process."""
+    code: int
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Further fields for the log."""
+
+
+class Unit(ABC):
+    """Processes that start and end together, and the history of their deaths."""
+
+    def __init__(self, kind: str, fields: Mapping[str, object], addresses: Collection[str] = ()) -> None:
+        """`kind` names it in the events of the log, and `fields` are in their records; `addresses`: those it listens on."""
+        self._kind = kind
+        self.fields = fields
+        self._addresses = addresses
+        self.streak = FailureStreak()
+        self.serving = asyncio.Event()
+        self._serving_since = 0.0
+        self._died_at: float | None = None
+
+    @abstractmethod
+    async def run(self) -> UnitExit:
+        """Run the processes once, until all have ended. Calls `mark_serving`. When cancelled, stops them first."""
+
+    def event(self, happening: str) -> str:
+        """Return the event of a log record: the kind of the unit, and what happened."""
+        return f"{self._kind} {happening}"
+
+    async def run_once(self) -> tuple[UnitExit, float]:
+        """Run the processes once; return their end and the seconds that they served, 0 if they never did."""
+        try:
+            end = await self.run()
+        finally:
+            served = self._mark_dead()
+        return end, served
+
+    def mark_serving(self) -> None:
+        """Record that all processes serve."""
+        self.serving.set()
+        self._serving_since = time.monotonic()
+        if self._died_at is not None:
+            seconds = round(self._serving_since - self._died_at, 2)
+            log.info(self.event("serves again"), **self.fields, seconds=seconds)
+
+    def _mark_dead(self) -> float:
+        """Remove the sockets, which a killed process could not do; return the seconds of serving."""
+        self._died_at = time.monotonic()
+        served = self._died_at - self._serving_since if self.serving.is_set() else 0.0
+        self.serving.clear()
+        for address in self._addresses:
+            if path := socket_path(address):
+                remove_socket(path)
+        return served
+
+
+class Restarts:
+    """Keeps the units of one kind running, one task each."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        policy: RestartPolicy,
+        ready: asyncio.Event,
+        give_up: Callable[[str], Exception],
+    ) -> None:
+        """`ready` is set once the whole server serves: a death before that is a failure to start.
+
+        `give_up` returns the final error when no unit serves and none has a restart left, given the last process that died.
+        """
+        self._units = units
+        self._policy = policy
+        self._ready = ready
+        self._give_up = give_up
+
+    def __len__(self) -> int:
+        """Return the number of units."""
+        return len(self._units)
+
+    @property
+    def serving(self) -> int:
+        """The number of units that serve."""
+        return sum(unit.serving.is_set() for unit in self._units)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start all units. Their tasks raise ChildFailed or the error of `give_up`; cancelled, they stop the processes."""
+        for unit in self._units:
+            tasks.create_task(self._keep_running(unit))
+
+    async def wait_until_serving(self) -> None:
+        """Return once each unit has started to serve."""
+        for unit in self._units:
+            await unit.serving.wait()
+
+    async def _keep_running(self, unit: Unit) -> None:
+        while True:
+            end, served = await unit.run_once()
+            fields = {**unit.fields, **end.fields, **exit_fields(end.code)}
+            if not self._ready.is_set():
+                log.error(unit.event("failed to start"), **fields)
+                raise ChildFailed(end.child)
+            unit.streak = self._policy.after_death(unit.streak, served, end.code)
+            hopeless = self._all_hopeless()
+            delay = None if hopeless else self._policy.delay(unit.streak)
+            log.error(unit.event("died"), **fields, restart_in_s=delay)
+            if hopeless:
+                raise self._give_up(end.child)
+            if delay is None:
+                return
+            await asyncio.sleep(delay)
+
+    def _all_hopeless(self) -> bool:
+        """Return True if no unit serves and none has a restart left. A loading one counts as not serving."""
+        return all(not unit.serving.is_set() and self._policy.hopeless(unit.streak) for unit in self._units)
