@@ -115,6 +115,8 @@ REFUSED: list[tuple[str, Json]] = [
     ("/v1/completions", {"prompt": [[]]}),
     ("/v1/completions", {"prompt": "a", "logprobs": 21}),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"a": 1}}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 2, "min_tokens": 3}),
+    ("/v1/chat/completions", {"messages": [USER], "max_completion_tokens": 2, "min_tokens": 3}),
     ("/v1/chat/completions", {"messages": []}),
     ("/v1/chat/completions", {"messages": [USER], "max_tokens": 0}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),

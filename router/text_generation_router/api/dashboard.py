@@ -111,7 +111,10 @@ class DashboardRoutes:
         """Count a stream inside the block. Raises Overloaded if there are too many."""
         limit, of_all = (MAX_VIEWERS, 0) if full else (MAX_VIEWERS_OF_TENANT, self._watching.total())
         if self._watching[tenant] >= limit or of_all >= MAX_VIEWERS:
-            raise Overloaded(f"at most {limit} dashboards of a key are served at a time", retry_after_s=60)
+            raise Overloaded(
+                f"at most {MAX_VIEWERS} dashboards are served at a time, {MAX_VIEWERS_OF_TENANT} to an ordinary key",
+                retry_after_s=60,
+            )
         self._watching[tenant] += 1
         try:
             yield

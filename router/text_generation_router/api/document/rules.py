@@ -77,9 +77,23 @@ def document_rules(components: Mapping[str, Json], limits: Limits, *, prompts: i
     for name, rule in _lists(limits, prompts).items():
         if name in components:
             components[name] |= rule
+    for name in components.keys() & {"ChatBody", "CompletionBody"}:
+        components[name].setdefault("allOf", []).append(_lengths(limits))
 
 
 _POSITIVE: Json = {"minimum": 1}
+
+
+def _lengths(limits: Limits) -> Json:
+    """Return the rule that `min_tokens` is at most `max_tokens`. No schema compares two numbers: it promises less."""
+    most = limits.max_total_tokens
+    longest = {name: {"minimum": most} for name in ("max_tokens", "max_completion_tokens")}
+    return {
+        "anyOf": [
+            {"properties": {"min_tokens": {"maximum": 1}}},
+            {"properties": {"min_tokens": {"maximum": most}, **longest}},
+        ]
+    }
 
 
 def _token_ids(limits: Limits) -> Json:
