@@ -93,7 +93,7 @@ class Moves(NamedTuple):
 NO_MOVES = Moves()
 
 
-class Progress(NamedTuple):
+class RequestProgress(NamedTuple):
     """A request that another scheduler had accepted before, and the part of it that was computed there."""
 
     generated: Sequence[TokenId] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from text_generation_proto.values import FailureCode, FinishReason, Grammar, LogprobOptions
-from text_generation_router.request import Progress, QualityOfService, Request, RequestId
+from text_generation_router.request import QualityOfService, Request, RequestId, RequestProgress
 from text_generation_router.scheduling.messages import (
     Deliveries,
     Placement,
@@ -96,7 +96,7 @@ class Rig:
         prompt_logprobs: bool = False,
         grammar: Grammar | None = None,
         adapter: str = "",
-        progress: Progress | None = None,
+        progress: RequestProgress | None = None,
         **service: object,
     ) -> int:
         """Submit a request for `prompt`, or for a unique prompt of that length; return its number."""

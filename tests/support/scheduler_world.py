@@ -14,7 +14,7 @@ from scheduler_checks import assert_idle
 from world_clients import ClientView, RequestSpec
 
 from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, LogprobOptions
-from text_generation_router.request import Progress, QualityOfService, Request, RequestId, TenantId
+from text_generation_router.request import QualityOfService, Request, RequestId, RequestProgress, TenantId
 from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -83,7 +83,7 @@ class SchedulerWorld:
             view.lost()
             self.counts["resumed"] += bool(view.tokens)
             self.resubmitted.add(request_id)
-            self._unfit(self.scheduler.submit(view.request, self.now, Progress(tuple(view.tokens), view.moves)))
+            self._unfit(self.scheduler.submit(view.request, self.now, RequestProgress(tuple(view.tokens), view.moves)))
             assert not joined_first or request_id not in self.live or self._can_move(view)
 
     def add(self, like: int) -> None:

@@ -11,8 +11,16 @@ from text_generation_proto.front import front_pb2 as pb
 from text_generation_proto.values import Stopping, TraceContext
 from text_generation_router.errors import GenerationFailed, ServingError, error_classes
 from text_generation_router.front.link import LinkBroken
-from text_generation_router.request import Moves, Priority, Progress, QualityOfService, Request, RequestId, TenantId
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.request import (
+    Moves,
+    Priority,
+    QualityOfService,
+    Request,
+    RequestId,
+    RequestProgress,
+    TenantId,
+)
+from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster_info import ClusterInfo, MemberInfo
 
 _ERRORS = {error.__name__: error for error in error_classes()}
@@ -32,7 +40,7 @@ def text_from_pb(text: bytes) -> str:
         raise LinkBroken(str(error)) from error
 
 
-def request_to_pb(request: Request, number: RequestId, progress: Progress | None = None) -> pb.Submit:
+def request_to_pb(request: Request, number: RequestId, progress: RequestProgress | None = None) -> pb.Submit:
     """Convert a request, under a number of its own; `progress` if it was accepted before."""
     qos, trace = request.qos, request.trace or TraceContext("")
     stopping = Stopping(
@@ -93,11 +101,11 @@ def request_from_pb(message: pb.Submit) -> Request:
     )
 
 
-def progress_from_pb(message: pb.Submit) -> Progress | None:
+def progress_from_pb(message: pb.Submit) -> RequestProgress | None:
     """Convert the progress of a request back; None if it is new."""
     if not message.accepted:
         return None
-    return Progress(message.generated, Moves(message.moves, message.fruitless_moves))
+    return RequestProgress(message.generated, Moves(message.moves, message.fruitless_moves))
 
 
 def refusal_to_pb(error: ServingError) -> pb.Refusal:

@@ -6,7 +6,7 @@ import math
 from array import array
 
 from text_generation_router.errors import DeadlineExceeded
-from text_generation_router.request import NO_MOVES, Progress, Request
+from text_generation_router.request import NO_MOVES, Request, RequestProgress
 
 
 class UnfinishedRequest:
@@ -26,9 +26,9 @@ class UnfinishedRequest:
         """The log-probabilities of its prompt were delivered."""
 
     @property
-    def progress(self) -> Progress | None:
+    def progress(self) -> RequestProgress | None:
         """The progress for the next scheduler process; None if it was sent to none before."""
-        return Progress(self.generated, self.moves) if self.accepted else None
+        return RequestProgress(self.generated, self.moves) if self.accepted else None
 
     @property
     def has_run(self) -> bool:

@@ -19,8 +19,7 @@ from text_generation_router.metrics.instruments import (
     reading_text,
 )
 from text_generation_router.metrics.scheduler import requests_of_adapters
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 
 VLLM, TRTLLM = "vllm:", "trtllm_"
 PREFIXES = {"vllm": VLLM, "trtllm": TRTLLM}

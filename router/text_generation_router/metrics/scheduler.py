@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from text_generation_router.metrics.instruments import head_text, labels_text, reading_text
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 
 
 def _kv_usage(stats: SchedulerStats) -> float:

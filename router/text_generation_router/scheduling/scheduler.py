@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
 from text_generation_proto.values import FailureCode
-from text_generation_router.request import Progress, Request, RequestId, TenantId
+from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
 from text_generation_router.scheduling.capacity import Capacity
+from text_generation_router.scheduling.charges import charge_first_start, count_hits
 from text_generation_router.scheduling.dispatch import Dispatcher
 from text_generation_router.scheduling.estimates import OutputLengths, Throughputs
 from text_generation_router.scheduling.lazy_heap import LazyHeap
@@ -42,7 +44,31 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
-from text_generation_router.scheduling.stats import SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
+
+    waiting: int
+    queued_tokens: int
+    queue_seconds: float
+    busy_ratio: float
+    running: int
+    promised_tokens: int
+    used_blocks: int
+    used_tokens: int
+    cached_blocks: int
+    num_blocks: int
+    block_size: int
+    num_replicas: int
+    serving_replicas: int
+    preemptions: int
+    cancellations: int
+    expirations: int
+    moves: int
+    prompt_tokens: int
+    hit_tokens: int
 
 
 class Scheduler:
@@ -77,7 +103,7 @@ class Scheduler:
         """The LoRA adapters that a replica holds, serving or lost."""
         return self._capacity.adapters
 
-    def submit(self, request: Request, now: float, progress: Progress | None = None) -> Deliveries:
+    def submit(self, request: Request, now: float, progress: RequestProgress | None = None) -> Deliveries:
         """Queue `request`: a new one, which must fit, or one that another scheduler had accepted. That may fail."""
         assert request.id not in self._sequences, "a request is submitted once"
         assert progress or self.fits(len(request.prompt), request.max_new_tokens, request.adapter), (
@@ -152,16 +178,7 @@ class Scheduler:
         tenant = sequence.request.qos.tenant
         self.queue.tenants.started(tenant)
         self.queue.remove(sequence)
-        if sequence.resumed and not sequence.charged_tokens:  # charged for the rest where it ran before
-            sequence.charged_tokens = sequence.expected_new_tokens - len(sequence.generated)
-            self.queue.charge(tenant, sequence.charged_tokens)
-        elif not sequence.charged_tokens:
-            # The cache of a self-scheduling engine is only modelled here: it reports its hits later.
-            cached = 0 if replica.spec.self_scheduling else sequence.cached_tokens
-            replica.prompt_tokens += len(sequence.request.prompt)
-            replica.hit_tokens += cached
-            sequence.charged_tokens = len(sequence.request.prompt) - cached + sequence.expected_new_tokens
-            self.queue.charge(tenant, sequence.charged_tokens)
+        charge_first_start(sequence, replica, self.queue)
 
     def schedule(self, replica: int) -> SchedulerOutput | None:
         """Return the changes for the next step boundary; None if there are none, or earlier orders are under way."""
@@ -182,7 +199,7 @@ class Scheduler:
         assert scheduler is not None, "a lost replica makes no steps"
         served, left = scheduler.update(output, deliveries)
         for request_id, _ in deliveries.cached:
-            self._count_hits(self._sequences[request_id], scheduler)
+            count_hits(self._sequences[request_id], scheduler, self.queue)
         if output.step_s:
             share = 1.0 if output.prefilled else scheduler.room_in_use
             self._throughputs.record(replica, now, served, output.step_s, queued=len(self.queue) > 0, share=share)
@@ -195,15 +212,6 @@ class Scheduler:
             self._forget(sequence)
         self._dispatcher.changed(replica)
         return deliveries
-
-    def _count_hits(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
-        """Count the hits in the cache of a self-scheduling engine; its tenant pays less."""
-        if sequence.resumed:  # counted where it ran before
-            return
-        found = sequence.engine_cached_tokens - sequence.counted_hits
-        sequence.counted_hits += found
-        replica.hit_tokens += found
-        self.queue.charge(sequence.request.qos.tenant, -found)
 
     def _requeue(self, sequence: ScheduledSequence) -> None:
         sequence.work = self._work(sequence)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
-from text_generation_router.request import NO_MOVES, Moves, Progress, Request, RequestId, TokenId
+from text_generation_router.request import NO_MOVES, Moves, Request, RequestId, RequestProgress, TokenId
 from text_generation_router.scheduling.lazy_heap import Key
 from text_generation_router.scheduling.prefix_tree import Node
 
@@ -123,7 +123,7 @@ class ScheduledSequence:
         self.salt = f"{self.request.adapter}\0{self.request.qos.salt}"
         self.prompt_key = array("I", self.request.prompt).tobytes()
 
-    def resume(self, progress: Progress) -> None:
+    def resume(self, progress: RequestProgress) -> None:
         """Go on where another scheduler was lost."""
         self.generated = list(progress.generated)
         self.moves = progress.moves

@@ -22,7 +22,7 @@ from text_generation_proto.access import ShardAccess
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
-from text_generation_router.request import Progress, Request, RequestId, TenantId
+from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster_info import ClusterInfo, MemberInfo
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
@@ -83,7 +83,7 @@ class Cluster(Generic[Receiver]):
 
     # ------------------------------------------------------------------------------------------------- for the router
 
-    def submit(self, request: Request, listener: Receiver, progress: Progress | None = None) -> None:
+    def submit(self, request: Request, listener: Receiver, progress: RequestProgress | None = None) -> None:
         """Queue `request`; `listener` gets its tokens until its end or `cancel`. One with `progress` waits for shards.
 
         Raises Unhealthy, DeadlineExceeded, GenerationFailed or Overloaded if it cannot be queued.

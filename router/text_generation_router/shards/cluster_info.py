@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import SchedulerStats
 
 
 @dataclass(frozen=True, slots=True)

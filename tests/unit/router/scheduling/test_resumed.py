@@ -7,21 +7,21 @@ from scheduler_checks import assert_idle
 from scheduler_rig import TOKEN, Rig, a_policy
 
 from text_generation_proto.values import FailureCode, Grammar, GrammarKind
-from text_generation_router.request import Moves, Progress, TenantId
+from text_generation_router.request import Moves, RequestProgress, TenantId
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
 ONCE = Moves(1, 1)
 
 
-def ran(tokens: int, moves: Moves = ONCE) -> Progress:
-    return Progress((TOKEN,) * tokens, moves)
+def ran(tokens: int, moves: Moves = ONCE) -> RequestProgress:
+    return RequestProgress((TOKEN,) * tokens, moves)
 
 
 def test_a_resumed_request_goes_first_to_its_last_token_and_is_charged_for_the_rest() -> None:
     rig = Rig(a_policy(), slots=1)
     rig.submit(new=5, tenant=TenantId("other"))
     resumed = rig.submit(new=30, tenant=TenantId("own"), progress=ran(20), queue_by=1.0, prompt_logprobs=True)
-    waited = rig.submit(new=5, tenant=TenantId("other"), progress=Progress())
+    waited = rig.submit(new=5, tenant=TenantId("other"), progress=RequestProgress())
     rig.now = 2.0
     rig.expire()  # its time in the queue was over before
     counters = {}
@@ -49,7 +49,7 @@ def test_a_resumed_request_goes_first_to_its_last_token_and_is_charged_for_the_r
     ],
 )
 def test_a_request_that_cannot_go_on_fails_once_a_replica_is_known(
-    joined: bool, options: dict[str, object], progress: Progress, problem: str | None
+    joined: bool, options: dict[str, object], progress: RequestProgress, problem: str | None
 ) -> None:
     rig = Rig(a_policy(max_request_moves=2), self_scheduling=True, replicas=0)
 
