@@ -34,6 +34,8 @@ class GenerationResult:
 class TokenOutput(NamedTuple):
     """A new token and its text. The joined deltas are the text of the ending."""
 
+    number: int
+    """From 1: of the generation's new tokens, those without text included."""
     token_id: TokenId
     text: str
     """The token's own text, as TGI shows it: that of a special token too. Empty while a character is incomplete; the
@@ -112,8 +114,14 @@ class ServingCluster(Protocol):
 class Sink(Protocol):
     """The consumer of one request's tokens. Called on the event loop; must neither block nor raise.
 
-    A output with an ending, or a failure, is the last call.
+    An output with an ending, or a failure, is the last call.
     """
+
+    __slots__ = ()
+
+    def on_text(self, number: int, token_id: TokenId, text: str, logprob: LogprobJson) -> None:
+        """Take an output of the usual kind: not special, without alternatives, not the last. `text` is its delta, too."""
+        self.on_output(TokenOutput(number, token_id, text, text, logprob, special=False, top=(), ending=None))
 
     def on_output(self, output: TokenOutput) -> None: ...
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
@@ -144,7 +152,7 @@ class GenerationTimes:
 class Generation:
     """One running request: receives token ids, sends text to its sink."""
 
-    __slots__ = ("_detokenizer", "_sink", "_special", "_stop_wins", "_stops", "_texts", "_visible", "count", "times")
+    __slots__ = ("_detokenizer", "_sink", "_special", "_stop_wins", "_stops", "_texts", "_visible", "times")
 
     def __init__(self, request: Request, tokenizer: Tokenizer, sink: Sink) -> None:
         self._detokenizer = tokenizer.detokenizer(request.prompt)
@@ -155,8 +163,13 @@ class Generation:
         self._stop_wins = not request.keep_stop_text
         self._sink = sink
         self._texts: list[str] = []
-        self.count = 0
+        """The delta of each token."""
         self.times = GenerationTimes(queued=time.monotonic())
+
+    @property
+    def count(self) -> int:
+        """New tokens so far."""
+        return len(self._texts)
 
     def on_scheduled(self, cached_tokens: int, replica: int) -> None:
         times, now = self.times, time.monotonic()
@@ -181,11 +194,8 @@ class Generation:
     def on_token(
         self, token_id: TokenId, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
     ) -> bool:
-        self.count += 1
-        if self.count == 1:
-            self.times.first_token = now = time.monotonic()
-            if self.times.on_first_token is not None:
-                self.times.on_first_token(now)
+        # The memory of a stream is not in the processor's cache when its next token comes: objects that need not be
+        # touched are not.
         special = self._special.get(token_id)
         if special is None:
             text = self._detokenizer.step(token_id)
@@ -206,18 +216,26 @@ class Generation:
                     reason = FinishReason.STOP_SEQUENCE
             elif reason is not None:
                 delta += self._stops.flush()
-        if delta:
-            self._texts.append(delta)
+        texts = self._texts
+        texts.append(delta)
+        if (number := len(texts)) == 1:
+            self._first_token()
+        if reason is None and special is None and not top:
+            self._sink.on_text(number, token_id, delta, logprob)
+            return True
         ending = None
         if reason is not None:
             self.times.ended = time.monotonic()
-            ending = GenerationResult(reason, "".join(self._texts), self.count, stop)
-        self._sink.on_output(
-            TokenOutput(
-                token_id, delta if special is None else special, delta, logprob, special is not None, top, ending
-            )
-        )
+            ending = GenerationResult(reason, "".join(texts), number, stop)
+        text = delta if special is None else special
+        self._sink.on_output(TokenOutput(number, token_id, text, delta, logprob, special is not None, top, ending))
         return ending is None
+
+    def _first_token(self) -> None:
+        times = self.times
+        times.first_token = now = time.monotonic()
+        if times.on_first_token is not None:
+            times.on_first_token(now)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from http_stack import serve
 
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import TokenOutput, run_generation
+from text_generation_router.generation import Sink, TokenOutput, run_generation
 from text_generation_router.request import LogprobJson, Request, RequestId
 from text_generation_shard.engines.echo import EchoEngine
 
@@ -20,7 +20,7 @@ MAX_STEPS = 2
 """Steps that end before a new request's first token: the one in progress when it came, and its own."""
 
 
-class Listener:
+class Listener(Sink):
     """Calls back for each token."""
 
     def __init__(self, on_token: Callable[[], None]) -> None:

@@ -8,12 +8,12 @@ the end of the prompt, because the leading space of a SentencePiece token depend
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from encodings.utf_8 import IncrementalDecoder
 from pathlib import Path
 from typing import Protocol
 
@@ -37,7 +37,6 @@ CONTEXT_TOKENS = 5
 
 _CHARACTER_SET = re.compile(r"\[(?:\\.|[^\]\\])+\]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]|\\[1-9k]")
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenizerError(Exception):
@@ -101,6 +100,8 @@ class Tokenizer:
         }
         """Tokens that llguidance takes for special, by their texts: in a grammar they have no text."""
         self._token_texts: dict[TokenId, str] = {}
+        self._whole: dict[TokenId, str] = {}
+        """Texts of generated tokens that are whole characters."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -133,7 +134,7 @@ class Tokenizer:
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
         """Return a detokenizer for the tokens after `prompt`."""
         if self._bytes is not None:
-            return ByteLevelDetokenizer(self._bytes)
+            return ByteLevelDetokenizer(self._bytes, self._whole)
         return StreamDetokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:])
 
     @without_panics
@@ -166,21 +167,32 @@ class Tokenizer:
 class ByteLevelDetokenizer:
     """The detokenizer for vocabularies of byte strings. Ids outside the vocabulary have no text."""
 
-    __slots__ = ("_decode", "_token_bytes")
+    __slots__ = ("_decoder", "_held", "_token_bytes", "_whole")
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+    def __init__(self, token_bytes: Sequence[bytes], whole: dict[TokenId, str]) -> None:
+        """`whole` are texts of tokens that begin and end with whole characters; more are added."""
         self._token_bytes = token_bytes
+        self._whole = whole
         # `replace` substitutes maximal ill-formed subsequences, as Rust's from_utf8_lossy in `tokenizers` does.
-        self._decode = _UTF8(errors="replace").decode
+        self._decoder = IncrementalDecoder(errors="replace")
+        self._held = False
+        """True inside a character."""
 
     def step(self, token_id: TokenId) -> str:
+        held = self._held
+        if not held and (text := self._whole.get(token_id)) is not None:
+            return text
         try:
-            return self._decode(self._token_bytes[token_id])
+            text = self._decoder.decode(self._token_bytes[token_id])
         except IndexError:
             return ""
+        self._held = bool(self._decoder.buffer)
+        if not held and not self._held:
+            self._whole[token_id] = text
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)  # noqa: FBT003 - the codec's own signature
+        return self._decoder.decode(b"", final=True)
 
 
 class StreamDetokenizer:

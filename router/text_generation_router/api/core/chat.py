@@ -44,7 +44,7 @@ from text_generation_router.chat.parsers import (
 from text_generation_router.chat.parsers.syntax import Pieces, Repeat, Slot, Until
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import InvalidRequest, ServingError, ToolError
-from text_generation_router.generation import GenerationResult, TokenOutput
+from text_generation_router.generation import GenerationResult, Sink, TokenOutput
 from text_generation_router.grammar.answers import calls_or_answer
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TenantId, TokenId, TopToken
@@ -87,7 +87,7 @@ class EventSink(Protocol):
     def on_failure(self, error: ServingError) -> None: ...
 
 
-class Reader:
+class Reader(Sink):
     """A sink of outputs that parses them into events."""
 
     def __init__(self, parser: OutputParser, sink: EventSink) -> None:

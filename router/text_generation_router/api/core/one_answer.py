@@ -98,7 +98,7 @@ def script_sink(stream: Events, script: Script[Any], chat: ChatRequest, record: 
     return sink if chat.form.is_plain else Reader(chat.form.parser(), sink)
 
 
-class ScriptSink:
+class ScriptSink(Sink):
     """Sends what a script writes. A sink of outputs for plain text, a sink of events behind a parser."""
 
     def __init__(self, stream: Events, script: Script[Any], record: GenerationRecord) -> None:

@@ -35,7 +35,7 @@ from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 
-class Collector:
+class Collector(Sink):
     """A sink that keeps the whole output of one request, for whole replies."""
 
     def __init__(self, request: Request) -> None:

@@ -73,6 +73,10 @@ class Unread(Protocol):
         """Bytes held."""
         ...
 
+    def on_congested(self) -> None:
+        """The connection accepts no more for now."""
+        ...
+
     def on_writable(self) -> None:
         """The connection accepts more."""
         ...
@@ -198,6 +202,11 @@ class Connection(web.RequestHandler):
         elif data and not self._heard:
             self._heard = True
             self._headers_by = self._loop.time() + self._connections.limits.headers_s
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stream is not None:
+            self._stream.on_congested()
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -41,6 +41,24 @@ _HEADERS = {
 class EventStream:
     """A streamed response."""
 
+    __slots__ = (
+        "_attention",
+        "_chunked",
+        "_connection",
+        "_ended",
+        "_error",
+        "_error_event",
+        "_flowing",
+        "_held",
+        "_keep_alive_s",
+        "_last_write",
+        "_loop",
+        "_max_unread",
+        "_request",
+        "_response",
+        "_transport",
+    )
+
     def __init__(
         self,
         request: web.Request,
@@ -83,12 +101,11 @@ class EventStream:
         Dropped after `close` or `fail`: several generations share a stream, and one may fail before the others notice.
         A client that is `max_unread` bytes behind is disconnected, which cancels its request.
         """
-        if self._ended:
-            return
-        if self._flowing and not self._connection.writing_paused:
+        if self._flowing:
             self._write(event)
             return
-        self._flowing = False
+        if self._ended:
+            return
         self._held += event
         if len(self._held) > self._max_unread:
             self._ended = True
@@ -100,12 +117,17 @@ class EventStream:
     def close(self) -> None:
         """End the stream; the last event was sent."""
         self._ended = True
+        self._flowing = False
         self._attention.set()
 
     def fail(self, error: ServingError) -> None:
         """End the stream with an event for `error`; `run` raises it if no event was sent before."""
         self._error = error
         self.close()
+
+    def on_congested(self) -> None:
+        """Hold events until the connection accepts more."""
+        self._flowing = False
 
     def on_writable(self) -> None:
         """Write more of what is held: the connection accepts it."""
@@ -145,10 +167,11 @@ class EventStream:
 
     def _write_held(self) -> None:
         """Write held events until the connection is congested."""
-        while self._held and not self._connection.writing_paused:
+        connection = self._connection
+        while self._held and not connection.writing_paused:
             self._write(bytes(self._held[:MAX_WRITE]))
             del self._held[:MAX_WRITE]
-        self._flowing = not self._held
+        self._flowing = not (self._held or self._ended or connection.writing_paused)
 
     def _write(self, events: bytes) -> None:
         transport = self._transport

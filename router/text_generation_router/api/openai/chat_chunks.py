@@ -28,7 +28,7 @@ from text_generation_router.api.openai.answers import (
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import GenerationResult, Sink, TokenOutput
-from text_generation_router.request import LogprobJson, TopToken
+from text_generation_router.request import LogprobJson, TokenId, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
 
@@ -103,12 +103,26 @@ class ChatStream:
             self.stream.close()
 
 
-class ChatChoiceStream:
+class ChatChoiceStream(Sink):
     """The sink of one choice: of outputs without a parser, of a parser's events with one."""
+
+    __slots__ = (
+        "_chat",
+        "_count",
+        "_first",
+        "_head",
+        "_ids",
+        "_plain",
+        "_record",
+        "_role",
+        "_stream",
+        "_text_head",
+        "_unscored",
+    )
 
     def __init__(self, chat: ChatStream, index: int, record: GenerationRecord) -> None:
         self._chat = chat
-        self._send = chat.stream.send
+        self._stream = chat.stream
         self._record = record
         self._head = chat.head(index)
         self._role: Delta = {} if chat.shown.role_once else {"role": "assistant"}
@@ -126,34 +140,34 @@ class ChatChoiceStream:
         if self._plain:
             self._first += b"null}\n\n"
 
-    def on_output(self, output: TokenOutput) -> None:
+    def on_text(self, number: int, token_id: TokenId, text: str, logprob: LogprobJson) -> None:
         # The hot path of chats: a ChatChunk formatted by hand, in which only the text is escaped.
-        self._count += 1
-        ending = output.ending
-        if ending is None and self._plain:
-            if not output.delta:
-                return
-            self._send(
-                b'%b%b%b},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
-                % (self._first, self._text_head, orjson.dumps(output.delta))
+        if not self._plain:
+            super().on_text(number, token_id, text, logprob)
+        elif text:
+            head = self._opening() + self._text_head if self._first else self._text_head
+            self._stream.send(
+                b'%b%b},"logprobs":null,"finish_reason":null}],"usage":null}\n\n' % (head, orjson.dumps(text))
             )
-            self._first = b""
-            return
+
+    def on_output(self, output: TokenOutput) -> None:
+        self._count = output.number
+        ending = output.ending
         delta: Delta = {"content": output.delta}
         self._hold_logprobs(output)
         if ending is not None:
             self._end(delta, finish_of(ending, calls=False), ending)
         elif output.delta or self._unscored:
-            self._send(self._opening() + self._chunk(delta))
+            self._stream.send(self._opening() + self._chunk(delta))
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         raise AssertionError("chats have no prompt log-probabilities")
 
     def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
-        self._count += 1
+        self._count = output.number
         self._hold_logprobs(output)
         if events:
-            self._send(self._opening() + b"".join(self._chunk(self._delta(event)) for event in events))
+            self._stream.send(self._opening() + b"".join(self._chunk(self._delta(event)) for event in events))
 
     def on_end(self, end: AnswerEnd) -> None:
         self._end({}, end.finish, end.ending)
@@ -165,7 +179,7 @@ class ChatChoiceStream:
     def _end(self, delta: Delta, finish: Finish, ending: GenerationResult) -> None:
         self._record.ending = ending
         chunk = self._opening() + self._chunk(delta, chat_finish(finish, functions=self._chat.shown.functions))
-        self._send(chunk + self._chat.ended(ending.generated_tokens))
+        self._stream.send(chunk + self._chat.ended(ending.generated_tokens))
         self._chat.close()
 
     def _hold_logprobs(self, output: TokenOutput) -> None:

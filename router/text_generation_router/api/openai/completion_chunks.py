@@ -81,15 +81,17 @@ def by_prompt(records: Sequence[GenerationRecord], prompts: int) -> list[Sequenc
     return [records[first : first + each] for first in range(0, len(records), each)]
 
 
-class CompletionChoiceStream:
+class CompletionChoiceStream(Sink):
     """The sink of one choice."""
+
+    __slots__ = ("_before", "_chunks", "_columns", "_head", "_plain", "_record", "_request", "_stream")
 
     def __init__(
         self, chunks: CompletionStream, index: int, request: Request, record: GenerationRecord, prompt: str
     ) -> None:
         body = chunks.body
         self._chunks = chunks
-        self._send = chunks.stream.send
+        self._stream = chunks.stream
         self._head = chunks.head(index)
         self._request = request
         self._record = record
@@ -98,19 +100,15 @@ class CompletionChoiceStream:
         tops = body.logprobs
         self._columns = None if tops is None else LogprobColumns(chunks.tokenizer, tops=tops)
         self._plain = self._columns is None and not chunks.running_usage and not chunks.hidden
-        self._count = 0
 
-    def on_output(self, output: TokenOutput) -> None:
+    def on_text(self, number: int, token_id: TokenId, text: str, logprob: LogprobJson) -> None:
         # The hot path of completions: a CompletionAnswer formatted by hand, in which only the text is escaped.
-        self._count += 1
-        if output.ending is None and self._plain and not self._before:
-            if output.delta:
-                self._send(
-                    b'%b%b,"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
-                    % (self._head, orjson.dumps(output.delta))
-                )
-            return
-        self._send_whole(output)
+        if not self._plain or self._before:
+            super().on_text(number, token_id, text, logprob)
+        elif text:
+            self._stream.send(
+                b'%b%b,"logprobs":null,"finish_reason":null}],"usage":null}\n\n' % (self._head, orjson.dumps(text))
+            )
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         if self._columns is not None:
@@ -120,8 +118,7 @@ class CompletionChoiceStream:
         self._record.failed(error)
         self._chunks.stream.fail(error)
 
-    def _send_whole(self, output: TokenOutput) -> None:
-        """Send a chunk with every optional part."""
+    def on_output(self, output: TokenOutput) -> None:
         hidden = self._chunks.hidden
         if self._columns is not None and not hidden:
             self._columns.add((output,))
@@ -133,7 +130,7 @@ class CompletionChoiceStream:
                 finish = "length" if ending.reason is FinishReason.LENGTH else "stop"
             counts = b"null"
             if self._chunks.running_usage:
-                generated = 0 if hidden else self._count
+                generated = 0 if hidden else output.number
                 counts = orjson.dumps(usage(len(self._request.prompt), generated, self._record.cached_tokens))
             chunk = b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
                 self._head,
@@ -146,7 +143,7 @@ class CompletionChoiceStream:
             self._record.ending = ending
             chunk += self._chunks.ended(ending.generated_tokens)
         if chunk:
-            self._send(chunk)
+            self._stream.send(chunk)
         if ending is not None:
             self._chunks.close()
 

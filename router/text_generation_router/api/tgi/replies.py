@@ -14,8 +14,8 @@ from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.tgi.schemas import GenerateBody
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import GenerationResult, TokenOutput
-from text_generation_router.request import LogprobJson, Request, TopToken
+from text_generation_router.generation import GenerationResult, Sink, TokenOutput
+from text_generation_router.request import LogprobJson, Request, TokenId, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
 
@@ -102,44 +102,42 @@ _REASONS: dict[FinishReason, TgiFinishReason] = {
 }
 
 
-class TokenEvents:
+class TokenEvents(Sink):
     """The sink of a streamed text: one event per token."""
+
+    __slots__ = ("_body", "_generation", "_stream", "_tokenizer")
 
     def __init__(
         self, stream: EventStream, body: GenerateBody, tokenizer: Tokenizer, generation: GenerationRecord
     ) -> None:
         self._stream = stream
-        self._send = stream.send
         self._body = body
         self._tokenizer = tokenizer
         self._generation = generation
-        self._index = 0
+
+    def on_text(self, number: int, token_id: TokenId, text: str, logprob: LogprobJson) -> None:
+        # The hot path of the API: a StreamEvent formatted by hand, in which only the text is escaped.
+        self._stream.send(
+            b'data: {"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":false},'
+            b'"generated_text":null,"details":null}\n\n' % (number, token_id, orjson.dumps(text), logprob)
+        )
 
     def on_output(self, output: TokenOutput) -> None:
-        # The hot path of the API: a StreamEvent formatted by hand, in which only the text is escaped.
-        token_id, text, _, logprob, special, top, ending = output
-        self._index += 1
-        if ending is None and not top:
-            self._send(
-                b'data: {"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":%b},'
-                b'"generated_text":null,"details":null}\n\n'
-                % (self._index, token_id, orjson.dumps(text), logprob, b"true" if special else b"false")
-            )
-            return
+        ending = output.ending
         generated = None if ending is None else _generated_text(ending, self._body)
         details = self._details(ending) if ending is not None and self._body.parameters.details else None
         event: StreamEvent
-        if top:
+        if output.top:
             event = {
-                "index": self._index,
+                "index": output.number,
                 "token": _token(output),
-                "top_tokens": _top_tokens(top, self._tokenizer),
+                "top_tokens": _top_tokens(output.top, self._tokenizer),
                 "generated_text": generated,
                 "details": details,
             }
         else:
-            event = {"index": self._index, "token": _token(output), "generated_text": generated, "details": details}
-        self._send(b"data: %b\n\n" % orjson.dumps(event))
+            event = {"index": output.number, "token": _token(output), "generated_text": generated, "details": details}
+        self._stream.send(b"data: %b\n\n" % orjson.dumps(event))
         if ending is not None:
             self._generation.ending = ending
             self._stream.close()

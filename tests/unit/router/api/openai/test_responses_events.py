@@ -63,7 +63,7 @@ def test_log_probabilities_are_those_of_the_text_alone() -> None:
         ("<call>", []),
         ("f", [ToolCallStart(0, "f"), ToolCallArguments(0, "{}")]),
     ):
-        writer.score(TokenOutput(1, token, token, b"-0.5", False, (), None))
+        writer.score(TokenOutput(1, 1, token, token, b"-0.5", False, (), None))
         stream += writer.events(events)
     read = read_events(stream + writer.end(ending(Finish.TOOL_CALLS)))
     check_types(read, RESPONSES)
@@ -82,7 +82,7 @@ def test_markers_before_the_first_text_have_no_log_probabilities() -> None:
     stream = b""
     # The third and the fourth token are one character.
     for number, (text, events) in enumerate((("final", []), ("<|message|>", []), ("", []), ("é", [TextDelta("é")]))):
-        writer.score(TokenOutput(number, text, text, b"-0.5", False, (), None))
+        writer.score(TokenOutput(number + 1, number, text, text, b"-0.5", False, (), None))
         stream += writer.events(events)
     [delta] = [event for event in read_events(stream) if event["type"] == "response.output_text.delta"]
     assert [score["token"] for score in delta["logprobs"]] == [2, 3]
