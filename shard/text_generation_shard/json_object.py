@@ -207,5 +207,14 @@ class JsonObject:
         return self.error(f"{name} is missing" if value is None else f"{name} is {shortened(value)}, not {wanted}")
 
 
+def eos_token_ids(folder: Path, config: JsonObject) -> tuple[int, ...]:
+    """Return the EOS ids of generation_config.json, else of config.json: an id, a list, or none."""
+    try:
+        generation = JsonObject.read(folder, "generation_config.json")
+    except FileNotFoundError:
+        generation = config
+    return generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+
+
 def _is_number(value: object, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

@@ -9,14 +9,15 @@ the two, before anything is loaded.
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from reprlib import repr as shortened
 
 from text_generation_proto.model_files import ModelFileError, find_file
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.plan_version import plan_problem
-from text_generation_shard.json_object import JsonObject
+from text_generation_shard.json_object import JsonObject, eos_token_ids
 
 DTYPES = ("float16", "bfloat16", "float32")
 """Values of pretrained_config.dtype that `parseJson` accepts."""
@@ -25,6 +26,9 @@ LAST_WITH_ENGINES = (1, 2)
 REBUILD = "build the engines again with trtllm-build"
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?!\d)[-+.!\w]{0,64}", re.ASCII)
+_PLAN_HEADER = struct.Struct("<4sI16x4B")
+"""The start of an engine file (a plan), as `trtexec --getPlanVersionOnly` reads it (samples/common/sampleEngines.cpp in
+NVIDIA/TensorRT): tag, version of the layout, version of TensorRT. The GPU that it was built for has no known place in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ def read_engine(config: JsonObject) -> CompiledEngine:
         remove_input_padding=plugins.flag("remove_input_padding"),
         paged_context_fmha=plugins.flag("use_paged_context_fmha"),
         gather_generation_logits=build.flag("gather_generation_logits", default=False),
-        eos_token_ids=_eos_token_ids(config.path.parent, pretrained),
+        eos_token_ids=eos_token_ids(config.path.parent, pretrained),
     )
     if problem := _contradiction(engine):
         raise config.error(problem)
@@ -140,14 +144,6 @@ def _kv_cache_type(build: JsonObject, plugins: JsonObject) -> str:
     return "PAGED" if plugins.flag("paged_kv_cache") else kind
 
 
-def _eos_token_ids(folder: Path, pretrained: JsonObject) -> tuple[int, ...]:
-    try:
-        token_ids = JsonObject.read(folder, "generation_config.json").token_ids("eos_token_id")
-    except FileNotFoundError:
-        token_ids = ()
-    return token_ids or pretrained.token_ids("eos_token_id")
-
-
 def _contradiction(engine: CompiledEngine) -> str | None:
     """Return the first contradiction between values, which no builder writes; None if there is none."""
     tp, pp, cp = engine.tp_size, engine.pp_size, engine.cp_size
@@ -172,7 +168,7 @@ def _check_files(path: Path, world_size: int) -> None:
         try:
             file = find_file(path, name)
             size = file.stat().st_size if file.is_file() else None
-            problem = plan_problem(file) if size else f"is {'missing' if size is None else 'empty'}"
+            problem = _plan_problem(file) if size else f"is {'missing' if size is None else 'empty'}"
         except ModelFileError as error:
             raise EngineError(str(error)) from None
         except OSError as error:
@@ -184,6 +180,20 @@ def _check_files(path: Path, world_size: int) -> None:
                 f"{path}: {name} {problem}, one of the engines for {count_of_gpus(world_size)}: copy the whole folder "
                 f"again, or {REBUILD}"
             )
+
+
+def _plan_problem(file: Path) -> str | None:
+    """Return why the installed TensorRT cannot run a plan: another version built it. None if it can, or that is unknown."""
+    installed = next(
+        (found.version for name in ("tensorrt", "tensorrt-cu13") for found in distributions(name=name)), ""
+    )
+    with file.open("rb") as plan:
+        header = plan.read(_PLAN_HEADER.size).ljust(_PLAN_HEADER.size)
+    tag, layout, *built = _PLAN_HEADER.unpack(header)
+    numbers = [int(part) for part in installed.split(".")[: len(built)] if part.isdecimal()]
+    if (tag, layout) != (b"ftrt", 0) or built[: len(numbers)] == numbers:
+        return None
+    return f"TensorRT {'.'.join(map(str, built))} built it, and {installed} is installed, which cannot run it"
 
 
 def _unsupported_build(engine: CompiledEngine) -> str | None:

@@ -23,7 +23,7 @@ from text_generation_shard.engines.tensorrt_llm.engine_folder import (
     read_engine,
     release,
 )
-from text_generation_shard.json_object import MAX_COUNT, MAX_COUNTS, JsonObject
+from text_generation_shard.json_object import MAX_COUNT, MAX_COUNTS, JsonObject, eos_token_ids
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "model_max_length")
 """Keys of config.json for the length of the longest sequence, in order of preference."""
@@ -118,10 +118,6 @@ def read_hugging_face_model(folder: ModelFolder, options: Mapping[str, object] |
     that is unknown there as well is the operator's `max_seq_len`.
     """
     config, text = folder.config, folder.config.decoder()
-    try:
-        generation_eos = JsonObject.read(folder.path, "generation_config.json").get("eos_token_id")
-    except FileNotFoundError:
-        generation_eos = None
     for key, most in MAX_COUNTS.items():
         if isinstance(value := text.get(key), int | float) and value > most:
             raise config.error(f"{key} is {shortened(value)}, more than {most}")
@@ -143,7 +139,7 @@ def read_hugging_face_model(folder: ModelFolder, options: Mapping[str, object] |
         dtype=str(text.get("dtype") or text.get("torch_dtype") or ""),
         vocab_size=cast("int", vocab_size),
         max_sequence_length=cast("int", length),
-        eos_token_ids=_token_ids(generation_eos) or _token_ids(text.get("eos_token_id")),
+        eos_token_ids=eos_token_ids(folder.path, text),
         rope_factor=_rope_factor(text.get("rope_scaling")),
         has_latent_attention="kv_lora_rank" in text,
     )
@@ -171,11 +167,6 @@ def _rope_factor(scaling: object) -> float:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(i for i in values if isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MAX_COUNT)
 
 
 def _build_advice(path: Path, installed: str | None) -> str:

@@ -66,14 +66,9 @@ class Library:
         return "sampler_type" in self.options
 
     @property
-    def has_priorities(self) -> bool:
-        """True if requests have a priority in the engine's own queue (≥ 1.3)."""
-        return "priority" in inspect.signature(self.llm.generate_async).parameters
-
-    @property
-    def takes_traces(self) -> bool:
-        """True if requests take the headers of a trace."""
-        return "trace_headers" in inspect.signature(self.llm.generate_async).parameters
+    def request_arguments(self) -> Collection[str]:
+        """The arguments of a request: ≥ 1.3 has `priority`, which orders the engine's own queue."""
+        return inspect.signature(self.llm.generate_async).parameters.keys()
 
     @property
     def has_prompt_logprobs(self) -> bool:

@@ -133,7 +133,7 @@ class Parameters:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._adapters = adapters
-        self._has_priorities, self._takes_traces = library.has_priorities, library.takes_traces
+        self._taken = library.request_arguments
         self._salts = count()
 
     def problem(self, sequence: NewSequence) -> str | None:
@@ -192,9 +192,9 @@ class Parameters:
             arguments["cache_salt"] = f"scored-{next(self._salts)}"
         elif sequence.cache_salt:
             arguments["cache_salt"] = sequence.cache_salt
-        if sequence.priority and self._has_priorities:
+        if sequence.priority and "priority" in self._taken:
             arguments["priority"] = _PRIORITIES[min(sequence.priority, len(_PRIORITIES) - 1)]
-        if sequence.trace is not None and self._takes_traces:
+        if sequence.trace is not None and "trace_headers" in self._taken:
             arguments["trace_headers"] = _trace_headers(sequence.trace)
         if sequence.retention is not None:
             arguments["kv_cache_retention_config"] = self._retention(sequence.retention)

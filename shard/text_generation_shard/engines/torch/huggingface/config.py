@@ -22,10 +22,10 @@ from text_generation_shard.engines.torch.huggingface.library import (
     decoder_class,
     is_known,
 )
-from text_generation_shard.engines.torch.model.config import DTYPES, eos_token_ids, read_quantization
+from text_generation_shard.engines.torch.model.config import DTYPES, read_quantization
 from text_generation_shard.engines.torch.model.rope_config import check_rope_numbers
 from text_generation_shard.engines.torch.quantization.schemes import Scheme
-from text_generation_shard.json_object import MAX_COUNTS, JsonObject
+from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_ids
 
 EXPERTS_EACH = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 """Keys of the number of experts of a token."""

@@ -20,7 +20,7 @@ from text_generation_shard.engines.torch.model.expert_config import ExpertConfig
 from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS, Family, Flag, NormNames, Wrapper
 from text_generation_shard.engines.torch.model.layer_config import KEYS_AS_VALUES, read_layers
 from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes, rotated_layers
-from text_generation_shard.json_object import MAX_COUNTS, JsonObject
+from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_ids
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.quantization.schemes import Scheme
@@ -358,11 +358,3 @@ def _is_sliding(raw: JsonObject, family: Family, layer: int, rotated: list[bool]
         return layer % 2 == 0 and layer < raw.count("max_window_layers", 28)
     pattern = raw.count("sliding_window_pattern", family.window_pattern)
     return pattern == 1 or (layer + 1) % pattern != 0
-
-
-def eos_token_ids(folder: Path, raw: JsonObject) -> tuple[int, ...]:
-    """Return the EOS ids of generation_config.json, else of config.json: an id, a list, or none."""
-    name, key = "generation_config.json", "eos_token_id"
-    if (folder / name).exists() and key in (generation := _read(folder, name)):
-        return generation.token_ids(key)
-    return raw.token_ids(key)
