@@ -123,6 +123,16 @@ async def test_every_worker_shows_the_sums_of_all(served: ProcessRouter) -> None
     )
 
 
+async def test_counts_of_workers_outlive_the_scheduler_process(served: ProcessRouter) -> None:
+    before = await idle(served.clients[0])
+    await served.restart_scheduler()
+    after = await scrape(served.clients[1])
+    names = "tgi_request_count", "tgi_request_success", 'tgi_request_duration_bucket{le="+Inf"}'
+    assert {name: after[name] for name in names} == {name: before[name] for name in names}
+    assert after["text_generation_generated_tokens_total"] == 0
+    assert await generate(served.clients[0], OPERATOR) == 200
+
+
 async def test_counts_outlive_a_worker_and_its_gauges_do_not(served: ProcessRouter) -> None:
     before = await idle(served.clients[0])
     assert [await generate(served.clients[1], OPERATOR) for _ in range(4)] == [200] * 4
@@ -218,3 +228,12 @@ async def test_the_limit_of_connections_is_that_of_all_workers(served: ProcessRo
     for _, writer in connections:
         writer.close()
     assert (await idle(served.clients[1]))["tgi_request_count"] == before["tgi_request_count"]
+
+
+@pytest.mark.full
+async def test_a_rate_limit_over_four_workers_admits_exactly_its_number(demo_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    await asyncio.to_thread(file.write_text, KEYS)
+    async with router(demo_model, 4, f"--api-keys-file={file}") as started:
+        statuses = await all_of(generate(started.clients[number % 4], LIMITED) for number in range(100))
+    assert sorted(statuses) == [200] * 10 + [429] * 90

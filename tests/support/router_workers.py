@@ -51,8 +51,8 @@ class ProcessRouter:
 
     async def start(self, workers: int) -> None:
         """Start all processes, and wait until the workers serve."""
-        self.scheduler = await self._start("scheduler")
         self.ports = [free_port() for _ in range(workers)]
+        self.scheduler = await self._scheduler()
         for number, port in enumerate(self.ports):
             self.clients.append(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
             self.workers.append(await self._worker(number))
@@ -63,6 +63,16 @@ class ProcessRouter:
         """Start a worker again at its port, and wait until it serves."""
         self.workers[worker] = await self._worker(worker)
         await self.ready(worker)
+
+    async def restart_scheduler(self) -> None:
+        """Kill the scheduler process, start another one, and wait until the workers have found it."""
+        self.scheduler.kill()
+        await self.scheduler.wait()
+        for client in self.clients:
+            async with client.get("/health", headers={"connection": "close"}) as response:
+                assert response.status == 503
+        self.scheduler = await self._scheduler()
+        await self.ready(len(self.workers) - 1)
 
     async def ready(self, worker: int) -> None:
         """Wait until a worker is ready."""
@@ -84,6 +94,9 @@ class ProcessRouter:
             if process.returncode is None:
                 process.terminate()
             await process.wait()
+
+    async def _scheduler(self) -> Process:
+        return await self._start("scheduler", f"--http-workers={len(self.ports)}")
 
     async def _worker(self, number: int) -> Process:
         flags = f"--http-worker={number}", f"--http-workers={len(self.ports)}", f"--port={self.ports[number]}"

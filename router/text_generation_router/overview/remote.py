@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from text_generation_router.dashboard.state import Sample
@@ -10,15 +11,20 @@ from text_generation_router.front.remote_cluster import RemoteCluster
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.overview.wire import METRICS, SAMPLE, TIME, sample_from_bytes
 
+MAX_SCRAPES = 4
+"""Scrapes that wait for an answer; further ones wait for these."""
+
 
 class RemoteOverview:
     """Asks the scheduler process; an Overview."""
 
     def __init__(self, cluster: RemoteCluster) -> None:
         self._cluster = cluster
+        self._scrapes = asyncio.Semaphore(MAX_SCRAPES)
 
     async def metrics(self, *, openmetrics: bool) -> bytes:
-        return await self._cluster.ask(METRICS, b"openmetrics" if openmetrics else b"")
+        async with self._scrapes:
+            return await self._cluster.ask(METRICS, b"openmetrics" if openmetrics else b"")
 
     async def sample_after(self, at: float) -> Sample:
         return sample_from_bytes(await self._cluster.ask(SAMPLE, TIME.pack(at)))

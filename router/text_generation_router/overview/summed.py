@@ -24,9 +24,14 @@ COLLECT_EVERY_S = 1.0
 class SummedOverview(OwnOverview):
     """Asks the workers for their counts."""
 
-    def __init__(self, metrics: Metrics, cluster: Cluster[Any], sessions: Mapping[int, WorkerSession]) -> None:
-        """`sessions` are those of the workers that are connected, by number."""
+    def __init__(
+        self, metrics: Metrics, cluster: Cluster[Any], sessions: Mapping[int, WorkerSession], workers: int
+    ) -> None:
+        """`sessions` are those of the workers that are connected, by number; there are to be `workers`."""
         super().__init__(metrics, cluster)
+        self._workers = workers
+        self._complete = False
+        """True if all workers were connected, or were waited for."""
         self._sums = metrics.worker_sums()
         self._sessions = sessions
         self._late: set[asyncio.Task[None]] = set()
@@ -46,6 +51,8 @@ class SummedOverview(OwnOverview):
             await self.collect()
 
     async def collect(self) -> None:
+        if not self._complete:  # a process that was started again must not show fewer counts than the one before
+            await self._wait_for_workers()
         sessions = dict(self._sessions)
         for worker in self._known.keys() - sessions.keys():
             self._sums.lost(worker)
@@ -62,6 +69,13 @@ class SummedOverview(OwnOverview):
             for task in unanswered:
                 self._late.add(task)
                 task.add_done_callback(self._late.discard)
+
+    async def _wait_for_workers(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                while len(self._sessions) < self._workers:  # noqa: ASYNC110 - once, and for a moment
+                    await asyncio.sleep(ANSWER_S / 50)
+        self._complete = True
 
     async def _ask(self, worker: int, session: WorkerSession) -> None:
         with suppress(LinkLost, ServingError):

@@ -24,7 +24,7 @@ from text_generation_proto.tracing import start_tracing
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits, Settings
-from text_generation_router.api.http.connections import ConnectionLimits
+from text_generation_router.api.http.connections import MAX_UNREAD_TOTAL, ConnectionLimits
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
 from text_generation_router.api.starting import create_starting_app
@@ -139,7 +139,11 @@ class HttpSide:
 
     async def _run(self, app: web.Application, metrics: HttpMetrics, backend: Backend) -> ExitCode:
         config, signals, notifier, cluster = self._config, self.signals, self._notifier, backend.cluster
-        limits = ConnectionLimits(config.max_connections, keep_alive_s=config.keep_alive_timeout)
+        limits = ConnectionLimits(
+            config.max_connections,
+            keep_alive_s=config.keep_alive_timeout,
+            unread_total=MAX_UNREAD_TOTAL // config.http_workers,
+        )
         server = HttpServer(app, limits, metrics.connections, _shared_counts(config))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(backend.run())

@@ -46,7 +46,7 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     metrics.add_shards(cluster)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
     front = FrontServer(cluster, delivery, permits, model)
-    overview = SummedOverview(metrics, cluster, front.sessions)
+    overview = SummedOverview(metrics, cluster, front.sessions, config.http_workers)
     front.answerers.update({**overview.answerers, **rate_answerers(RateLimits())})
     async with asyncio.TaskGroup() as tasks:
         notifier.show(lambda: cluster.status)

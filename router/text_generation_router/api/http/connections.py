@@ -36,7 +36,8 @@ from text_generation_router.shared_counts import SharedCount, SharedCounts
 READ_RATE = 1000
 """Bytes a second that a client must take while its connection is congested."""
 MAX_UNREAD_TOTAL = 256_000_000
-"""Bytes that all clients together may leave unread. Beyond it, the connection that owes most is closed."""
+"""Bytes that all clients together may leave unread. Beyond it, the connection that owes most is closed. Each HTTP worker has
+an equal part."""
 LINGER_S = 2.0
 """Seconds for the rest of a body that is not wanted: a client that is still sending would not see its answer."""
 RESERVE = 32
@@ -63,6 +64,8 @@ class ConnectionLimits:
     """Seconds that an idle connection is kept."""
     stall_s: float = 20.0
     """Seconds by which a client may be late in reading what it owes."""
+    unread_total: int = MAX_UNREAD_TOTAL
+    """Bytes that all clients together may leave unread."""
 
 
 class Unread(Protocol):
@@ -318,7 +321,7 @@ class Connections:
                     await asyncio.sleep(0)
             self._make_room_for_others(loop.time())
             total = sum(owed.values())
-            while total > MAX_UNREAD_TOTAL:
+            while total > self.limits.unread_total:
                 largest = max(owed, key=owed.__getitem__)
                 total -= owed.pop(largest)
                 largest.hang_up(CloseReason.UNREAD)

@@ -59,7 +59,7 @@ class KeyHolder:
     """Counts for them."""
 
     async def start_request(self) -> None:
-        """Count one request. Raises RateLimited."""
+        """Count one request. Raises RateLimited, Unhealthy."""
         if self.rates is not None:
             await self.counter.start_request(self.rates)
 
@@ -212,7 +212,7 @@ class ApiKeys:
                     raise Unauthorized
                 holder = ANYONE
             request[HOLDER] = holder
-            if request.method == hdrs.METH_POST:
+            if holder.rates is not None and request.method == hdrs.METH_POST:
                 await holder.start_request()
             return await handler(request)
 
