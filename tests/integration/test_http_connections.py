@@ -11,7 +11,7 @@ from typing import Any
 
 from http_stack import Stack, serve, until
 
-from text_generation_router.api.http.connections import ConnectionLimits
+from text_generation_router.api.http.connection_limits import ConnectionLimits
 
 HEADERS = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 LATE = 5.0

@@ -23,7 +23,7 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.http.connections import ConnectionLimits
+from text_generation_router.api.http.connection_limits import ConnectionLimits
 from text_generation_router.api.http.listener import HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates

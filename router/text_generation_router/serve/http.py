@@ -24,7 +24,7 @@ from text_generation_proto.tracing import start_tracing
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits, Settings
-from text_generation_router.api.http.connections import MAX_UNREAD_TOTAL, ConnectionLimits
+from text_generation_router.api.http.connection_limits import MAX_UNREAD_TOTAL, ConnectionLimits
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
 from text_generation_router.api.starting import create_starting_app

@@ -22,7 +22,6 @@ import logging
 import math
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import takewhile
 from typing import Protocol, cast
@@ -30,14 +29,12 @@ from typing import Protocol, cast
 from aiohttp import web
 
 from text_generation_router.api.http.body_errors import BodyTimeout
+from text_generation_router.api.http.connection_limits import ConnectionLimits
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 from text_generation_router.shared_counts import SharedCount, SharedCounts
 
 READ_RATE = 1000
 """Bytes a second that a client must take while its connection is congested."""
-MAX_UNREAD_TOTAL = 256_000_000
-"""Bytes that all clients together may leave unread. Beyond it, the connection that owes most is closed. Each HTTP worker has
-an equal part."""
 LINGER_S = 2.0
 """Seconds for the rest of a body that is not wanted: a client that is still sending would not see its answer."""
 RESERVE = 32
@@ -50,22 +47,6 @@ CHECKED_AT_ONCE = 32
 """Connections checked before other work runs."""
 BARE_ANSWER = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 """The answer to headers that do not end in time, or are no HTTP: neither their bytes nor the name of a library."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Limits of HTTP connections."""
-
-    limit: int = 4096
-    """Most open connections, without the reserve."""
-    headers_s: float = 10.0
-    """Seconds for the headers of a request."""
-    keep_alive_s: float = 75.0
-    """Seconds that an idle connection is kept."""
-    stall_s: float = 20.0
-    """Seconds by which a client may be late in reading what it owes."""
-    unread_total: int = MAX_UNREAD_TOTAL
-    """Bytes that all clients together may leave unread."""
 
 
 class Unread(Protocol):

@@ -16,7 +16,8 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from text_generation_router.api.http.connections import Connection, ConnectionLimits, Connections
+from text_generation_router.api.http.connection_limits import ConnectionLimits
+from text_generation_router.api.http.connections import Connection, Connections
 from text_generation_router.metrics.connections import ConnectionMetrics
 from text_generation_router.shared_counts import SharedCounts
 
