@@ -8,10 +8,11 @@ processor time comes from /proc, so that other programs do not affect it.
     smg, vllm-router the same chats through these gateways in front of a mock worker (gateways.py), where they are installed:
                      proxies, which neither tokenize nor schedule. All of these take turns; the medians are printed, and
                      the router's divided by a gateway's
+    workers          the same loads through --workers HTTP workers and their scheduler process; CPU time of all of them
     request          requests with 100 prompt tokens and 1 new token, 8 at a time
     added TTFT       median time to first token through the router, minus the median directly from the shard
     decision         one Scheduler.schedule with 256 running sequences; recording is one update
-    workers          the processes that render templates and prove grammars
+    helpers          the processes that render templates and prove grammars
     socket write     writing 150 bytes to a sleeping reader: a lower bound of the first result. It varies from day to day,
                      and everything else with it
 """
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import orjson
@@ -50,6 +51,8 @@ STREAMS = 128
 TOKENS_A_STREAM = 200
 REQUESTS = 2000
 TIMEOUT_S = 120.0
+Load = Callable[[int, int], Awaitable[float]]
+"""Loads a port with streams of so many tokens."""
 PROMPT = "word " * 99 + "end"
 """About 100 tokens."""
 
@@ -60,15 +63,23 @@ def main() -> None:
     parser.add_argument("--model", required=True, type=Path, help="folder with a tokenizer.json")
     parser.add_argument("--gateways", default=Path(), type=Path, help="folder with the commands smg and vllm-router")
     parser.add_argument("--rounds", default=5, type=int, help="turns of the streamed loads")
+    parser.add_argument("--workers", default=0, type=int, help="HTTP workers to measure beside the router; 0: none")
     arguments = parser.parse_args()
     model = arguments.model
     print("quantity                            measured   budget")
-    with servers(model, step_ms=STEP_MS) as (router, port, _), gateways(arguments.gateways, STEP_MS) as others:
-        token_costs(router, port, others, arguments.rounds)
+    with ExitStack() as running:
+        router, port, _ = running.enter_context(servers(model, step_ms=STEP_MS))
+        others = dict(running.enter_context(gateways(arguments.gateways, STEP_MS)))
+        routers = {"": ((router,), port)}
+        if arguments.workers:
+            routers[f" ({arguments.workers} workers)"] = running.enter_context(
+                workers(model, STEP_MS, arguments.workers)
+            )
+        token_costs(routers, others, arguments.rounds)
         row("resident memory", psutil.Process(router).memory_info().rss / 1e6, 200, "MB")
         # PSS divides shared pages between processes, so the sum is their total memory.
-        workers = sum(child.memory_full_info().pss for child in psutil.Process(router).children())
-        row("(its workers)", workers / 1e6, float("inf"), "MB")
+        helpers = sum(child.memory_full_info().pss for child in psutil.Process(router).children())
+        row("(its helpers)", helpers / 1e6, float("inf"), "MB")
     with servers(model, step_ms=0) as (router, port, address):
         in_child(request_load, port, 200)
         before = cpu_seconds(router)
@@ -84,27 +95,42 @@ def main() -> None:
     row("(a bare socket write)", socket_write_cost(), float("inf"), "us")
 
 
-def token_costs(router: int, port: int, others: Mapping[str, tuple[int, int]], rounds: int) -> None:
-    """Print the processor time of a streamed token: of the router, and of gateways with these process ids and ports."""
+def token_costs(
+    routers: Mapping[str, tuple[Sequence[int], int]], others: Mapping[str, tuple[int, int]], rounds: int
+) -> None:
+    """Print the processor time of a streamed token: of routers and of gateways with these process ids and ports.
+
+    The first router is the one that the others are compared with.
+    """
     ours = {"streamed token, 128 streams": (stream_load, 20.0), "token of 128 streamed chats": (chat_load, 30.0)}
-    subjects = [(name, router, port, load) for name, (load, _) in ours.items()]
-    subjects += [(name, pid, other, chat_load) for name, (pid, other) in others.items()]
+    subjects: list[tuple[str, Sequence[int], int, Load]] = [
+        (name + suffix, pids, port, load)
+        for suffix, (pids, port) in routers.items()
+        for name, (load, _) in ours.items()
+    ]
+    subjects += [(name, [pid], other, chat_load) for name, (pid, other) in others.items()]
     costs: dict[str, list[float]] = {name: [] for name, *_ in subjects}
     for _, _, where, load in subjects:
         in_child(load, where, 20)
     for number in range(rounds):
-        for name, pid, where, load in subjects[:: 1 if number % 2 else -1]:
-            before = cpu_seconds(pid)
+        for name, pids, where, load in subjects[:: 1 if number % 2 else -1]:
+            before = sum(map(cpu_seconds, pids))
             in_child(load, where, TOKENS_A_STREAM)
-            costs[name].append((cpu_seconds(pid) - before) / (STREAMS * TOKENS_A_STREAM) * 1e6)
-    medians = {name: statistics.median(measured) for name, measured in costs.items()}
+            costs[name].append((sum(map(cpu_seconds, pids)) - before) / (STREAMS * TOKENS_A_STREAM) * 1e6)
+
+    def compare(name: str, other: str) -> None:
+        ratios = [mine / theirs for mine, theirs in zip(costs[name], costs[other], strict=True)]
+        row(f"  {name} : {other}", statistics.median(ratios), float("inf"), "")
+
     for name, (_, budget) in ours.items():
-        row(f"CPU per {name}", medians[name], budget, "us")
+        row(f"CPU per {name}", statistics.median(costs[name]), budget, "us")
+        for suffix in list(routers)[1:]:
+            row(f"CPU per {name}{suffix}", statistics.median(costs[name + suffix]), float("inf"), "us")
+            compare(name + suffix, name)
     for other in others:
-        row(f"(CPU per token of {other})", medians[other], float("inf"), "us")
+        row(f"(CPU per token of {other})", statistics.median(costs[other]), float("inf"), "us")
         for name in ours:
-            ratios = [mine / theirs for mine, theirs in zip(costs[name], costs[other], strict=True)]
-            row(f"  {name} : {other}", statistics.median(ratios), float("inf"), "")
+            compare(name, other)
 
 
 def row(name: str, value: float, budget: float, unit: str) -> None:
@@ -116,6 +142,27 @@ def _budget(value: float, budget: float, unit: str) -> str:
     if budget == float("inf"):
         return ""
     return f"{budget:>4g} {unit}{'' if value <= budget else '   OVER'}"
+
+
+@contextmanager
+def workers(model: Path, step_ms: float, count: int) -> Iterator[tuple[list[int], int]]:
+    """Run a shard, a scheduler process and HTTP workers; yield the process ids of these, and the port."""
+    with tempfile.TemporaryDirectory() as folder:
+        address, port = f"unix://{folder}/shard", free_port()
+        shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
+        options = [*_router_options(address, model, port), f"--http-workers={count}", f"--front-socket={folder}/front"]
+        processes = [start("text-generation-router", *options, "--role=scheduler")]
+        for number in range(count):
+            processes.append(start("text-generation-router", *options, "--role=http", f"--http-worker={number}"))
+        try:
+            for process in processes[1:]:
+                asyncio.run(_until_listening(process.pid, port))
+            asyncio.run(_until_healthy(port))
+            yield [process.pid for process in processes], port
+        finally:
+            for process in (*reversed(processes), shard):
+                terminate_process(process.pid)
+                process.wait()
 
 
 @contextmanager
@@ -134,15 +181,7 @@ def router_of(
 ) -> Iterator[tuple[int, int]]:
     """Run a router for `shard`, which listens on `address`; yield its pid and port. Stop both at the end."""
     port = free_port()
-    router = start(
-        "text-generation-router",
-        f"--shard-address={address}",
-        f"--model-path={model}",
-        "--hostname=127.0.0.1",
-        f"--port={port}",
-        "--max-concurrent-requests=512",
-        env=env,
-    )
+    router = start("text-generation-router", *_router_options(address, model, port), env=env)
     try:
         asyncio.run(_until_healthy(port))
         yield router.pid, port
@@ -150,6 +189,16 @@ def router_of(
         for process in (router, shard):
             terminate_process(process.pid)
             process.wait()
+
+
+def _router_options(address: str, model: Path, port: int) -> list[str]:
+    return [
+        f"--shard-address={address}",
+        f"--model-path={model}",
+        "--hostname=127.0.0.1",
+        f"--port={port}",
+        "--max-concurrent-requests=512",
+    ]
 
 
 def start(command: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -327,6 +376,12 @@ async def _streams(port: int, dialect: str, bodies: Sequence[object], open_: int
 def _client(port: int) -> HttpClient:
     """Return a client with a connection for each request."""
     return HttpClient(f"http://127.0.0.1:{port}", {"Connection": "close"}, None, TIMEOUT_S)
+
+
+async def _until_listening(pid: int, port: int) -> None:
+    async with asyncio.timeout(60):
+        while not any(each.laddr.port == port for each in psutil.Process(pid).net_connections()):
+            await asyncio.sleep(0.1)
 
 
 async def _until_healthy(port: int) -> None:

@@ -27,7 +27,7 @@ from text_generation_router.request import RequestId, TenantId
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import ReplicaInfo
 
-STATE_EVERY_S = 0.1
+STATE_EVERY_S = 0.25
 """Seconds between two looks at the state of the cluster, which is sent when it changed."""
 
 log = structlog.get_logger()
