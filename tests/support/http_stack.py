@@ -28,9 +28,14 @@ from text_generation_router.api.http.listener import HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.discovery.static import StaticSource
+from text_generation_router.front.columns import WorkerDelivery
+from text_generation_router.front.remote_cluster import RemoteCluster
+from text_generation_router.front.remote_permits import RemotePermits
+from text_generation_router.front.server import FrontServer
+from text_generation_router.generation import ServingCluster
 from text_generation_router.metrics import Metrics
 from text_generation_router.overview import OwnOverview
-from text_generation_router.permits import Permits
+from text_generation_router.permits import ConcurrencyLimit, Permits
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
@@ -57,6 +62,8 @@ class Stack:
     tokenizer: Tokenizer
     cluster: Cluster
     stop_shard: Callable[[], None]
+    front: FrontServer | None
+    """The scheduler's end of the link, if the server is linked."""
 
     async def generate(self, inputs: str, **parameters: object) -> dict[str, Any]:
         """Return the reply of /generate; its status must be 200."""
@@ -69,8 +76,7 @@ class Stack:
         """Serve one request; after it no permit, slot or KV block may be in use."""
         await until(lambda: self.permits.in_use == 0)
         await self.generate("Are you there?", max_new_tokens=1)
-        await until(lambda: self.engine.running == 0)
-        assert self.permits.in_use == 0
+        await until(lambda: self.engine.running == 0 and self.permits.in_use == 0)
         stats = self.scheduler.stats()
         assert (stats.waiting, stats.running, stats.used_blocks) == (0, 0, 0)
         assert self.engine.used_blocks == 0
@@ -105,12 +111,15 @@ async def serve(
     policy: dict[str, Any] | None = None,
     connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - immutable
     build: Callable[[ShardConfig], Engine] = EchoEngine.build,
+    linked: bool = False,
     **echo: float,
 ) -> AsyncIterator[Stack]:
     """Serve the tokenizer of `model` with an engine that `build` makes.
 
     `settings`: fields of RouterConfig or Settings; `policy`: fields of Policy; `echo`: fields of the ShardConfig;
     `pool_tokens`: size of the KV cache, 0: the engine's own.
+
+    `linked`: HTTP and scheduling are linked by a Unix socket, as those of an HTTP worker are.
 
     With `grammars` the echo engine follows them, and workers are started that compile them.
     """
@@ -131,9 +140,11 @@ async def serve(
                 max_total_tokens=limits.max_total_tokens,
                 scheduler=scheduler,
             )
-            cluster = Cluster(scheduler, metrics.steps)
+            delivery = WorkerDelivery() if linked else None
+            cluster: Cluster[Any] = Cluster(scheduler, metrics.steps, delivery=delivery)
             metrics.add_shards(cluster)
             permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
+            front = None if delivery is None else FrontServer(cluster, delivery, permits, joined)
             config = {
                 "model_id": "echo",
                 "model_path": str(model),
@@ -143,12 +154,13 @@ async def serve(
             }
             async with (
                 running(cluster, partial(cluster.run, StaticSource([address]).members(), {address: joined}, warm_up)),
+                _linked(front, Path(folder) / "front", cluster, permits) as (seen, seen_permits),
                 assemble(
                     tokenizer,
                     ChatTemplates.load(model, override=chat_template),
                     joined.grammar_kinds,
-                    cluster,
-                    permits,
+                    seen,
+                    seen_permits,
                     metrics,
                     api_settings(limits, **(config | (settings or {}))),
                 ) as (serving, chats),
@@ -166,8 +178,38 @@ async def serve(
                 aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session,
             ):
                 yield Stack(
-                    server.port, session, permits, metrics, scheduler, engine, tokenizer, cluster, shard.end_session
+                    server.port,
+                    session,
+                    permits,
+                    metrics,
+                    scheduler,
+                    engine,
+                    tokenizer,
+                    cluster,
+                    shard.end_session,
+                    front,
                 )
+
+
+@asynccontextmanager
+async def _linked(
+    front: FrontServer | None, path: Path, cluster: Cluster[Any], permits: Permits
+) -> AsyncIterator[tuple[ServingCluster, ConcurrencyLimit]]:
+    """Put a link in between, if there is to be one."""
+    if front is None:
+        yield cluster, permits
+        return
+    async with front.listening(path), worker_of(path) as remote:
+        yield remote, RemotePermits(permits.limit, remote)
+
+
+@asynccontextmanager
+async def worker_of(path: Path, number: int = 0) -> AsyncIterator[RemoteCluster]:
+    """Be an HTTP worker of the scheduler that listens at `path`."""
+    remote = RemoteCluster(path, number, {})
+    await remote.joined()
+    async with running(remote, remote.run):
+        yield remote
 
 
 @asynccontextmanager

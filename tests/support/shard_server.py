@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from grpc_health.v1 import health, health_pb2_grpc
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2_grpc
+from text_generation_router.front.remote_cluster import RemoteCluster
 from text_generation_router.shards.cluster import Cluster
 from text_generation_shard.engine import Engine
 from text_generation_shard.guard import create_server
@@ -63,7 +65,7 @@ async def serve_engine(
 
 
 @asynccontextmanager
-async def running(cluster: Cluster, run: Callable[[], Coroutine[None, None, None]]) -> AsyncIterator[None]:
+async def running(cluster: Cluster[Any] | RemoteCluster, run: Callable[[], Coroutine[None, None, None]]) -> AsyncIterator[None]:
     """Run `cluster` while the block lasts."""
     failure: BaseException | None = None
     async with asyncio.TaskGroup() as tasks:

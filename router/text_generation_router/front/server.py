@@ -91,7 +91,7 @@ class FrontServer:
             ready=cluster.ready,
             stopping=cluster.stopping,
             shards_stopped=cluster.shards_stopped,
-            adapters=sorted(cluster.adapters),
+            adapters=cluster.adapters,
             status=cluster.status,
         )
 
