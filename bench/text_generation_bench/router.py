@@ -380,7 +380,7 @@ def _client(port: int) -> HttpClient:
 
 async def _until_listening(pid: int, port: int) -> None:
     async with asyncio.timeout(60):
-        while not any(each.laddr.port == port for each in psutil.Process(pid).net_connections()):
+        while not any(each.laddr.port == port for each in psutil.Process(pid).net_connections()):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 

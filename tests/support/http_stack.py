@@ -29,6 +29,7 @@ from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.discovery.static import StaticSource
 from text_generation_router.front.columns import WorkerDelivery
+from text_generation_router.front.link import MAX_UNREAD_BYTES
 from text_generation_router.front.remote_cluster import RemoteCluster
 from text_generation_router.front.remote_permits import RemotePermits
 from text_generation_router.front.server import FrontServer
@@ -62,8 +63,12 @@ class Stack:
     tokenizer: Tokenizer
     cluster: Cluster
     stop_shard: Callable[[], None]
+    seen: ServingCluster
+    """The cluster as HTTP sees it: another one than `cluster` if the server is linked."""
     front: FrontServer | None
     """The scheduler's end of the link, if the server is linked."""
+    socket: Path
+    """The socket of that."""
 
     async def generate(self, inputs: str, **parameters: object) -> dict[str, Any]:
         """Return the reply of /generate; its status must be 200."""
@@ -112,6 +117,7 @@ async def serve(
     connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - immutable
     build: Callable[[ShardConfig], Engine] = EchoEngine.build,
     linked: bool = False,
+    max_unread_bytes: int = MAX_UNREAD_BYTES,
     **echo: float,
 ) -> AsyncIterator[Stack]:
     """Serve the tokenizer of `model` with an engine that `build` makes.
@@ -119,7 +125,8 @@ async def serve(
     `settings`: fields of RouterConfig or Settings; `policy`: fields of Policy; `echo`: fields of the ShardConfig;
     `pool_tokens`: size of the KV cache, 0: the engine's own.
 
-    `linked`: HTTP and scheduling are linked by a Unix socket, as those of an HTTP worker are.
+    `linked`: HTTP and scheduling are linked by a Unix socket, as those of an HTTP worker are; the scheduler's end cuts off
+    one that does not read beyond `max_unread_bytes`.
 
     With `grammars` the echo engine follows them, and workers are started that compile them.
     """
@@ -144,7 +151,7 @@ async def serve(
             cluster: Cluster[Any] = Cluster(scheduler, metrics.steps, delivery=delivery)
             metrics.add_shards(cluster)
             permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
-            front = None if delivery is None else FrontServer(cluster, delivery, permits, joined)
+            front = None if delivery is None else FrontServer(cluster, delivery, permits, joined, max_unread_bytes)
             config = {
                 "model_id": "echo",
                 "model_path": str(model),
@@ -187,7 +194,9 @@ async def serve(
                     tokenizer,
                     cluster,
                     shard.end_session,
+                    seen,
                     front,
+                    Path(folder) / "front",
                 )
 
 

@@ -65,7 +65,9 @@ async def serve_engine(
 
 
 @asynccontextmanager
-async def running(cluster: Cluster[Any] | RemoteCluster, run: Callable[[], Coroutine[None, None, None]]) -> AsyncIterator[None]:
+async def running(
+    cluster: Cluster[Any] | RemoteCluster, run: Callable[[], Coroutine[None, None, None]]
+) -> AsyncIterator[None]:
     """Run `cluster` while the block lasts."""
     failure: BaseException | None = None
     async with asyncio.TaskGroup() as tasks:

@@ -1,0 +1,240 @@
+"""The link between HTTP workers and the scheduler process: it changes nothing for clients, and one end harms no other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from every_dialect import STREAMED, VERBATIM, WHOLE, Asking, name, stream_data
+from http_stack import Stack, serve, until, worker_of
+
+from text_generation_proto.front import front_pb2 as pb
+from text_generation_proto.values import FinishReason, LogprobOptions
+from text_generation_router.errors import Overloaded, ServingError
+from text_generation_router.front.convert import request_to_pb
+from text_generation_router.front.link import MAX_FRAME_BYTES
+from text_generation_router.request import LogprobJson, QualityOfService, Request, RequestId, TenantId, TopToken
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HELLO = pb.FromWorker(hello=pb.Hello(worker=9))
+TEXT = "one two three four"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, chat_template=VERBATIM, max_concurrent_requests=8, linked=True) as running:
+        yield running
+
+
+class Events:
+    """A listener that keeps everything it is told."""
+
+    def __init__(self, tokens: int = 1 << 30) -> None:
+        """It wants so many tokens."""
+        self.events: list[object] = []
+        self.over = asyncio.Event()
+        self._left = tokens
+
+    def on_token(
+        self, token_id: int, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
+    ) -> bool:
+        self.events.append((token_id, logprob, list(top), reason))
+        self._left -= 1
+        if reason is not None or not self._left:
+            self.over.set()
+        return self._left > 0
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+        self.events.append((list(logprobs), [list(top) for top in tops]))
+
+    def on_scheduled(self, cached_tokens: int, replica: int) -> None:
+        self.events.append(("scheduled", cached_tokens, replica))
+
+    def on_lost(self) -> None:
+        self.events.append("lost")
+
+    def on_cached_tokens(self, cached_tokens: int) -> None:
+        self.events.append(("cached", cached_tokens))
+
+    def on_failure(self, error: ServingError) -> None:
+        self.events.append((type(error), str(error), error.retry_after_s))
+        self.over.set()
+
+
+def requests() -> list[Request]:
+    """Requests with everything that may be told about one, and some that are refused."""
+    scores = LogprobOptions(top_n=3, prompt=True, prompt_top_n=2, tokens=True)
+    plain = Request(RequestId(0), tuple(range(50, 90)), 12)
+    return [
+        plain,
+        replace(plain, logprobs=LogprobOptions(tokens=True)),
+        replace(plain, logprobs=scores),
+        replace(plain, stop_token_ids=frozenset({55})),
+        replace(plain, qos=QualityOfService(TenantId("\udcff \ud800"), salt="\ud800", end_by=1.0)),
+        replace(plain, max_new_tokens=1 << 24),
+    ]
+
+
+async def test_a_listener_is_told_the_same_through_the_link(demo_model: Path) -> None:
+    told: list[list[list[object]]] = []
+    for linked in (False, True):
+        async with serve(demo_model, linked=linked) as stack:
+            seen = stack.seen
+            told.append([])
+            for request in requests():
+                listener, request = Events(), replace(request, id=next(seen.ids))
+                try:
+                    seen.submit(request, listener)
+                except ServingError as error:
+                    listener.on_failure(error)
+                await listener.over.wait()
+                told[-1].append(listener.events)
+            satisfied = Events(tokens=3)
+            seen.submit(replace(requests()[0], id=next(seen.ids), max_new_tokens=5000), satisfied)
+            await satisfied.over.wait()
+            await until(lambda: stack.engine.running == 0 and not stack.scheduler.requests)
+            told[-1].append(satisfied.events)
+    assert told[0] == told[1]
+    assert [len(events) for events in told[0]] == [13, 13, 14, 7, 1, 1, 4]
+
+
+@pytest.mark.parametrize("asking", STREAMED, ids=name)
+async def test_every_dialect_streams(stack: Stack, asking: Asking) -> None:
+    async with stack.client.post(asking.path, json=asking.streamed(TEXT, 4)) as response:
+        assert response.status == 200
+        assert TEXT.split()[-1] in str(stream_data(await response.read()))
+    async with stack.client.post(asking.path, json=asking.streamed(TEXT, 1000)) as response:
+        await response.content.readany()
+    await stack.assert_empty()  # the client that left has freed its slot and its permit
+
+
+@pytest.mark.parametrize("asking", WHOLE, ids=name)
+async def test_a_refusal_keeps_its_status(stack: Stack, asking: Asking) -> None:
+    async def refusal(body: dict[str, object]) -> tuple[int, bool]:
+        async with stack.client.post(asking.path, json=asking.body(TEXT, 100) | body) as response:
+            return response.status, "retry-after" in response.headers
+
+    assert await refusal({"timeout": 0.000_001}) == (408, False)
+    await until(lambda: stack.permits.in_use == 0)
+    async with stack.permits.take(8):
+        assert await refusal({}) == (429, True)
+    stack.cluster.draining = True
+    assert await refusal({}) == (503, True)
+    stack.cluster.draining = False
+
+
+async def test_permits_are_those_of_all_workers_and_return_with_a_lost_one(stack: Stack) -> None:
+    assert stack.front is not None
+    async with worker_of(stack.socket, 1) as one, worker_of(stack.socket, 2) as two:
+        held = await one.hold_permits(5, TenantId(""))
+        await two.hold_permits(3, TenantId(""))
+        with pytest.raises(Overloaded) as refused:
+            await two.hold_permits(1, TenantId(""))
+        assert refused.value.retry_after_s is not None
+        one.give_permits(held)
+        assert await two.hold_permits(5, TenantId(""))
+        waiting = asyncio.create_task(one.hold_permits(1, TenantId("")))  # noqa: TID251 - cancelled below
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert stack.permits.in_use <= 9
+        # A link that is cut keeps the permits of its worker: it says at once what it holds.
+        stack.front.sessions[2].link.cut_off("a test")
+        await until(lambda: stack.permits.in_use == 0)
+        await until(lambda: stack.permits.in_use == 8)
+    await until(lambda: stack.permits.in_use == 0)
+
+
+@dataclass
+class Peer:
+    """A connection to the scheduler's socket that sends what it likes."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def send(self, message: pb.FromWorker) -> None:
+        frame = message.SerializeToString()
+        self.writer.write(struct.pack("<I", len(frame)) + frame)
+
+    async def ended(self) -> bool:
+        """Return True once the other end has closed the connection."""
+        async with asyncio.timeout(10):
+            try:
+                while await self.reader.read(1 << 16):
+                    pass
+            except ConnectionError:
+                return True
+        return True
+
+
+@asynccontextmanager
+async def peer(stack: Stack) -> AsyncIterator[Peer]:
+    reader, writer = await asyncio.open_unix_connection(str(stack.socket))
+    yield Peer(reader, writer)
+    writer.close()
+
+
+def submit(without: str = "", number: int = 1 << 60, new_tokens: int = 12, **changes: object) -> pb.FromWorker:
+    """A valid request, without a field and with changes."""
+    message = request_to_pb(replace(requests()[0], max_new_tokens=new_tokens), RequestId(number), None)
+    if without:
+        message.ClearField(without)  # type: ignore[arg-type]
+    for field, value in changes.items():
+        setattr(message, field, value)
+    return pb.FromWorker(submit=message)
+
+
+HOSTILE = {
+    "noise": [random.Random(1).randbytes(4096)],
+    "a frame that is too large": [struct.pack("<I", MAX_FRAME_BYTES + 1)],
+    "its length in pieces": [b"\xff", b"\xff\xff", b"\xff"],
+    "no protobuf": [HELLO, struct.pack("<I", 3) + b"\xff\xff\xff"],
+    "a request before Hello": [submit()],
+    "Hello twice": [HELLO, HELLO],
+    "an empty message": [HELLO, pb.FromWorker()],
+    "no prompt": [HELLO, submit("prompt")],
+    "no new tokens": [HELLO, submit("stopping")],
+    "an unknown priority": [HELLO, submit(priority=77)],
+    "a tenant that is no text": [HELLO, submit(tenant=b"\xff")],
+    "a request twice": [HELLO, submit(), submit()],
+    "permits twice": [HELLO, *[pb.FromWorker(take_permits=pb.TakePermits(number=1, count=1))] * 2],
+    "no permits": [HELLO, pb.FromWorker(take_permits=pb.TakePermits(number=1))],
+    "an unknown question": [HELLO, pb.FromWorker(question=pb.Question(number=1, about="the weather"))],
+}
+
+
+@pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE)
+async def test_hostile_bytes_end_their_connection_only(stack: Stack, sent: list[bytes | pb.FromWorker]) -> None:
+    async with stack.client.post("/generate_stream", json=STREAMED[0].body(TEXT, 50)) as running:
+        async with peer(stack) as hostile:
+            for each in sent:
+                if isinstance(each, bytes):
+                    hostile.writer.write(each)
+                    await hostile.writer.drain()
+                else:
+                    hostile.send(each)
+            assert await hostile.ended()
+        assert len(stream_data(await running.read())) == 50
+    await stack.assert_empty()
+
+
+async def test_a_worker_that_does_not_read_is_cut_off_alone(demo_model: Path) -> None:
+    async with serve(demo_model, linked=True, max_unread_bytes=1 << 16, max_batch_size=256) as stack:
+        post = stack.client.post("/generate_stream", json=STREAMED[0].body(TEXT, 1000))
+        async with post as running, peer(stack) as deaf:
+            deaf.send(HELLO)
+            for number in range(100):
+                deaf.send(submit(number=number, new_tokens=20_000))
+            assert stack.front is not None
+            sessions = stack.front.sessions
+            await until(lambda: 9 in sessions)
+            await until(lambda: 9 not in sessions)
+            assert len(stream_data(await running.read())) == 1000
+        await stack.assert_empty()
