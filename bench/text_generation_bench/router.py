@@ -26,20 +26,18 @@ import os
 import selectors
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import orjson
 import psutil
 
-from text_generation_bench.gateways import MODEL, free_port, gateways
+from text_generation_bench.gateways import MODEL, gateways
 from text_generation_bench.load.dialects import PATHS, AnswerStream
 from text_generation_bench.load.http_client import HttpClient
+from text_generation_bench.router_processes import cpu_seconds, servers, terminate_process, workers
 from text_generation_proto.client import ShardClient
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
@@ -70,7 +68,7 @@ def main() -> None:
     with ExitStack() as running:
         router, port, _ = running.enter_context(servers(model, step_ms=STEP_MS))
         others = dict(running.enter_context(gateways(arguments.gateways, STEP_MS)))
-        routers = {"": ((router,), port)}
+        routers: dict[str, tuple[Sequence[int], int]] = {"": ([router], port)}
         if arguments.workers:
             routers[f" ({arguments.workers} workers)"] = running.enter_context(
                 workers(model, STEP_MS, arguments.workers)
@@ -142,84 +140,6 @@ def _budget(value: float, budget: float, unit: str) -> str:
     if budget == float("inf"):
         return ""
     return f"{budget:>4g} {unit}{'' if value <= budget else '   OVER'}"
-
-
-@contextmanager
-def workers(model: Path, step_ms: float, count: int) -> Iterator[tuple[list[int], int]]:
-    """Run a shard, a scheduler process and HTTP workers; yield the process ids of these, and the port."""
-    with tempfile.TemporaryDirectory() as folder:
-        address, port = f"unix://{folder}/shard", free_port()
-        shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
-        options = [*_router_options(address, model, port), f"--http-workers={count}", f"--front-socket={folder}/front"]
-        processes = [start("text-generation-router", *options, "--role=scheduler")]
-        for number in range(count):
-            processes.append(start("text-generation-router", *options, "--role=http", f"--http-worker={number}"))
-        try:
-            for process in processes[1:]:
-                asyncio.run(_until_listening(process.pid, port))
-            asyncio.run(_until_healthy(port))
-            yield [process.pid for process in processes], port
-        finally:
-            for process in (*reversed(processes), shard):
-                terminate_process(process.pid)
-                process.wait()
-
-
-@contextmanager
-def servers(model: Path, step_ms: float) -> Iterator[tuple[int, int, str]]:
-    """Run a shard and a router; yield the router's pid and port and the shard's address."""
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"unix://{folder}/shard"
-        shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
-        with router_of(shard, address, model) as (router, port):
-            yield router, port, address
-
-
-@contextmanager
-def router_of(
-    shard: subprocess.Popen[bytes], address: str, model: Path, env: Mapping[str, str] | None = None
-) -> Iterator[tuple[int, int]]:
-    """Run a router for `shard`, which listens on `address`; yield its pid and port. Stop both at the end."""
-    port = free_port()
-    router = start("text-generation-router", *_router_options(address, model, port), env=env)
-    try:
-        asyncio.run(_until_healthy(port))
-        yield router.pid, port
-    finally:
-        for process in (router, shard):
-            terminate_process(process.pid)
-            process.wait()
-
-
-def _router_options(address: str, model: Path, port: int) -> list[str]:
-    return [
-        f"--shard-address={address}",
-        f"--model-path={model}",
-        "--hostname=127.0.0.1",
-        f"--port={port}",
-        "--max-concurrent-requests=512",
-    ]
-
-
-def start(command: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start one of our commands; it logs only errors."""
-    return subprocess.Popen([str(Path(sys.executable).with_name(command)), "--log-level=error", *arguments], env=env)
-
-
-def terminate_process(pid: int) -> None:
-    """Send SIGTERM to a process and wait for its end."""
-    try:
-        process = psutil.Process(pid)
-        process.terminate()
-        process.wait(10)
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        return
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the user and system time of a process."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
 
 
 def in_child(work: Callable[..., Awaitable[float]], *arguments: object) -> float:
@@ -376,27 +296,6 @@ async def _streams(port: int, dialect: str, bodies: Sequence[object], open_: int
 def _client(port: int) -> HttpClient:
     """Return a client with a connection for each request."""
     return HttpClient(f"http://127.0.0.1:{port}", {"Connection": "close"}, None, TIMEOUT_S)
-
-
-async def _until_listening(pid: int, port: int) -> None:
-    async with asyncio.timeout(60):
-        while not any(each.laddr.port == port for each in psutil.Process(pid).net_connections()):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-
-
-async def _until_healthy(port: int) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.1)
-                continue
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            answer = await reader.read()
-            writer.close()
-            if answer.startswith(b"HTTP/1.1 200"):
-                return
 
 
 if __name__ == "__main__":

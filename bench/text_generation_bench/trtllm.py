@@ -19,17 +19,8 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
-from text_generation_bench.router import (
-    STEP_MS,
-    STREAMS,
-    TOKENS_A_STREAM,
-    cpu_seconds,
-    in_child,
-    router_of,
-    row,
-    start,
-    stream_load,
-)
+from text_generation_bench.router import STEP_MS, STREAMS, TOKENS_A_STREAM, in_child, row, stream_load
+from text_generation_bench.router_processes import cpu_seconds, router_of, start
 
 FAKES = Path(__file__).parents[2] / "tests" / "fakes" / "tensorrt_llm"
 VERSIONS = ("1.2", "1.3")

@@ -35,10 +35,10 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 
 
 class Events:
-    """A listener that keeps everything it is told."""
+    """A listener that keeps every call."""
 
     def __init__(self, tokens: int = 1 << 30) -> None:
-        """It wants so many tokens."""
+        """`tokens`: so many are wanted."""
         self.events: list[object] = []
         self.over = asyncio.Event()
         self._left = tokens
@@ -70,7 +70,7 @@ class Events:
 
 
 def requests() -> list[Request]:
-    """Requests with everything that may be told about one, and some that are refused."""
+    """Requests whose listeners get calls of every kind; some are refused."""
     scores = LogprobOptions(top_n=3, prompt=True, prompt_top_n=2, tokens=True)
     plain = Request(RequestId(0), tuple(range(50, 90)), 12)
     return [

@@ -50,7 +50,7 @@ class Link(asyncio.Protocol, Generic[Received]):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._rest = bytearray()
-        """The beginning of a frame."""
+        """The first bytes of a frame."""
         self._unsent: list[bytes] = []
 
     @property
