@@ -350,9 +350,12 @@ class RemoteCluster:
     async def _watch_deadlines(self) -> None:
         """End requests that are late while the scheduler process cannot do it, and all after WITHOUT_LINK_S."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(HANGS_AFTER_S):
-                    await self._lost.wait()
+            if self._linked.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(HANGS_AFTER_S):
+                        await self._lost.wait()
+            else:
+                await asyncio.sleep(WATCH_EVERY_S)
             now = time.monotonic()
             linked = self._linked.is_set()
             if not linked and now > self._lost_at + WITHOUT_LINK_S:
@@ -361,5 +364,3 @@ class RemoteCluster:
             for number, live in [each for each in self._live.items() if each[1].due <= latest]:
                 self._listeners.failure(number, live.expired())
                 self._cancel(number, satisfied=False)
-            if not linked:
-                await asyncio.sleep(WATCH_EVERY_S)
