@@ -170,7 +170,7 @@ async def serve(
                     seen_permits,
                     metrics,
                     api_settings(limits, **(config | (settings or {}))),
-                ) as (serving, chats),
+                ) as (serving, chats, _),
                 _listening(
                     create_app(
                         serving,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -33,27 +33,38 @@ async def assemble(
     permits: ConcurrencyLimit,
     metrics: HttpMetrics,
     settings: Settings,
-) -> AsyncIterator[tuple[Serving, ChatPreparer]]:
+) -> AsyncIterator[tuple[Serving, ChatPreparer, Callable[[], Awaitable[None]]]]:
     """Start the parts that routes need; `grammar_kinds`: those that the engine supports.
 
-    Raises ChatTemplateError, or SandboxError if a worker cannot start.
+    The third part waits until the worker processes are ready, which may take longer than the rest; requests that need one
+    wait for it. It raises ChatTemplateError, or SandboxError if a worker cannot start.
     """
     config = settings.config
     async with AsyncExitStack() as running:
         stage = Preparation(MAX_WAITING_CHARACTERS // config.http_workers)
         metrics.add_preparation(stage)
-        grammars = None
+        grammars = sandbox = None
         if grammar_kinds and not config.disable_grammar_support:
             sandbox = grammar_sandbox(Path(config.model_path) / "tokenizer.json", stage=stage)
-            grammars = GrammarCompiler(await running.enter_async_context(sandbox))
-        renderer = await running.enter_async_context(TemplateRenderer(templates, stage=stage))
+            running.push_async_callback(sandbox.close)
+            await sandbox.open()
+            grammars = GrammarCompiler(sandbox)
+        renderer = TemplateRenderer(templates, stage=stage)
+        running.push_async_callback(renderer.close)
+        await renderer.open()
         pool = TokenizerPool(tokenizer, Path(config.model_path), config.validation_workers, stage)
         await running.enter_async_context(pool)
         preparer = RequestPreparer(pool, settings.limits, metrics, cluster.ids, grammars, grammar_kinds)
         serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings, stage)
         call_format = find_call_format(config, templates, tokenizer)
         reasoning = detect_reasoning(*_marks(templates, tokenizer)) if config.split_reasoning else None
-        yield serving, ChatPreparer(serving, renderer, call_format=call_format, reasoning=reasoning)
+
+        async def ready() -> None:
+            await renderer.ready()
+            if sandbox is not None:
+                await sandbox.ready()
+
+        yield serving, ChatPreparer(serving, renderer, call_format=call_format, reasoning=reasoning), ready
 
 
 def find_call_format(config: RouterConfig, templates: ChatTemplates, tokenizer: Tokenizer) -> str:

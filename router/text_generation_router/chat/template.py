@@ -76,12 +76,17 @@ class TemplateRenderer:
         )
         self._without_templates = not sources
 
-    async def start(self) -> None:
-        """Start the workers, which compile the templates. Raises ChatTemplateError."""
+    async def open(self) -> None:
+        """Start the workers, which compile the templates. Calls wait for them."""
+        if not self._without_templates:
+            await self._sandbox.open()
+
+    async def ready(self) -> None:
+        """Wait until the workers have compiled the templates. Raises ChatTemplateError."""
         if self._without_templates:
             return
         try:
-            await self._sandbox.start()
+            await self._sandbox.ready()
         except SandboxError as error:
             raise ChatTemplateError(f"the chat templates cannot be compiled: {error}") from error
 
@@ -90,7 +95,12 @@ class TemplateRenderer:
         await self._sandbox.close()
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        await self.open()
+        try:
+            await self.ready()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

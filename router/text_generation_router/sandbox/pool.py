@@ -112,24 +112,31 @@ class Sandbox:
         """The workers that have created their job: idle or busy."""
         self._broken: str | None = CLOSED
         """The reason that no worker can do a job; None if one can."""
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The end of the first start."""
+        self._started.add_done_callback(lambda started: started.cancelled() or started.exception())
         self._stack = AsyncExitStack()
 
-    async def start(self, *, lazily: bool = False) -> None:
-        """Start all workers and wait until they are ready, or start them `lazily`, with the first call, which waits.
-
-        Raises SandboxError with the error of the factory.
-        """
-        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def open(self, *, lazily: bool = False) -> None:
+        """Accept calls, which wait for a worker. The workers start now, or `lazily`: with the first call."""
+        self._broken = None
         if lazily:
-            self._broken = None
-            started.set_result(None)
+            self._started.set_result(None)
         else:
             self._wanted.set()
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         for _ in range(self._size):
-            self._stack.callback(tasks.create_task(self._keep_worker(started)).cancel)
+            self._stack.callback(tasks.create_task(self._keep_worker()).cancel)
+
+    async def ready(self) -> None:
+        """Wait until all workers have created their job. Raises SandboxError with the error of the factory."""
+        await asyncio.shield(self._started)
+
+    async def start(self) -> None:
+        """Start all workers and wait until they are ready. Raises as `ready`."""
+        await self.open()
         try:
-            await started
+            await self.ready()
         except BaseException:
             await self.close()
             raise
@@ -217,7 +224,7 @@ class Sandbox:
                 worker.answer = answer
                 worker.ask(payload, max(WALL_TIMES * self._timeout_s, MIN_WALL_S))
 
-    async def _keep_worker(self, started: asyncio.Future[None]) -> None:
+    async def _keep_worker(self) -> None:
         """Run a worker; when it ends, run the next one."""
         await self._wanted.wait()
         pause_s = FIRST_PAUSE_S
@@ -231,12 +238,12 @@ class Sandbox:
                         _warn(refused.decode(errors="replace"))
                     pause_s, self._broken = FIRST_PAUSE_S, None
                     self._ready.add(worker)
-                    if len(self._ready) == self._size and not started.done():
-                        started.set_result(None)
+                    if len(self._ready) == self._size and not self._started.done():
+                        self._started.set_result(None)
                     await self._serve(worker)
             except SandboxError as error:
-                if not started.done():
-                    started.set_exception(error)
+                if not self._started.done():
+                    self._started.set_exception(error)
                 elif not self._ready:
                     self._break(str(error))
                 await asyncio.sleep(pause_s)

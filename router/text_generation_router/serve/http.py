@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +118,7 @@ class HttpSide:
         try:
             async with assemble(
                 self._tokenizer, self._templates, model.grammar_kinds, cluster, backend.permits, metrics, settings
-            ) as (serving, chats):
+            ) as (serving, chats, prepared):
                 try:
                     app = create_app(
                         serving,
@@ -130,14 +130,16 @@ class HttpSide:
                     )
                 except ValueError as error:  # an AIP_* path that is invalid or taken
                     raise CannotServe(str(error)) from error
-                return await self._run(app, metrics, backend)
+                return await self._run(app, metrics, backend, prepared)
         except (ChatTemplateError, SandboxError) as error:
             raise CannotServe(str(error)) from error
         finally:
             if tracer is not None:
                 await tracer.close()
 
-    async def _run(self, app: web.Application, metrics: HttpMetrics, backend: Backend) -> ExitCode:
+    async def _run(
+        self, app: web.Application, metrics: HttpMetrics, backend: Backend, prepared: Callable[[], Awaitable[None]]
+    ) -> ExitCode:
         config, signals, notifier, cluster = self._config, self.signals, self._notifier, backend.cluster
         limits = ConnectionLimits(
             config.max_connections,
@@ -158,7 +160,7 @@ class HttpSide:
                 log.info("ready", url=f"http://{listen_host(config.hostname)}:{server.port}")
                 configure_collector()
                 collecting = tasks.create_task(collect_growth(lambda: not cluster.live_requests))
-                if config.peers or await wait_for(cluster.settled(), signals):  # a router among peers may have no shard
+                if await wait_for(self._until_ready(cluster, prepared), signals):
                     notifier.ready()
                 await signals.stop.wait()
                 collecting.cancel()
@@ -177,6 +179,15 @@ class HttpSide:
             running.cancel()
         log.info("stopped")
         return ExitCode.STOPPED
+
+    async def _until_ready(self, cluster: ServingCluster, prepared: Callable[[], Awaitable[None]]) -> None:
+        """Wait until all requests can be served; most are served before. Raises CannotServe."""
+        if not self._config.peers:  # a router among peers may have no shard
+            await cluster.settled()
+        try:
+            await prepared()
+        except (ChatTemplateError, SandboxError) as error:
+            raise CannotServe(str(error)) from error
 
 
 def _settings(config: RouterConfig, limits: Limits, rates: RateCounter) -> Settings:

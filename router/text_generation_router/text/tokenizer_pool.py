@@ -66,7 +66,7 @@ class TokenizerPool:
         """Held while the event loop writes a piece of a large answer, so that pieces do not add up to a pause."""
 
     async def __aenter__(self) -> Self:
-        await self._processes.start(lazily=True)
+        await self._processes.open(lazily=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:

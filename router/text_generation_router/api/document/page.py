@@ -6,6 +6,7 @@ Every file comes from this server, and the page's content security policy allows
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -69,10 +70,12 @@ class DocsRoutes:
     """Handlers of the documentation."""
 
     def __init__(self) -> None:
-        self._document = b""
+        self._make: Callable[[], bytes] = bytes
+        self._document: bytes | None = None
+        self._making = asyncio.Lock()
 
     def describe(self, table: list[Route], settings: Settings, *, generations: int, vocabulary: int) -> None:
-        """Make the document of `table`, which includes these routes.
+        """Document `table`, which includes these routes.
 
         `generations`: the most of one request; `vocabulary`: the tokens that the tokenizer knows.
         """
@@ -83,7 +86,8 @@ class DocsRoutes:
             prompts=settings.config.max_client_batch_size,
             generations=generations,
         )
-        self._document = orjson.dumps(document(table, settings.version, keys=bool(settings.api_keys), rules=rules))
+        keys = bool(settings.api_keys)
+        self._make = lambda: orjson.dumps(document(table, settings.version, keys=keys, rules=rules))
 
     def routes(self) -> list[Route]:
         """The routes of the documentation."""
@@ -100,6 +104,9 @@ class DocsRoutes:
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
         """GET /api-doc/openapi.json and /openapi.json: this document."""
+        async with self._making:  # it takes half a second, which a start does not have
+            if self._document is None:
+                self._document = await asyncio.to_thread(self._make)
         return web.Response(body=self._document, content_type=JSON)
 
     async def page(self, request: web.Request) -> web.StreamResponse:
