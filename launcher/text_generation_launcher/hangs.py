@@ -4,7 +4,7 @@
     no heartbeat for --hang-timeout, or STUCK ──► SIGABRT, SIGCONT to the process group ──► ABORT_GRACE ──► SIGKILL
 
 A child is watched from its first heartbeat on. That of a shard comes with the line: loading a model may take any time, and
-may hold the interpreter lock.
+may hold the interpreter lock. A router sends some before, and then has at least the default of --hang-timeout: it is busy.
 SIGABRT makes faulthandler write the stacks of all threads, also while a thread holds the interpreter lock. A stopped process
 handles it only when it continues.
 """
@@ -22,7 +22,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from text_generation_launcher.plan import ChildSpec
-from text_generation_proto.heartbeat import ALIVE, CHECK_EVERY_S, MAX_DESCRIPTION, STUCK, Silence
+from text_generation_proto.heartbeat import ALIVE, CHECK_EVERY_S, HANG_TIMEOUT_S, MAX_DESCRIPTION, STUCK, Silence
 from text_generation_proto.v1 import shard_pb2 as pb
 
 ABORT_GRACE = 1.0
@@ -68,7 +68,7 @@ async def _watch(
     spec: ChildSpec, heartbeat_fd: int, hung: asyncio.Event, described: asyncio.Future[pb.InfoResponse] | None
 ) -> None:
     try:
-        line = await _first_line(heartbeat_fd, spec.hang_timeout)
+        line = await _first_line(heartbeat_fd, spec.hang_timeout and max(spec.hang_timeout, HANG_TIMEOUT_S))
         if line is None:
             return
         description = pb.InfoResponse.FromString(b64decode(line, validate=True))
@@ -96,11 +96,13 @@ async def _first_line(fd: int, timeout_s: float) -> bytes | None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(check_every_s):
                     await readable.wait()
+            woken = readable.is_set()
             readable.clear()
             if (read := _read(fd)) is None:
                 return None
-            silence.record(sign=bool(read))
-            _check(silence, timeout_s)
+            if read or not woken:  # the event loop may report once more what has been read already
+                silence.record(sign=bool(read))
+                _check(silence, timeout_s)
             line += read.lstrip(ALIVE)
             check_every_s = CHECK_EVERY_S
     finally:
