@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -228,6 +228,28 @@ async def test_the_limit_of_connections_is_that_of_all_workers(served: ProcessRo
     for _, writer in connections:
         writer.close()
     assert (await idle(served.clients[1]))["tgi_request_count"] == before["tgi_request_count"]
+
+
+async def test_a_worker_makes_room_for_connections_of_another(served: ProcessRouter) -> None:
+    idle_ones = [await asyncio.open_connection("127.0.0.1", served.ports[0]) for _ in range(12)]
+    for reader, writer in idle_ones:
+        writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"200"
+    async with asyncio.timeout(READY_S):
+        while await generate(served.clients[1], OPERATOR) == 503:  # noqa: ASYNC110 - until they have waited for a second
+            await asyncio.sleep(0.02)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.ports[1])
+        while not [True for each, _ in idle_ones if each.at_eof()]:
+            await all_of(skip(each) for each, _ in idle_ones)
+        for _, each in [*idle_ones, (reader, writer)]:
+            each.close()
+
+
+async def skip(reader: asyncio.StreamReader) -> None:
+    """Read what is there."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await reader.read(4096)
 
 
 @pytest.mark.full
