@@ -17,13 +17,23 @@ def _unknown(tenant: TenantId) -> float | None:
     return None
 
 
+def no_deadline() -> float | None:
+    """Return the deadline of a request without one."""
+    return None
+
+
 class ConcurrencyLimit(Protocol):
     """A limit of concurrent generations, wherever it is counted."""
 
     limit: int
 
-    def take(self, count: int, tenant: TenantId = DEFAULT_TENANT) -> AbstractAsyncContextManager[None]:
-        """Hold `count` permits inside the block. Raises Overloaded, or InvalidRequest if `count` exceeds the limit."""
+    def take(
+        self, count: int, tenant: TenantId = DEFAULT_TENANT, by: Callable[[], float | None] = no_deadline
+    ) -> AbstractAsyncContextManager[None]:
+        """Hold `count` permits inside the block; `by` returns the time by which a request must have them.
+
+        Raises Overloaded, DeadlineExceeded, or InvalidRequest if `count` exceeds the limit.
+        """
         ...
 
 
@@ -43,7 +53,9 @@ class Permits:
         self._retry_after = retry_after
 
     @asynccontextmanager
-    async def take(self, count: int, tenant: TenantId = DEFAULT_TENANT) -> AsyncIterator[None]:
+    async def take(
+        self, count: int, tenant: TenantId = DEFAULT_TENANT, by: Callable[[], float | None] = no_deadline
+    ) -> AsyncIterator[None]:
         """Hold `count` permits inside the block, without waiting. Raises Overloaded, InvalidRequest."""
         self.acquire(count, tenant)
         try:

@@ -61,6 +61,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         block_size = engine.info.block_size
         started = time.monotonic()
         warming = self._owner.warmed_up(limits)
+        was_warm = warming is not None and warming.done()
         if warming is None:
             if not await self._owner.wait_until_free():
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a Run session is open")
@@ -77,7 +78,9 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             )
         seconds = time.monotonic() - started
         log.info("warmed up", kv_blocks=num_blocks, block_size=block_size, seconds=round(seconds, 2))
-        return pb.WarmUpResponse(num_blocks=num_blocks, block_size=block_size, warm_up_seconds=seconds)
+        return pb.WarmUpResponse(
+            num_blocks=num_blocks, block_size=block_size, warm_up_seconds=seconds, was_warm=was_warm
+        )
 
     @settled
     async def Run(  # type: ignore[override]  # noqa: N802 - the stubs know generators only, gRPC also context.write

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2
 from shard_server import ServedShard, running, serve_engine
 from structlog.testing import capture_logs
 
+from text_generation_proto.access import ShardAccess
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.discovery.static import StaticSource
@@ -27,6 +28,7 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards import replica
 from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.first_join import join_all
 from text_generation_router.shards.join import join
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import StepResult
@@ -237,3 +239,12 @@ async def test_a_stop_at_the_moment_of_a_loss_ends_the_cluster(tmp_path: Path) -
             await cluster.opened()
             cluster.submit(Request(RequestId(1), (1, 2, 3), 5), Listener())
     assert serving.cancelled()
+
+
+async def test_a_router_that_takes_over_serves_without_a_shard_that_is_gone(tmp_path: Path) -> None:
+    here, gone = f"unix://{tmp_path}/here", f"unix://{tmp_path}/gone"
+    async with serve_engine(EchoEngine.build(ShardConfig(engine="echo")), here):
+        first = await join_all([here], WarmUpLimits(), ShardAccess.of(), 20)
+        async with asyncio.timeout(20):
+            second = await join_all([here, gone], WarmUpLimits(), ShardAccess.of(), 60)
+    assert [first[here] is not None, second[here] is not None, second[gone]] == [True, True, None]

@@ -72,6 +72,7 @@ async def wait_without_scheduler(served: ProcessRouter, expected: ReadAnswer) ->
     stays, leaves, late, new = (ReadAnswer() for _ in range(4))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(ask(client, mix(0, 150), stays))
+        refused = ReadAnswer()
         leaving = tasks.create_task(ask(client, mix(0, 2000), leaves))
         began = asyncio.get_running_loop().time()
         timed = tasks.create_task(ask(client, mix(0, 2000), late, **{"x-request-timeout-ms": "1500"}))
@@ -79,10 +80,11 @@ async def wait_without_scheduler(served: ProcessRouter, expected: ReadAnswer) ->
         await served.kill_scheduler()
         tasks.create_task(ask(client, mix(0, 150), new))
         leaving.cancel()
+        await ask(client, mix(0, 150), refused, **{"x-request-timeout-ms": "100"})
+        assert (refused.status, new.tokens) == (408, 0)
         await timed
         assert asyncio.get_running_loop().time() - began < 1.5 + 0.5
         assert late.ends == [f"error: Request timed out: its time was over after {late.tokens} new tokens"]
-        assert not new.tokens
         await served.start_scheduler()
     assert (stays, new) == (expected, expected)
     assert re.findall(r"requests submitted again.* requests=(\d+)", served.log(0))[-1:] == ["1"]

@@ -313,18 +313,22 @@ class WarmUpResponse(google.protobuf.message.Message):
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     WARM_UP_SECONDS_FIELD_NUMBER: builtins.int
+    WAS_WARM_FIELD_NUMBER: builtins.int
     num_blocks: builtins.int
     """blocks are numbered 0 <= block < num_blocks; all are free"""
     block_size: builtins.int
     warm_up_seconds: builtins.float
+    was_warm: builtins.bool
+    """it was warmed up with these limits before: a router has driven the shard"""
     def __init__(
         self,
         *,
         num_blocks: builtins.int = ...,
         block_size: builtins.int = ...,
         warm_up_seconds: builtins.float = ...,
+        was_warm: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "warm_up_seconds", b"warm_up_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "warm_up_seconds", b"warm_up_seconds", "was_warm", b"was_warm"]) -> None: ...
 
 Global___WarmUpResponse: typing_extensions.TypeAlias = WarmUpResponse
 

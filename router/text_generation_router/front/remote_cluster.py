@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 
 from text_generation_proto import convert
 from text_generation_proto.front import front_pb2 as pb
-from text_generation_router.errors import GenerationFailed, ServingError, Unhealthy
+from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError, Unhealthy
 from text_generation_router.front.convert import info_from_json, refusal_from_pb, request_to_pb, text_to_pb
 from text_generation_router.front.link import Link, LinkBroken
 from text_generation_router.front.questions import Answerers, LinkLost, Questions
@@ -156,8 +156,18 @@ class RemoteCluster:
             with suppress(LinkLost):
                 return await self._questions.ask(about, body)
 
-    async def hold_permits(self, count: int, tenant: TenantId) -> int:
-        """Hold permits until `give_permits` with the returned number. Raises Overloaded, InvalidRequest, Unhealthy."""
+    async def hold_permits(self, count: int, tenant: TenantId, by: float | None) -> int:
+        """Hold permits until `give_permits` with the returned number.
+
+        Raises Overloaded, InvalidRequest, Unhealthy, or DeadlineExceeded at the time `by`.
+        """
+        try:
+            async with asyncio.timeout_at(by):
+                return await self._hold_permits(count, tenant)
+        except TimeoutError:
+            raise DeadlineExceeded("its time was over before it was queued") from None
+
+    async def _hold_permits(self, count: int, tenant: TenantId) -> int:
         asked = pb.TakePermits(count=count, tenant=text_to_pb(tenant))
 
         def take(number: int) -> pb.FromWorker:

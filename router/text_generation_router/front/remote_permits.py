@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from text_generation_router.front.remote_cluster import RemoteCluster
+from text_generation_router.permits import no_deadline
 from text_generation_router.request import DEFAULT_TENANT, TenantId
 
 
@@ -17,9 +18,11 @@ class RemotePermits:
         self._cluster = cluster
 
     @asynccontextmanager
-    async def take(self, count: int, tenant: TenantId = DEFAULT_TENANT) -> AsyncIterator[None]:
-        """Hold `count` permits inside the block. Raises Overloaded, InvalidRequest, Unhealthy."""
-        number = await self._cluster.hold_permits(count, tenant)
+    async def take(
+        self, count: int, tenant: TenantId = DEFAULT_TENANT, by: Callable[[], float | None] = no_deadline
+    ) -> AsyncIterator[None]:
+        """Hold `count` permits inside the block. Raises Overloaded, InvalidRequest, DeadlineExceeded, Unhealthy."""
+        number = await self._cluster.hold_permits(count, tenant, by())
         try:
             yield
         finally:

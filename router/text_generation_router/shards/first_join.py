@@ -15,6 +15,9 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardTaken, join, merge_capabilities
 from text_generation_router.shards.member import JOIN_TIMEOUT_S, MAX_RETRY_S, RETRY_TAKEN_S
 
+OTHERS_S = 1.0
+"""Seconds for shards to join after one that a former router has driven. The others then join when they can."""
+
 log = structlog.get_logger()
 
 
@@ -23,14 +26,29 @@ async def join_all(
 ) -> Mapping[str, ReplicaInfo | None]:
     """Let shards join that are all to be there; one that does not answer, or is taken, is None.
 
-    Raises CannotServe if one cannot join, or none does.
+    A router that takes over from another one serves with those that are there: OTHERS_S. Raises CannotServe if one cannot
+    join, or none does.
     """
+    takes_over = False
     async with asyncio.TaskGroup() as tasks:
         joins = {each: tasks.create_task(_join_one(each, limits, access, timeout_s)) for each in addresses}
-    results = {address: task.result() for address, task in joins.items()}
-    for result in results.values():
-        if isinstance(result, CannotJoin):
+        joining = set(joins.values())
+        while joining:
+            joined, joining = await asyncio.wait(
+                joining, timeout=OTHERS_S if takes_over else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not joined:
+                break
+            results_now = [task.result() for task in joined]
+            takes_over |= any(isinstance(each, ReplicaInfo) and each.pool.was_warm for each in results_now)
+        for task in joining:
+            task.cancel()
+    results = {address: None if task.cancelled() else task.result() for address, task in joins.items()}
+    for address, result in results.items():
+        if isinstance(result, CannotJoin) and not takes_over:
             raise CannotServe(str(result))
+        if not isinstance(result, ReplicaInfo):
+            log.warning("shard is left out for now", address=address, reason=str(result or "it does not answer"))
     infos = {address: info if isinstance(info, ReplicaInfo) else None for address, info in results.items()}
     if not any(infos.values()):
         raise CannotServe(f"no shard answers at {', '.join(addresses)}")

@@ -192,7 +192,7 @@ class KServeRoutes:
         bodies = [GenerateBody(inputs=prompt, parameters=body.parameters) for prompt in prompts]
         permits = len(prompts) * self._generate.permits_needed(body.parameters)
         # All or nothing: the permits of all are taken at once and held until the last has its text.
-        async with self._serving.take_permits(records, permits):
+        async with self._serving.take_permits(records, permits, body.parameters, body):
             replies = await all_of(
                 [
                     self._generate.permitted_reply(single, record, body)

@@ -85,7 +85,9 @@ class VertexRoutes:
             raise NoInstances
         records = self._serving.start(request, len(instances))
         # All or nothing: the permits of all are taken at once and held until the last has its text.
-        async with self._serving.take_permits(records, sum(self._permits_needed(instance) for instance in instances)):
+        async with self._serving.take_permits(
+            records, sum(self._permits_needed(instance) for instance in instances), body
+        ):
             texts = await all_of(
                 [
                     self._text(request, instance, record, body)

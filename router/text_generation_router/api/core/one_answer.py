@@ -38,7 +38,7 @@ async def answer(
 ) -> web.StreamResponse:
     """Answer the conversation that `read` returns. Raises ServingError."""
     records = serving.start(request)
-    async with serving.take_permits(records, 1):
+    async with serving.take_permits(records, 1, fields):
         conversation, options = await beside(request, read)
         chat = await chats.prepare(conversation, options, serving.qos(records[0], fields))
         script = script_of(chat, lambda: records[0].cached_tokens)

@@ -129,9 +129,19 @@ class Serving:
         if name and name not in self.cluster.adapters:
             raise ModelNotFound(f"The adapter `{name}` does not exist")
 
-    def take_permits(self, records: Sequence[GenerationRecord], count: int) -> AbstractAsyncContextManager[None]:
-        """Hold `count` permits for the caller of these generations. Raises Overloaded, InvalidRequest."""
-        return self.permits.take(count, records[0].caller.tenant)
+    def take_permits(
+        self, records: Sequence[GenerationRecord], count: int, *asked: QosFields | None
+    ) -> AbstractAsyncContextManager[None]:
+        """Hold `count` permits for the caller of these generations; `asked` are parts of the body that may set deadlines.
+
+        Raises Overloaded, InvalidRequest, DeadlineExceeded.
+        """
+
+        def by() -> float | None:
+            qos = self.qos(records[0], *asked)
+            return min((each for each in (qos.queue_by, qos.end_by) if each is not None), default=None)
+
+        return self.permits.take(count, records[0].caller.tenant, by)
 
     def qos(self, record: GenerationRecord, *asked: QosFields | None) -> QualityOfService:
         """Return the quality of service that headers and body ask for. Raises InvalidRequest."""

@@ -52,7 +52,7 @@ class ChatRoutes:
         """Answer a body that another route parsed."""
         count = body.n or 1
         records = self._serving.start(request, count)
-        async with self._serving.take_permits(records, count):
+        async with self._serving.take_permits(records, count, body):
             chat = await self._prepare(request, body, self._serving.qos(records[0], body), count)
             if body.stream:
                 return await self._streamed(request, body, chat, records)

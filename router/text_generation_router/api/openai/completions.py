@@ -53,7 +53,7 @@ class CompletionRoutes:
         prompts = _prompts(body)
         records = self._serving.start(request, min(len(prompts), self._limit) * (body.n or 1))
         self._check(body, prompts)
-        async with self._serving.take_permits(records, len(records)):
+        async with self._serving.take_permits(records, len(records), body):
             qos = self._serving.qos(records[0], body)
             options = replace(completion_options(body), adapter=self._serving.adapter_of(body.model))
             if len(prompts) > 1:

@@ -62,7 +62,7 @@ class GenerateRoutes:
 
     async def reply(self, body: GenerateBody, record: GenerationRecord) -> GenerateAnswer:
         """Return the whole reply to a body. Raises ServingError."""
-        async with self._serving.take_permits([record], self.permits_needed(body.parameters)):
+        async with self._serving.take_permits([record], self.permits_needed(body.parameters), body.parameters, body):
             return await self.permitted_reply(body, record)
 
     def permits_needed(self, parameters: GenerateParameters) -> int:
@@ -97,7 +97,7 @@ class GenerateRoutes:
         [record] = serving.start(request)
         check_streamed(body.parameters)
         serving.check_adapter(body.parameters.adapter_id)
-        async with serving.take_permits([record], 1):
+        async with serving.take_permits([record], 1, body.parameters, body):
             qos = serving.qos(record, body.parameters, body)
             options = to_options(body.parameters, shows_tokens=True)
             requests = await serving.preparer.prepare(body.inputs, options, qos)
