@@ -306,8 +306,9 @@ class RemoteCluster:
 
     def _on_end(self) -> None:
         if self._linked.is_set():
-            log.warning("link to the scheduler process lost", requests=len(self._live))
             self._lost_at = time.monotonic()
+            if not self._closed:
+                log.warning("link to the scheduler process lost", requests=len(self._live))
         self._link = None
         self._linked.clear()
         self._lost.set()

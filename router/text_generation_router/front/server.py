@@ -195,7 +195,8 @@ class WorkerSession:
 
     def _ended(self) -> None:
         if self._worker is not None and self._server.sessions.get(self._worker) is self:
-            log.warning("HTTP worker lost", worker=self._worker)
+            left = len(self._server.delivery.of(self))
+            (log.warning if left else log.info)("HTTP worker left", worker=self._worker, requests=left)
         self.end()
 
     def end(self) -> None:
