@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from aiohttp import web
@@ -17,6 +17,7 @@ from text_generation_router.api.http.caller import QosFields, quality_of_service
 from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.record import RECORD, GenerationRecord
+from text_generation_router.api.http.slices import Slices
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import ModelNotFound, ServingError
 from text_generation_router.generation import (
@@ -93,6 +94,8 @@ class Serving:
     metrics: HttpMetrics
     settings: Settings
     stage: Preparation
+    endings: Slices = field(default_factory=Slices)
+    """The turns of whole replies that have ended: many may end in one step."""
 
     def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
         """Record the start of `count` generations. Raises InvalidRequest for an invalid header."""
@@ -173,6 +176,7 @@ class Serving:
         collectors = [Collector(request) for request in requests]
         with self.run(requests, records, collectors):
             await asyncio.wait([collector.ended for collector in collectors], return_when=asyncio.FIRST_EXCEPTION)
+            await self.endings.turn()
             raise_failure(collectors)
         for collector, record in zip(collectors, records, strict=True):
             record.ending = collector.ended.result()

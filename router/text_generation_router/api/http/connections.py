@@ -22,6 +22,7 @@ import logging
 import math
 import resource
 from collections.abc import Iterator
+from functools import partial
 from http import HTTPStatus
 from itertools import takewhile
 from typing import Protocol, cast
@@ -30,6 +31,7 @@ from aiohttp import web
 
 from text_generation_router.api.http.body_errors import BodyTimeout
 from text_generation_router.api.http.connection_limits import ConnectionLimits
+from text_generation_router.api.http.slices import Slices
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 from text_generation_router.shared_counts import SharedCount, SharedCounts
 
@@ -74,6 +76,7 @@ class Connection(web.RequestHandler):
         "_checked",
         "_connections",
         "_credit_s",
+        "_delayed",
         "_headers_by",
         "_heard",
         "_kept",
@@ -105,6 +108,8 @@ class Connection(web.RequestHandler):
         self._heard = False
         """True once a byte of the next request has arrived."""
         self._answered = 0
+        self._delayed = 0
+        """Pieces of requests that were received and wait for their turn."""
         self._stream: Unread | None = None
         self._wire: asyncio.Transport | None = None
         """The transport, also while aiohttp waits for it to close."""
@@ -115,7 +120,7 @@ class Connection(web.RequestHandler):
     @property
     def busy(self) -> bool:
         """True while a request has no response yet."""
-        return self._request_count > self._answered and self._wire is not None
+        return (self._request_count > self._answered or self._delayed > 0) and self._wire is not None
 
     @property
     def idle(self) -> bool:
@@ -176,9 +181,31 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._wire = None
         self._connections.closed(self)
-        super().connection_lost(exc)
+        slices = self._connections.slices
+        if slices.begin():
+            super().connection_lost(exc)
+        else:
+            slices.wait(partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
+        slices = self._connections.slices
+        if not data or (self.busy and not self._delayed) or slices.begin():
+            self._receive(data)
+        elif self._wire is not None:
+            slices.wait(partial(self._receive_delayed, data))
+            self._delayed += 1
+            self._connections.not_waiting(self)
+            self._wire.pause_reading()
+
+    def _receive_delayed(self, data: bytes) -> None:
+        self._delayed -= 1
+        if self._wire is not None:
+            if not (self._delayed or self._reading_paused or self._buffer_paused):
+                self._wire.resume_reading()
+            self._connections.waiting(self)
+            self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
         super().data_received(data)
         if self.busy:
             self._headers_by = math.inf
@@ -216,6 +243,7 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Write the rest of a response; called by aiohttp once for each request."""
         try:
+            await self._connections.endings.turn()
             return await super().finish_response(request, resp, start_time)
         finally:
             self._stream = None
@@ -257,6 +285,10 @@ class Connections:
         """Connections without a request, the one that has waited longest first."""
         self._reserved: dict[Connection, None] = {}
         """The same, of those beyond the limit."""
+        self.slices = Slices()
+        """The turns of new requests, and of connections that end."""
+        self.endings = Slices()
+        """The turns of responses that end."""
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._open))
