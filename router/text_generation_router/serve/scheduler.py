@@ -34,6 +34,8 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     """Serve HTTP workers until a stop signal. Raises CannotServe."""
     configure_allocator()
     signals = StopSignals()
+    if config.api_keys_file:
+        signals.on_hangup(lambda: None)  # the workers read the keys again
     notifier = Notifier()
     notifier.show(lambda: "waiting for a shard")
     shards = Shards(config)
