@@ -25,13 +25,14 @@ from collections.abc import Iterator
 from functools import partial
 from http import HTTPStatus
 from itertools import takewhile
-from typing import Protocol, cast
+from typing import cast
 
 from aiohttp import web
 
 from text_generation_router.api.http.body_errors import BodyTimeout
 from text_generation_router.api.http.connection_limits import ConnectionLimits
 from text_generation_router.api.http.slices import Slices
+from text_generation_router.api.http.unread import Unread
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 from text_generation_router.shared_counts import SharedCount, SharedCounts
 
@@ -49,23 +50,6 @@ CHECKED_AT_ONCE = 32
 """Connections checked before other work runs."""
 BARE_ANSWER = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 """The answer to headers that do not end in time, or are no HTTP: neither their bytes nor the name of a library."""
-
-
-class Unread(Protocol):
-    """A response that holds bytes for a congested connection."""
-
-    @property
-    def unread(self) -> int:
-        """Bytes held."""
-        ...
-
-    def on_congested(self) -> None:
-        """The connection accepts no more for now."""
-        ...
-
-    def on_writable(self) -> None:
-        """The connection accepts more."""
-        ...
 
 
 class Connection(web.RequestHandler):
