@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate, chain, count, repeat
 from pathlib import Path
 from typing import cast
 
@@ -21,17 +21,20 @@ from google.protobuf.message import Message
 
 from text_generation_proto import convert
 from text_generation_proto.front import front_pb2 as pb
+from text_generation_proto.values import FinishReason
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError, Unhealthy
 from text_generation_router.front.convert import info_from_json, refusal_from_pb, request_to_pb, text_to_pb
 from text_generation_router.front.link import Link, LinkBroken
 from text_generation_router.front.questions import Answerers, LinkLost, Questions
 from text_generation_router.front.unfinished import UnfinishedRequest
-from text_generation_router.request import Request, RequestId, TenantId, TokenListener
+from text_generation_router.request import Request, RequestId, TenantId, TokenId, TokenListener
 from text_generation_router.shards.cluster_info import ClusterInfo
 from text_generation_router.shards.convert import logprobs_to_json, top_tokens
 from text_generation_router.shards.join import ReplicaInfo
-from text_generation_router.shards.listeners import Delivered, Listeners
+from text_generation_router.shards.listeners import Listeners
 
+RECORDED_AT_ONCE = 1 << 11
+"""New tokens that are recorded at once, for requests that are to be submitted again."""
 CONNECT_EVERY_S = 0.05
 """Seconds between two attempts to connect."""
 WITHOUT_LINK_S = 30.0
@@ -78,6 +81,9 @@ class RemoteCluster:
         """That number, of requests that were submitted again."""
         self._listeners = Listeners(partial(self._cancel, satisfied=True))
         self._closed = False
+        self._unrecorded: list[tuple[Sequence[RequestId], Sequence[int], Sequence[TokenId]]] = []
+        """Requests, numbers of their tokens (none: one each), and tokens, that are in no record of a request yet."""
+        self._unrecorded_tokens = 0
         self._questions = Questions(self._send, pb.FromWorker, answerers)
         self._held: dict[int, pb.TakePermits] = {}
         """Permits that this worker holds."""
@@ -214,11 +220,14 @@ class RemoteCluster:
 
     def _deliver(self, report: pb.Report) -> None:
         listeners, live = self._listeners, self._live
+        if report.placements:
+            self._record()
         for placed in report.placements:
             if (request := live.get(RequestId(placed.request))) is not None:
                 request.placed_with = len(request.generated)
                 listeners.placed(RequestId(placed.request), placed.cached_tokens, placed.replica)
-        self._lose(map(RequestId, report.lost))
+        if report.lost:
+            self._lose(map(RequestId, report.lost))
         for each in report.prompt_logprobs:
             if (request := live.get(RequestId(each.request))) is not None and not request.scored:
                 request.scored = True
@@ -231,26 +240,30 @@ class RemoteCluster:
                 listeners.failure(RequestId(failure.request), refusal_from_pb(failure.refusal))
 
     def _deliver_tokens(self, report: pb.Report) -> None:
-        live = self._live
-        token_ids = list(report.token_ids)
-        ends = accumulate(report.token_counts) if report.token_counts else count(1)
-        finished = {
-            index: convert.FINISH_REASONS_FROM_PB[reason]
-            for index, reason in zip(report.finished, report.reasons, strict=True)
-        }
-        delivered: list[Delivered] = []
-        start = 0
-        numbers = cast("Sequence[RequestId]", report.requests)
-        for index, (request_id, end) in enumerate(zip(numbers, ends, strict=False)):
-            if (request := live.get(request_id)) is not None:
-                request.generated.extend(token_ids[start:end])
-                reason = finished.get(index)
-                delivered.append((request_id, start, end, reason))
-                if reason is not None:
-                    del live[request_id]
-            start = end
+        token_ids, requests = list(report.token_ids), cast("Sequence[RequestId]", report.requests)
+        ends: Sequence[int] = list(accumulate(report.token_counts)) or range(1, len(token_ids) + 1)
+        reasons: list[FinishReason | None] = [None] * len(requests)
+        for index, reason in zip(report.finished, report.reasons, strict=True):
+            reasons[index] = convert.FINISH_REASONS_FROM_PB[reason]
+            self._live.pop(requests[index], None)
         tops = {top.index: top_tokens(top.token_ids, top.logprobs) for top in report.top_tokens}
+        delivered = zip(requests, (0, *ends), ends, reasons, strict=False)
         self._listeners.columns(delivered, token_ids, logprobs_to_json(report.logprobs), tops)
+        # The record of each request is not in the processor's cache: it is touched for many tokens at once.
+        self._unrecorded.append((requests, report.token_counts, token_ids))
+        self._unrecorded_tokens += len(token_ids)
+        if self._unrecorded_tokens >= RECORDED_AT_ONCE:
+            self._record()
+
+    def _record(self) -> None:
+        """Record the new tokens of live requests."""
+        for requests, counts, token_ids in self._unrecorded:
+            owners = chain.from_iterable(map(repeat, requests, counts)) if counts else requests
+            for request_id, token_id in zip(owners, token_ids, strict=True):
+                if (live := self._live.get(request_id)) is not None:
+                    live.generated.append(token_id)
+        self._unrecorded.clear()
+        self._unrecorded_tokens = 0
 
     # ------------------------------------------------------------------------------------------------------------ link
 
@@ -317,6 +330,7 @@ class RemoteCluster:
 
     def _lose(self, numbers: Iterable[RequestId]) -> None:
         """Count the loss of the replicas of some requests."""
+        self._record()
         self._listeners.moved([each for each in numbers if each in self._live and self._live[each].lost()])
 
     def _handle(self, message: pb.FromScheduler) -> None:
@@ -373,5 +387,6 @@ class RemoteCluster:
                 self._end_all(Unhealthy("the scheduler process does not answer"))
             latest = now - HANGS_AFTER_S if linked else now
             for number, live in [each for each in self._live.items() if each[1].due <= latest]:
+                self._record()
                 self._listeners.failure(number, live.expired())
                 self._cancel(number, satisfied=False)
