@@ -134,14 +134,14 @@ async def test_a_refusal_keeps_its_status(stack: Stack, asking: Asking) -> None:
 async def test_permits_are_those_of_all_workers_and_return_with_a_lost_one(stack: Stack) -> None:
     assert stack.front is not None
     async with worker_of(stack.socket, 1) as one, worker_of(stack.socket, 2) as two:
-        held = await one.hold_permits(5, TenantId(""))
-        await two.hold_permits(3, TenantId(""))
+        held = await one.hold_permits(5, TenantId(""), None)
+        await two.hold_permits(3, TenantId(""), None)
         with pytest.raises(Overloaded) as refused:
-            await two.hold_permits(1, TenantId(""))
+            await two.hold_permits(1, TenantId(""), None)
         assert refused.value.retry_after_s == 0.0
         one.give_permits(held)
-        assert await two.hold_permits(5, TenantId(""))
-        waiting = asyncio.create_task(one.hold_permits(1, TenantId("")))  # noqa: TID251 - cancelled below
+        assert await two.hold_permits(5, TenantId(""), None)
+        waiting = asyncio.create_task(one.hold_permits(1, TenantId(""), None))  # noqa: TID251 - cancelled below
         await asyncio.sleep(0)
         waiting.cancel()
         assert stack.permits.in_use <= 9
