@@ -153,6 +153,8 @@ async def test_counts_outlive_a_worker_and_its_gauges_do_not(served: ProcessRout
     assert await generate(served.clients[1], OPERATOR) == 200
     again = await idle(served.clients[1])
     assert again["tgi_request_success"] - shown["tgi_request_success"] == 1
+    failed = sum(value for name, value in again.items() if name.startswith("tgi_request_failure"))
+    assert again["tgi_request_count"] == again["tgi_request_success"] + failed
     rising = [name for name in again if name.partition("{")[0].endswith(("_total", "_count", "_bucket", "_success"))]
     assert not [name for name in rising if again[name] < shown[name]]
 

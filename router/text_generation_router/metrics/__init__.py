@@ -84,7 +84,7 @@ class Metrics(HttpMetrics):
 
     def worker_sums(self) -> WorkerSums:
         """Return what adds the counts of HTTP workers to these metrics."""
-        return WorkerSums(self._registry, self.errors)
+        return WorkerSums(self._registry, self.requests, self.errors)
 
     def add_shards(self, cluster: Cluster[Any]) -> None:
         """Add the metric of the states of shards."""

@@ -10,11 +10,12 @@ some routes twice, once for the handler and once for the generation in it, and n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.error_attributes import Outcome
-from text_generation_router.errors import ServingError, error_classes
+from text_generation_router.errors import IncompleteGeneration, ServingError, error_classes
 from text_generation_router.metrics.instruments import (
     DURATION_BUCKETS,
     Buckets,
@@ -132,9 +133,14 @@ class RequestMetrics:
         self._decode.observe(spent.decode_s, trace_id=trace_id)
         self._generated.observe(spent.generated_tokens)
 
-    def failed(self, error: type[ServingError]) -> None:
-        """Count a generation that failed."""
-        self._failure.add(error.metric_label)
-        self.finished.add(error.outcome.value)
+    def failed(self, error: type[ServingError], count: int = 1) -> None:
+        """Count generations that failed."""
+        self._failure.add(error.metric_label, count)
+        self.finished.add(error.outcome.value, count)
         if error.outcome is Outcome.CANCELLED:
-            self._cancelled.add()
+            self._cancelled.add(count=count)
+
+    def abandoned(self, values: Mapping[str, Mapping[str, int]]) -> None:
+        """Count the generations that a process ran when it died, according to its last snapshot."""
+        started, finished = (values.get(each.name, {}) for each in (self._started, self.finished))
+        self.failed(IncompleteGeneration, sum(started.values()) - sum(finished.values()))

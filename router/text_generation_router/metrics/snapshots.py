@@ -4,7 +4,8 @@
     scheduler    WorkerSums.update ──► adds the difference to the worker's last snapshot to instruments of the same names
 
 So the scheduler process has the figures that one process would have. A counter never falls because a worker ended: what
-it had counted by its last snapshot has been added. Its gauges are taken off. Zeros are left out of a snapshot.
+it had counted by its last snapshot has been added. Its gauges are taken off, and the generations that it ran count as
+failed. Zeros are left out of a snapshot.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import orjson
 
 from text_generation_router.metrics.errors import RecentError, RecentErrors
 from text_generation_router.metrics.instruments import Reading, Registry
+from text_generation_router.metrics.requests import RequestMetrics
 
 
 def snapshot(process: int, registry: Registry, errors: RecentErrors) -> bytes:
@@ -36,7 +38,9 @@ class _Counted:
 class WorkerSums:
     """Adds the counts of workers to a registry and to the errors of this process."""
 
-    def __init__(self, registry: Registry, errors: RecentErrors) -> None:
+    def __init__(self, registry: Registry, requests: RequestMetrics, errors: RecentErrors) -> None:
+        """`requests` are those of `registry`."""
+        self._requests = requests
         self._instruments = {each.name: each for each in registry.summable()}
         self._gauges = [name for name, each in self._instruments.items() if isinstance(each, Reading)]
         self._errors = errors
@@ -50,6 +54,7 @@ class WorkerSums:
         if last is not None and last.process != process:
             self.lost(worker)
             self._errors.keep(worker)
+            self._requests.abandoned(last.values)
             last = None
         before = {} if last is None else last.values
         for name in values.keys() | before.keys():

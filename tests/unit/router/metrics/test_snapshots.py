@@ -77,7 +77,7 @@ def test_the_sum_over_workers_and_their_restarts_is_what_one_process_counts(
     steps: list[Event | tuple[str, int]],
 ) -> None:
     one, whole, numbers = Process(), Process(), count()
-    sums = WorkerSums(whole.registry, whole.errors)
+    sums = WorkerSums(whole.registry, whole.requests, whole.errors)
     workers = [(next(numbers), Process()) for _ in range(WORKERS)]
 
     def scrape(worker: int) -> None:
@@ -114,7 +114,7 @@ def test_the_sum_over_workers_and_their_restarts_is_what_one_process_counts(
 
 def test_a_snapshot_has_no_zeros_and_a_worker_that_ended_has_no_gauges() -> None:
     worker, whole = Process(), Process()
-    sums = WorkerSums(whole.registry, whole.errors)
+    sums = WorkerSums(whole.registry, whole.requests, whole.errors)
     assert orjson.loads(snapshot(1, worker.registry, worker.errors)) == [1, {}, []]
     worker.see(Event(0, 7, Overloaded, traced=False), 1.0)
     for _ in range(2):
@@ -125,3 +125,19 @@ def test_a_snapshot_has_no_zeros_and_a_worker_that_ended_has_no_gauges() -> None
     shown = whole.shown()
     assert shown["text_generation_connections", "{}"] == 0
     assert shown["tgi_request_count_total", "{}"] == 1
+
+
+def test_generations_that_a_dead_worker_ran_count_as_failed() -> None:
+    dead, alive, whole = Process(), Process(), Process()
+    sums = WorkerSums(whole.registry, whole.requests, whole.errors)
+    for _ in range(3):
+        dead.requests.started()
+    dead.see(Event(0, 7, None, traced=False), 1.0)
+    sums.update(0, snapshot(1, dead.registry, dead.errors))
+    sums.lost(0)
+    sums.update(0, snapshot(2, alive.registry, alive.errors))
+    shown = whole.shown()
+    assert shown["tgi_request_count_total", "{}"] == 4
+    assert shown["tgi_request_failure_total", "{'err': 'incomplete'}"] == 3
+    finished = [value for (name, _), value in shown.items() if name == "text_generation_requests_finished_total"]
+    assert sum(finished) == 4
