@@ -103,6 +103,26 @@ class Stack:
         )
         return process
 
+    def router(self) -> dict[str, psutil.Process]:
+        """Return the processes of the router by their names in the log."""
+        found = {}
+        for child in psutil.Process(self.launcher.pid).children():
+            line = child.cmdline()
+            if "text_generation_router" in line:
+                number = line[line.index("--http-worker") + 1] if "--http-worker" in line else "0"
+                role = line[line.index("--role") + 1] if "--role" in line else "all"
+                name = {"all": "router", "scheduler": "router-scheduler"}.get(role, f"http-worker-{number}")
+                found[name] = child
+        return found
+
+    def output(self, process: str) -> str:
+        """Return what a process wrote beside its log records."""
+        return "\n".join(
+            record.get("text", "")
+            for record in self.records
+            if record["process"] == process and record["event"] == "output"
+        )
+
     def events(self, process: str) -> list[str]:
         """Return the events that a process logged."""
         return [record["event"] for record in self.records if record["process"] == process]

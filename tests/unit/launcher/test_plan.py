@@ -3,13 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch_plans import config, context, plan, router_of, shards_of
+from launch_plans import config, context, parsed, plan, router_of, shards_of
 
 from text_generation_launcher.checks import check_ports
 from text_generation_launcher.counts import PlanError, compute_type, count_partitions, count_shards
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.model import hub_tokens
-from text_generation_router.config import listen_host
+from text_generation_router.config import RouterConfig, listen_host
 
 # ------------------------------------------------------------------------------------------------------------ settings
 
@@ -93,6 +93,18 @@ def test_api_key_is_passed_only_in_the_routers_environment() -> None:
     assert router.env["API_KEY"] == "hush,hush2"
     made = plan(context(environ={"API_KEY": "hush"}))
     assert all("API_KEY" not in child.env for child in (*made.router, *made.shards))
+
+
+def test_http_workers_are_planned_beside_a_scheduler_process() -> None:
+    """HTTP workers do not call the shards: they get no token for them."""
+    made = plan(http_workers=2, shard_token="hush", api_key=("key",))
+    names = ["router-scheduler", "http-worker-0", "http-worker-1"]
+    assert [process.name for process in made.router] == names
+    parts = [parsed(RouterConfig, process, "text_generation_router") for process in made.router]
+    assert [part.process_name for part in parts] == names
+    assert {(part.front_socket, part.port, part.http_workers) for part in parts} == {("/tmp/tgi-1/front", 3000, 2)}
+    assert [process.env.get("SHARD_TOKEN") for process in made.router] == ["hush", None, None]
+    assert {process.env["API_KEY"] for process in made.router} == {"key"}
 
 
 def test_shard_token_is_passed_only_in_environments() -> None:
