@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
@@ -78,15 +79,24 @@ async def scrape(client: aiohttp.ClientSession, accept: str = "text/plain") -> d
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-async def samples(client: aiohttp.ClientSession, count: int) -> list[bytes]:
-    """The first samples of the dashboard."""
-    found: list[bytes] = []
+@asynccontextmanager
+async def watching(client: aiohttp.ClientSession) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    """The samples of a dashboard."""
     async with client.get("/dashboard/events", headers=OPERATOR) as response:
-        while len(found) < count:
-            name, data, _ = [await response.content.readline() for _ in range(3)]
-            if name == b"event: sample\n":
-                found.append(data.removeprefix(b"data: "))
-    return found
+
+        async def read() -> AsyncIterator[dict[str, Any]]:
+            while True:
+                name, data, _ = [await response.content.readline() for _ in range(3)]
+                if name == b"event: sample\n":
+                    yield orjson.loads(data.removeprefix(b"data: "))
+
+        yield read()
+
+
+async def samples(client: aiohttp.ClientSession, count: int) -> list[dict[str, Any]]:
+    """The first samples of a dashboard."""
+    async with watching(client) as shown:
+        return [await anext(shown) for _ in range(count)]
 
 
 async def idle(client: aiohttp.ClientSession) -> dict[str, float]:
@@ -125,8 +135,11 @@ async def test_every_worker_shows_the_sums_of_all(served: ProcessRouter) -> None
 
 async def test_counts_of_workers_outlive_the_scheduler_process(served: ProcessRouter) -> None:
     before = await idle(served.clients[0])
-    await served.restart_scheduler()
-    after = await scrape(served.clients[1])
+    async with watching(served.clients[0]) as shown:
+        first = await anext(shown)
+        await served.restart_scheduler()
+        after = await scrape(served.clients[1])
+        assert (await anext(shown))["now"] > first["now"], "the dashboard goes on"
     names = "tgi_request_count", "tgi_request_success", 'tgi_request_duration_bucket{le="+Inf"}'
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
     assert after["text_generation_generated_tokens_total"] == 0
@@ -141,8 +154,10 @@ async def test_counts_outlive_a_worker_and_its_gauges_do_not(served: ProcessRout
         for _ in range(2):
             post = served.clients[1].post("/generate_stream", json=body, headers=OPERATOR)
             await running.enter_async_context(post)
-        counted = await scrape(served.clients[0])
-        assert (counted["tgi_batch_current_size"], counted["text_generation_connections"]) == (2, 3)
+        async with asyncio.timeout(READY_S):
+            while (counted := await scrape(served.clients[0]))["text_generation_connections"] != 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # connections of the requests before close
+        assert counted["tgi_batch_current_size"] == 2
         served.workers[1].kill()
         await served.workers[1].wait()
     shown = await idle(served.clients[0])
@@ -181,7 +196,7 @@ async def test_all_dashboards_show_the_same_samples_of_all(served: ProcessRouter
     before = await idle(served.clients[0])
     shown = await all_of(samples(client, 3) for client in (*served.clients, served.clients[0]))
     assert shown[0] == shown[1] == shown[2]
-    sample = orjson.loads(shown[0][-1])
+    sample = shown[0][-1]
     assert sample["connections"] == 3
     assert sample["ended"]["length"] == before['text_generation_requests_finished_total{reason="length"}']
     [error] = [error for error in sample["errors"] if error["route"] == "/generate"]
@@ -191,10 +206,11 @@ async def test_all_dashboards_show_the_same_samples_of_all(served: ProcessRouter
 async def test_rate_limits_are_those_of_all_workers_and_a_reload_keeps_them(
     served: ProcessRouter, keys_file: Path
 ) -> None:
-    statuses = []
+    statuses, began = [], time.monotonic()
     for _ in range(3):
         statuses += await all_of(generate(served.clients[number % 2], LIMITED) for number in range(10))
-    assert sorted(statuses) == [200] * 10 + [429] * 20
+    assert 10 <= statuses.count(200) <= 10 + int((time.monotonic() - began) / 6), "one more every six seconds"
+    assert statuses.count(429) == 30 - statuses.count(200)
     changed = KEYS.replace('tenant = "limited"', 'tenant = "renamed"').replace('"sk-tokens"', '"sk-new"')
     await asyncio.to_thread(keys_file.write_text, changed)
     for process in (served.scheduler, *served.workers):  # as the launcher does
