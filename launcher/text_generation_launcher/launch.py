@@ -8,7 +8,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -127,9 +127,9 @@ async def _serve(
                 members_file=members_file,
             )
             plan = make_plan(config, context)
-            _claim_addresses(plan, plan.shards if config.places == "local" else (), folder)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
-            await Supervisor(plan, stop, restarts, notifier, run_shard, json_output=config.json_output).run()
+            with _claimed_addresses(plan, plan.shards if config.places == "local" else (), folder):
+                await Supervisor(plan, stop, restarts, notifier, run_shard, json_output=config.json_output).run()
 
 
 def check_settings(config: LauncherConfig, environ: Mapping[str, str], devices: Devices) -> LauncherConfig:
@@ -165,28 +165,40 @@ def local_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _claim_addresses(plan: LaunchPlan, shards: Iterable[ShardSpec], folder: Path) -> None:
+@contextmanager
+def _claimed_addresses(plan: LaunchPlan, shards: Iterable[ShardSpec], folder: Path) -> Iterator[None]:
     """Check the ports and sockets of the router and of these shards before minutes of loading.
 
+    Inside the block, the ports that HTTP workers share are kept from other launchers, whose workers could share them as well.
     Raises PortInUse, SocketInUse.
     """
-    for number in plan.ports:
-        _check_port(plan.host, number)
-    for shard in shards:
-        path = socket_path(shard.address)
-        if path is None:
-            _check_port(*split_host_port(shard.address))
-        elif path.parent != folder:
-            claim_socket(path)
+    with ExitStack() as ports:
+        for number in plan.ports:
+            port = ports.enter_context(_bind(plan.host, number))
+            if len(plan.router) > 1:  # a socket that does not listen gets no connection
+                port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+                port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            else:
+                port.close()
+        for shard in shards:
+            path = socket_path(shard.address)
+            if path is None:
+                _bind(*split_host_port(shard.address)).close()
+            elif path.parent != folder:
+                claim_socket(path)
+        yield
 
 
-def _check_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PortInUse(f"cannot listen on {host} port {port}: {error.strerror}") from error
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket at a port that no other socket listens on or keeps. Raises PortInUse."""
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        raise PortInUse(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return probe
 
 
 @contextmanager

@@ -150,3 +150,13 @@ def test_taken_port_fails_before_a_shard_starts(demo_model: Path) -> None:
         stack = failed_start(demo_model, "--port", str(other.getsockname()[1]))
     assert "cannot listen on 127.0.0.1 port" in stack.records[-2]["reason"]
     assert stack.events("shard-0") == []
+
+
+def test_port_of_http_workers_is_taken_before_they_listen(demo_model: Path) -> None:
+    first = Stack(demo_model, "--http-workers", "2")
+    try:
+        first.wait_for("loading", "shard-0")
+        second = failed_start(demo_model, "--http-workers", "2", "--port", first.url.rpartition(":")[2])
+    finally:
+        first.close()
+    assert "cannot listen on 127.0.0.1 port" in second.records[-2]["reason"]
