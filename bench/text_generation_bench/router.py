@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, type=Path, help="folder with a tokenizer.json")
     parser.add_argument("--gateways", default=Path(), type=Path, help="folder with the commands smg and vllm-router")
     parser.add_argument("--rounds", default=5, type=int, help="turns of the streamed loads")
-    parser.add_argument("--workers", default=0, type=int, help="HTTP workers to measure beside the router; 0: none")
+    parser.add_argument("--workers", default=2, type=int, help="HTTP workers to measure beside the router; 0: none")
     arguments = parser.parse_args()
     model = arguments.model
     print("quantity                            measured   budget")
