@@ -169,12 +169,15 @@ class PendingPrompts:
         Prefixes below MIN_SHARED_TOKENS count as none.
         """
         longest, owner = 0, None
+        most = (sequence.length - 1) // self._block_size * self._block_size
         if self._sequences:
             for other in self._by_prefix.get(_prefix(sequence), {}).values():
                 shared = shared_tokens(sequence.prompt_key, other.prompt_key, self._block_size)
                 if shared > longest:
                     longest, owner = shared, other
-        return min(longest, (sequence.length - 1) // self._block_size * self._block_size), owner
+                if longest >= most:
+                    break
+        return min(longest, most), owner
 
     def check_invariants(self, sequences: Set[ScheduledSequence]) -> None:
         """Raise AssertionError unless this agrees with `sequences`, the placed and running ones."""

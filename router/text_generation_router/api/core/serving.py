@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
@@ -175,7 +175,11 @@ class Serving:
         """Run requests to their ends. Raises the first failure, which cancels the others."""
         collectors = [Collector(request) for request in requests]
         with self.run(requests, records, collectors):
-            await asyncio.wait([collector.ended for collector in collectors], return_when=asyncio.FIRST_EXCEPTION)
+            if len(collectors) > 1:
+                await asyncio.wait([collector.ended for collector in collectors], return_when=asyncio.FIRST_EXCEPTION)
+            else:  # the same, cheaper
+                with suppress(ServingError):
+                    await collectors[0].ended
             await self.endings.turn()
             raise_failure(collectors)
         for collector, record in zip(collectors, records, strict=True):

@@ -54,7 +54,7 @@ class BodyReader:
         Raises BodyTooLarge, BodyTimeout, InvalidJson, InvalidRequest, Overloaded, CannotKeepUp, or RequestPayloadError for
         broken chunks.
         """
-        body: bytes | bytearray = await self._read(request)
+        body = await self._read(request)
         if encoding != IDENTITY:
             turn = await self._pieces.take(tenant_of(request), len(body))
             try:
@@ -66,7 +66,11 @@ class BodyReader:
             request[PREPARATION].callback(self._prepared.give_back, turn)
         return body
 
-    async def _read(self, request: web.Request) -> bytearray:
+    async def _read(self, request: web.Request) -> bytes | bytearray:
+        if request.content.is_eof() and request.content.total_bytes <= min(
+            MAX_INLINE, self._max_body
+        ):  # it came with the headers
+            return request.content.read_nowait()
         body = bytearray()
         deadline = asyncio.timeout(self._body_s)
         try:
