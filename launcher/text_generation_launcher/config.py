@@ -111,8 +111,8 @@ class LauncherConfig(
     """Host name or address of node 0, HOST or HOST:PORT (29500), at which the shards of all nodes meet. All nodes need the
     same SHARD_TOKEN. Default in a LeaderWorkerSet: LWS_LEADER_ADDRESS."""
     max_shard_restarts: NonNegativeInt = 5
-    """Consecutive restarts, without two seconds of serving in between, after which a shard, or a process of the router, counts
-    as hopeless; 0: never restart."""
+    """Consecutive restarts after which a shard that has not served for two seconds in between, or a process of the router that
+    has not served at all, counts as hopeless; 0: never restart."""
     trust_remote_code: bool = False
     """Accepted for compatibility with TGI: code that comes with a model is never run."""
     max_input_length: int | None = None

@@ -56,10 +56,11 @@ class RestartPolicy:
     """In a row; 0: never restart."""
     delays: tuple[float, ...] = DELAYS
     stable_after: float = STABLE_AFTER
+    """Seconds of serving after which a death starts a new streak; 0: any."""
 
     def after_death(self, streak: FailureStreak, served: float, exit_code: int) -> FailureStreak:
         """Return the streak after a death with this exit code that followed `served` seconds of serving (0: none)."""
-        deaths = 1 if served >= self.stable_after else streak.deaths + 1
+        deaths = 1 if served and served >= self.stable_after else streak.deaths + 1
         return FailureStreak(deaths, usage_error=exit_code == ExitCode.USAGE)
 
     def delay(self, streak: FailureStreak) -> float | None:

@@ -10,6 +10,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 
@@ -83,4 +84,6 @@ def supervise_router(
             log.error("giving up: the router does not serve, and is not worth another restart", child=child)
         return ChildLost(child)
 
-    return Restarts(units, policy, ready, give_up)
+    # It loads no weights, and requests that may have killed it are handed over to few further ones: a process that served was
+    # worth its start, however soon it died.
+    return Restarts(units, replace(policy, stable_after=0.0), ready, give_up)
