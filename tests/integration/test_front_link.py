@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import struct
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -222,6 +224,25 @@ async def test_hostile_bytes_end_their_connection_only(stack: Stack, sent: list[
                     hostile.send(each)
             assert await hostile.ended()
         assert len(stream_data(await running.read())) == 50
+    await stack.assert_empty()
+
+
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as link:
+    link.connect(sys.argv[1])
+    sys.exit(link.recv(1) != b"")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+async def test_a_peer_of_another_user_is_refused(stack: Stack) -> None:
+    await asyncio.to_thread(stack.socket.parent.chmod, 0o755)
+    await asyncio.to_thread(stack.socket.chmod, 0o777)
+    stranger = await asyncio.create_subprocess_exec(sys.executable, "-c", STRANGER, str(stack.socket))
+    async with asyncio.timeout(10):
+        assert await stranger.wait() == 0
     await stack.assert_empty()
 
 
