@@ -133,6 +133,8 @@ def logprobs_to_json(logprobs: Sequence[float]) -> list[LogprobJson]:
 
 def top_tokens_by_position(report: pb.StepReport) -> Iterator[tuple[int, pb.TopTokens]]:
     """Yield the most probable tokens with their positions in the report's columns."""
+    if not report.top_tokens:
+        return
     counts = report.token_counts or [1] * len(report.slots)
     starts = dict(zip(report.slots, accumulate(counts, initial=0), strict=False))
     for top in report.top_tokens:
