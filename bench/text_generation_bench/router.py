@@ -10,6 +10,8 @@ processor time comes from /proc, so that other programs do not affect it.
                      the router's divided by a gateway's
     workers          the same loads through --workers HTTP workers and their scheduler process; CPU time of all of them
     request          requests with 100 prompt tokens and 1 new token, 8 at a time
+    burst            2,000 such requests at once beside 64 streams: the longest gap between two tokens of a stream beyond the
+                     step, as a client beside the router sees it; median and last time to first token of the burst
     added TTFT       median time to first token through the router, minus the median directly from the shard
     decision         one Scheduler.schedule with 256 running sequences; recording is one update
     helpers          the processes that render templates and prove grammars
@@ -29,7 +31,9 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 import psutil
@@ -49,6 +53,7 @@ STREAMS = 128
 TOKENS_A_STREAM = 200
 REQUESTS = 2000
 TIMEOUT_S = 120.0
+T = TypeVar("T")
 Load = Callable[[int, int], Awaitable[float]]
 """Loads a port with streams of so many tokens."""
 PROMPT = "word " * 99 + "end"
@@ -74,6 +79,7 @@ def main() -> None:
                 workers(model, STEP_MS, arguments.workers)
             )
         token_costs(routers, others, arguments.rounds)
+        burst(port)
         row("resident memory", psutil.Process(router).memory_info().rss / 1e6, 200, "MB")
         # PSS divides shared pages between processes, so the sum is their total memory.
         helpers = sum(child.memory_full_info().pss for child in psutil.Process(router).children())
@@ -131,6 +137,17 @@ def token_costs(
             compare(name, other)
 
 
+def burst(port: int) -> None:
+    """Print the longest gap of running streams while REQUESTS requests arrive at once, and the times to their first tokens."""
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        gap = pool.apply_async(_run, (longest_gap, (port, 400)))
+        time.sleep(2)  # the streams run
+        first, last = pool.apply(_run, (burst_load, (port, REQUESTS)))
+        row("longest gap while 2,000 requests come", gap.get() * 1e3 - STEP_MS, 50, "ms")
+    row("(their time to first token, p50)", first * 1e3, float("inf"), "ms")
+    row("(their time to first token, longest)", last * 1e3, float("inf"), "ms")
+
+
 def row(name: str, value: float, budget: float, unit: str) -> None:
     """Print one line of the table."""
     print(f"{name:<36}{value:8.2f} {unit:<3} {_budget(value, budget, unit)}", flush=True)
@@ -142,14 +159,15 @@ def _budget(value: float, budget: float, unit: str) -> str:
     return f"{budget:>4g} {unit}{'' if value <= budget else '   OVER'}"
 
 
-def in_child(work: Callable[..., Awaitable[float]], *arguments: object) -> float:
+def in_child(work: Callable[..., Awaitable[T]], *arguments: object) -> T:
     """Run an async function in another process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_run, (work, arguments))
+        result: T = pool.apply(_run, (work, arguments))
+    return result
 
 
-def _run(work: Callable[..., Awaitable[float]], arguments: tuple[object, ...]) -> float:
-    async def call() -> float:
+def _run(work: Callable[..., Awaitable[T]], arguments: tuple[object, ...]) -> T:
+    async def call() -> T:
         return await work(*arguments)
 
     return asyncio.run(call())
@@ -190,6 +208,23 @@ async def request_load(port: int, count: int) -> float:
         for _ in range(8):
             tasks.create_task(worker())
     return 0.0
+
+
+async def longest_gap(port: int, tokens: int) -> float:
+    """Return the longest time between two tokens of one of 64 streams, in seconds."""
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
+    answers = await _streams(port, "tgi", [body] * 64, open_=64)
+    return max(after - before for answer in answers for before, after in pairwise(answer.times))
+
+
+async def burst_load(port: int, count: int) -> tuple[float, float]:
+    """Send `count` short requests at once; return the median and the longest time to first token, in seconds."""
+    os.nice(10)  # on a small machine it would take the processor from the streams' client
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
+    started = time.perf_counter()
+    answers = await _streams(port, "tgi", [body] * count, open_=count)
+    times = [answer.times[0] - started for answer in answers]
+    return statistics.median(times), max(times)
 
 
 async def time_to_first_token(port: int, count: int) -> float:

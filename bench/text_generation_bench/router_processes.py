@@ -47,7 +47,7 @@ def _router_options(address: str, model: Path, port: int) -> list[str]:
         f"--model-path={model}",
         "--hostname=127.0.0.1",
         f"--port={port}",
-        "--max-concurrent-requests=512",
+        "--max-concurrent-requests=4096",
     ]
 
 

@@ -1,7 +1,7 @@
 """Slices: a burst of new work, done a few pieces at a time.
 
 The event loop runs everything that is ready before it looks at its sockets again. Two thousand requests that arrive at once
-would hold up all running streams for a second, so only some of them begin in one iteration of the loop.
+would hold up all running streams for a second, so only a few of them begin in one iteration of the loop.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-AT_ONCE = 8
-"""Pieces of work that begin in one iteration: a few milliseconds."""
+AT_ONCE = 4
+"""Pieces of work that begin in one iteration: a millisecond or two."""
 
 
 class Slices:
