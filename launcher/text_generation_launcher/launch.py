@@ -125,6 +125,7 @@ async def _serve(
                 environ,
                 is_root=os.geteuid() == 0,
                 members_file=members_file,
+                front_counts_fd=os.memfd_create("counts") if config.http_workers > 1 else -1,
             )
             plan = make_plan(config, context)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)

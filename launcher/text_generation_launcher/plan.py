@@ -120,11 +120,13 @@ class LaunchContext:
     """True if the launcher, and so every child, runs as root."""
     members_file: Path | None = None
     """The file from which the router reads the addresses of shards on other hosts."""
+    front_counts_fd: int = -1
+    """Memory in which the HTTP workers count connections."""
 
     @property
     def inherited_fds(self) -> tuple[int, ...]:
         """The descriptors that router and shards inherit."""
-        return tuple(fd for fd in (self.lifeline_fd, self.log_drops_fd) if fd >= 0)
+        return tuple(fd for fd in (self.lifeline_fd, self.log_drops_fd, self.front_counts_fd) if fd >= 0)
 
 
 def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
@@ -294,7 +296,10 @@ def _router(
         env["API_KEY"] = ",".join(config.api_key)
     if config.http_workers == 1:
         return (_router_process(config, context, settings, env | config.environ),)
-    settings["front_socket"] = str(context.socket_folder / "front")
+    settings |= {
+        "front_socket": str(context.socket_folder / "front"),
+        "front_counts_fd": context.front_counts_fd,
+    }
     scheduler = _router_process(config, context, settings | {"role": "scheduler"}, env | config.environ)
     workers = (
         _router_process(config, context, settings | {"role": "http", "http_worker": number}, env)

@@ -225,8 +225,10 @@ class RouterSettings(SharedSettings, ShardAccess):
 class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-router"):
     """Serve HTTP in front of the shards: text, queue, continuous batching."""
 
-    flag_only: ClassVar[frozenset[str]] = frozenset({"role", "http_worker", "front_socket"})
-    topics: ClassVar[Mapping[Topic, str]] = {Topic.ROUTER: "model_path shard_address role http_worker front_socket"}
+    flag_only: ClassVar[frozenset[str]] = frozenset({"role", "http_worker", "front_socket", "front_counts_fd"})
+    topics: ClassVar[Mapping[Topic, str]] = {
+        Topic.ROUTER: "model_path shard_address role http_worker front_socket front_counts_fd"
+    }
 
     model_path: str = ""
     """Folder with tokenizer.json (and config.json)."""
@@ -239,6 +241,8 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
     """Number of this HTTP worker, from 0. Set by the launcher."""
     front_socket: str = ""
     """Path of the Unix socket between the HTTP workers and the scheduler process, which listens. Set by the launcher."""
+    front_counts_fd: int = -1
+    """Memory in which the HTTP workers count connections; -1: a file beside their socket. Set by the launcher."""
 
     @property
     def process_name(self) -> str:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 from stack import Stack, running, still_running
 from streams import Streams
@@ -152,11 +153,16 @@ def test_taken_port_fails_before_a_shard_starts(demo_model: Path) -> None:
     assert stack.events("shard-0") == []
 
 
-def test_port_of_http_workers_is_taken_before_they_listen(demo_model: Path) -> None:
+def test_http_workers_take_the_port_before_they_listen_and_leave_no_file(demo_model: Path) -> None:
     first = Stack(demo_model, "--http-workers", "2")
     try:
         first.wait_for("loading", "shard-0")
         second = failed_start(demo_model, "--http-workers", "2", "--port", first.url.rpartition(":")[2])
+        first.wait_for("ready")
+        children = first.children()
+        first.kill("launcher")
+        assert psutil.wait_procs(children, timeout=30)[1] == []
+        assert first.left_behind() == []
     finally:
         first.close()
     assert "cannot listen on 127.0.0.1 port" in second.records[-2]["reason"]

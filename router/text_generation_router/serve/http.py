@@ -235,7 +235,8 @@ def _shared_counts(config: RouterConfig) -> SharedCounts | None:
     """Return the counts of all HTTP workers; None for a router of one process. Raises CannotServe."""
     if config.role != "http":
         return None
-    path = Path(f"{config.front_socket}.counts")
+    fd = config.front_counts_fd
+    path = Path(f"{config.front_socket}.counts" if fd < 0 else f"/proc/self/fd/{fd}")
     try:
         return SharedCounts(path, config.http_worker, config.http_workers)
     except OSError as error:
