@@ -92,13 +92,18 @@ async def wait_without_scheduler(served: ProcessRouter, expected: ReadAnswer) ->
 
 @pytest.fixture(scope="module")
 def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random model of two layers, and the tokenizer of the demo model."""
+    """A folder with a random model of two layers, and the tokenizer of the demo model.
+
+    Its logits are far apart: a prompt that is computed again, in other chunks, gives logits that differ in the last bits.
+    """
     folder = tmp_path_factory.mktemp("tiny")
     shutil.copytree(
         demo_model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"), dirs_exist_ok=True
     )
     changes = {"vocab_size": 49152, "max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1}
-    return write_checkpoint(folder, random_tensors(changes), changes)
+    tensors = random_tensors(changes)
+    tensors["lm_head.weight"] *= 4
+    return write_checkpoint(folder, tensors, changes)
 
 
 @pytest.mark.full

@@ -53,7 +53,7 @@ def mix(number: int, tokens: int) -> MixedRequest:
     """Return the request of a number: twelve kinds in turn, each with its own prompt."""
     text = f"{number} one two three four five six seven"
     sampled = {"do_sample": True, "seed": number, "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1}
-    chat = {"model": "tgi", "messages": [{"role": "user", "content": text}], "max_tokens": tokens}
+    chat = {"model": "tgi", "messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.0}
     drawn = {"seed": number, "temperature": 0.8, "frequency_penalty": 0.3}
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}}
     regex = {"grammar": {"type": "regex", "value": f"({number}[a-f]{{3}} ){{2,60}}"}}
@@ -73,7 +73,7 @@ def mix(number: int, tokens: int) -> MixedRequest:
         MixedRequest("/v1/chat/completions", {**chat, "logprobs": True}),
         MixedRequest("/v1/completions", {"prompt": text, "max_tokens": tokens, "n": 2, **drawn, "stream": True}),
         MixedRequest("/v1/messages", {**chat, "stream": True, "stop_sequences": ["zebra"]}),
-        MixedRequest("/v1/messages", {**chat, "temperature": 0.0}),
+        MixedRequest("/v1/messages", chat),
     )
     return kinds[number % len(kinds)]
 
