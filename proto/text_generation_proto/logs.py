@@ -55,9 +55,9 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
         structured = (
             shorten_texts,
             _quote_control_characters,
-            structlog.dev.ConsoleRenderer(
-                colors=os.isatty(2), pad_event_to=0, exception_formatter=_write_traceback_on_one_line
-            ),
+            structlog.dev.ConsoleRenderer(colors=True, pad_event_to=0, exception_formatter=_write_traceback_on_one_line)
+            if os.isatty(2)
+            else structlog.dev.ConsoleRenderer(columns=PLAIN_COLUMNS, exception_formatter=_write_traceback_on_one_line),
         )
     processors: tuple[structlog.typing.Processor, ...] = (
         name_process,
@@ -123,6 +123,8 @@ def shorten_texts(_logger: object, _method: str, record: MutableMapping[str, Any
 
 def _shortened(value: object) -> object:
     match value:
+        case int() | float():  # first, because the test for a mapping takes long
+            return value
         case str() if len(value) > MAX_TEXT_LENGTH:
             return f"{value[:MAX_TEXT_LENGTH]}… ({len(value)} characters)"
         case Mapping():
@@ -150,6 +152,22 @@ def _quote_control_characters(
         if isinstance(value, str) and not value.isprintable():
             record[name] = _Quoted(value)
     return record
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, str) and _QUOTED.isdisjoint(value):
+        return value
+    return repr(value)
+
+
+_QUOTED = frozenset(" \t=\r\n\"'")
+PLAIN_COLUMNS = [
+    structlog.dev.Column("timestamp", lambda _, value: str(value)),
+    structlog.dev.Column("level", lambda _, value: f"[{value:<9}]"),
+    structlog.dev.Column("event", lambda _, value: str(value)),
+    structlog.dev.Column("", lambda name, value: f"{name}={_plain(value)}"),
+]
+"""The columns of console output without colours: as structlog's own, which take three times as long."""
 
 
 def _write_traceback_on_one_line(record: TextIO, exc_info: structlog.typing.ExcInfo) -> None:

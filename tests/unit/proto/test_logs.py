@@ -8,8 +8,9 @@ import sys
 from typing import Any
 
 import pytest
+import structlog
 
-from text_generation_proto.logs import MAX_TEXT_LENGTH
+from text_generation_proto.logs import MAX_TEXT_LENGTH, PLAIN_COLUMNS
 
 HOSTILE = "/\x1b[2J\0\x07\x7f\x9b1m\u202ea b\u2028\ud800\n"
 
@@ -84,3 +85,13 @@ def test_a_closed_standard_error_is_no_error() -> None:
         "structlog.get_logger().info('event'); assert open('/dev/null').fileno() > 2; drain_logs()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_console_output_without_colours_is_that_of_structlog() -> None:
+    record: dict[str, Any] = {"timestamp": "2026-01-01T00:00:00Z", "level": "info", "event": "request finished"}
+    record |= {"status": 200, "none": None, "zero": 0.0, "words": "a b", "quote": "it's", "pair": "a=b", "empty": ""}
+    record |= {"list": ["a b"], "plain": "/é"}
+    expected = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)
+    for changed in ({}, {"level": "critical"}, {"event": "done"}):
+        line = structlog.dev.ConsoleRenderer(columns=PLAIN_COLUMNS)(None, "info", {**record, **changed})
+        assert line == expected(None, "info", {**record, **changed})
