@@ -18,6 +18,7 @@ from text_generation_bench.load.dialects import PATHS, AnswerStream, BodyMaker, 
 from text_generation_bench.load.http_client import HttpClient, HttpFailure
 from text_generation_bench.load.settings import LoadSettings
 from text_generation_bench.load.workload import Level, PlannedChat, Share, Workload
+from text_generation_proto.access import client_context
 from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.one_line import one_line
 
@@ -88,7 +89,7 @@ class Order:
 
 def tls_context(settings: LoadSettings) -> ssl.SSLContext:
     """Return the TLS settings. Raises OSError for files that cannot be used."""
-    context = ssl.create_default_context(cafile=settings.tls_ca)
+    context = client_context(settings.tls_ca)
     if settings.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

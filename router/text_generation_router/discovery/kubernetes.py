@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import aiohttp
 import orjson
 import structlog
 
+from text_generation_proto.access import client_context
 from text_generation_proto.sockets import join_host_port
 from text_generation_router.discovery.source import Address, Trouble, check_address, of_one_family
 
@@ -65,7 +65,7 @@ class KubernetesApi:
 
     def connector(self) -> aiohttp.TCPConnector:
         """Return a connector that trusts `ca_file` alone. Raises OSError."""
-        context = False if self.ca_file is None else ssl.create_default_context(cafile=str(self.ca_file))
+        context = False if self.ca_file is None else client_context(self.ca_file)
         return aiohttp.TCPConnector(ssl=context)
 
     @property

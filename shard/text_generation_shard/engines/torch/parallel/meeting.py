@@ -30,7 +30,7 @@ from contextlib import suppress
 
 import structlog
 
-from text_generation_proto.access import ShardAccess
+from text_generation_proto.access import ShardAccess, client_context
 from text_generation_proto.sockets import split_host_port
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.parallel.channel import (
@@ -169,7 +169,7 @@ def _introduce(target: tuple[str, int], rank: int, size: int, access: ShardAcces
     connection = socket.create_connection(target, timeout=HANDSHAKE_TIMEOUT)
     try:
         if access.shard_tls_cert:
-            context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=access.shard_tls_ca)
+            context = client_context(access.shard_tls_ca)
             context.load_cert_chain(access.shard_tls_cert, access.shard_tls_key)
             connection = context.wrap_socket(connection, server_hostname=access.shard_tls_name or target[0])
         challenge = _receive(connection, _CHALLENGE_BYTES)
