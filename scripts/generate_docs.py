@@ -194,6 +194,9 @@ defaults of each config class are compared with those of transformers (`test_mod
 
 WRAPPERS_INTRODUCTION = """\
 
+With `longrope` the native code uses the long factors at every length, as vLLM does, if the context of the config is longer than
+the original one; transformers uses the short ones for shorter texts. `--model-impl transformers` serves the original length only.
+
 Of models of text and images the text part is served; requests cannot have images.
 
 | `model_type` | architecture | default of the text part |

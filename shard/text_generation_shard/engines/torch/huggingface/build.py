@@ -14,7 +14,7 @@ from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor
-from text_generation_shard.engines.torch.huggingface.check import WINDOW, check_model
+from text_generation_shard.engines.torch.huggingface.check import TOKENS, WINDOW, check_model
 from text_generation_shard.engines.torch.huggingface.config import TransformersConfig, read_config
 from text_generation_shard.engines.torch.huggingface.load import load_model
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
@@ -64,7 +64,13 @@ def prepare_for_transformers(config: ShardConfig, target: Target) -> Prepared[Tr
     check_memory(replace(model_config, quantization=None), dtype.itemsize, target, config.world_size)
     if config.world_size > 1:
         _check_division(model_config, config)
-    return describe(config, model_config, target)
+    prepared = describe(config, model_config, target)
+    if (longest := prepared.info.max_sequence_length) < TOKENS:
+        raise EngineError(
+            f"{config.model_path}/config.json: a context of {longest} tokens is shorter than the {TOKENS} that the check "
+            "of a model for transformers takes"
+        )
+    return prepared
 
 
 def _check_division(model_config: TransformersConfig, config: ShardConfig) -> None:

@@ -16,7 +16,6 @@ import structlog
 import torch
 from torch import Tensor
 
-from text_generation_proto.one_line import one_line
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import EngineError, NewSequence
 from text_generation_shard.engines.torch.executor import Executor
@@ -66,7 +65,7 @@ def check_model(
         except (EngineError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
-            raise model.refusal(one_line(error)) from None
+            raise model.failure(error) from None
     if not difference <= most:
         raise model.refusal(f"with our attention its logits differ by {difference:.0e} from its own")
     log.info("attention checked", architecture=model.architecture, difference=f"{difference:.0e}")

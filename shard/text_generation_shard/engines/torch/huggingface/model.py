@@ -82,6 +82,11 @@ class TransformersModel:
         """Return the error that refuses this model."""
         return EngineError(f"{self.architecture} is not served by transformers: {reason}")
 
+    def failure(self, error: Exception) -> EngineError:
+        """Return the error that refuses this model because its code raised `error`."""
+        cause = f"{type(error).__name__}: {one_line(error)}"
+        return self.refusal(f"its code fails with the engine's attention and cache: {cause}")
+
     @torch.inference_mode()
     def record(self) -> None:
         """Find the attention calls of a forward pass, and the shapes of their cache. Raises EngineError."""
@@ -95,7 +100,7 @@ class TransformersModel:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
-            raise self.refusal(one_line(error)) from None
+            raise self.failure(error) from None
         if not recorder.calls:
             raise self.refusal("its attention has no interface")
         self._output_class = type(output)
