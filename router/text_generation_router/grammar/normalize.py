@@ -36,9 +36,12 @@ def normalize(root: Schema) -> None:
     model that may invent properties does. Not where schemas are merged (`allOf`, siblings of `$ref`), because a closed
     part forbids the properties of the others; nor beside `oneOf`, where a closed branch may come to agree with another.
     """
-    if isinstance(root.get("$id"), str) and "#" not in root["$id"]:
-        del root["$id"]
     schemas = list(every(root))
+    refer = any("$ref" in schema for schema in schemas)
+    for schema in [root] if refer else schemas:
+        # A base for references; an empty fragment at its end means nothing.
+        if isinstance(schema.get("$id"), str) and not (refer and "#" in schema["$id"][:-1]):
+            del schema["$id"]
     close = not any(_merges(schema) for schema in schemas)
     for schema in schemas:
         for keyword in schema.keys() & _ANNOTATIONS.keys():

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 MAX_COUNT = 10_000
 """Limit of `minItems` and its like. llguidance needs none, but another engine's grammar library may write them out."""
+MAX_STEP = 100_000
+"""Limit of `multipleOf`: llguidance makes an automaton with so many states, in microseconds each."""
 NUM_WALKS, NUM_STEPS = 3, 40
 """Texts that are tried, and tokens of each."""
 SLOW_COMPILE_S = 0.5
@@ -149,6 +151,8 @@ def _check_schema(root: Schema) -> None:
         step = schema.get("multipleOf")
         if isinstance(step, float) and not (step * 2**20).is_integer():
             raise not_compilable(f"`multipleOf` {step} is no binary fraction: validators find 0.07 no multiple of 0.01")
+        if step is not None and step > MAX_STEP:
+            raise not_compilable(f"`multipleOf` is more than {MAX_STEP}")
         _check_constants(schema)
         pattern = schema.get("pattern")
         for expression in (*([pattern] if pattern is not None else []), *schema.get("patternProperties", ())):

@@ -31,6 +31,7 @@ PROMPT_S = 0.3
 @pytest.fixture
 async def sandbox(demo_model: Path) -> AsyncIterator[Sandbox]:
     async with grammar_sandbox(demo_model / "tokenizer.json", workers=1) as started:
+        await started.ready()
         yield started
 
 
@@ -118,6 +119,7 @@ async def test_a_compile_that_takes_too_long_is_killed_and_the_next_one_goes_on(
         )
     )
     async with grammar_sandbox(demo_model / "tokenizer.json", workers=1, timeout_s=PROMPT_S) as sandbox:
+        await sandbox.ready()
         compiler = GrammarCompiler(sandbox)
         with pytest.raises(InvalidRequest) as refusal:
             await compiler.prove(slow)
@@ -131,6 +133,7 @@ async def test_a_compile_that_takes_too_long_is_killed_and_the_next_one_goes_on(
 
 async def test_a_worker_without_cpu_time_is_no_verdict(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with grammar_sandbox(demo_model / "tokenizer.json", workers=1, timeout_s=0.1) as sandbox:
+        await sandbox.ready()
         compiler = GrammarCompiler(sandbox)
         [pid] = sandbox.pids
         os.kill(pid, signal.SIGSTOP)

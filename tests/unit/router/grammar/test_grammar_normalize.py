@@ -22,9 +22,9 @@ def holding(inner: object) -> Json:
 
 def test_annotations_and_options_of_the_engine_are_dropped() -> None:
     schema = {
-        "$schema": "http://json-schema.org/draft-07/schema#", "$id": "https://example.org/a", "title": "A",
+        "$schema": "http://json-schema.org/draft-07/schema#", "$id": "https://example.org/a#", "title": "A",
         "x-guidance": {"lenient": True}, "type": "object", "additionalProperties": True,
-        "properties": {"title": {"type": "string", "title": "B", "default": "c"}, "n": {"type": "integer", "format": "int32"}},
+        "properties": {"title": {"type": "string", "title": "B", "$id": "http://a.example/#b", "default": "c"}, "n": {"type": "integer", "format": "int32"}},
     }  # fmt: skip
     assert normalized(schema) == {
         "type": "object",
