@@ -6,6 +6,7 @@ if there is one, else as the engine suggests.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence, Set
 
 from text_generation_router.request import RequestId
@@ -111,8 +112,9 @@ class PendingPrompts:
         """Prompt tokens not yet reported as computed."""
         self._block_size = block_size
         self._sequences: dict[RequestId, ScheduledSequence] = {}
-        self._by_prefix: dict[tuple[str, bytes], dict[RequestId, ScheduledSequence]] = {}
-        """Sequences by salt and their first MIN_SHARED_TOKENS tokens; shorter prompts are left out."""
+        self._by_prefix: dict[tuple[str, bytes], list[tuple[bytes, int, ScheduledSequence]]] = {}
+        """Sequences by salt and their first MIN_SHARED_TOKENS tokens, sorted by prompt and arrival. Shorter prompts are left
+        out."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -129,7 +131,7 @@ class PendingPrompts:
         """Add a sequence that was placed."""
         self._sequences[sequence.id] = sequence
         if len(sequence.prompt_key) >= _PREFIX_BYTES:
-            self._by_prefix.setdefault(_prefix(sequence), {})[sequence.id] = sequence
+            insort(self._by_prefix.setdefault(_prefix(sequence), []), (sequence.prompt_key, sequence.arrival, sequence))
         self.unscheduled += sequence.unscheduled_tokens
         self.uncomputed += sequence.prefill_length - sequence.num_computed_tokens
 
@@ -141,7 +143,7 @@ class PendingPrompts:
         self.uncomputed -= sequence.prefill_length - sequence.num_computed_tokens
         prefix = _prefix(sequence)
         if (group := self._by_prefix.get(prefix)) is not None:
-            del group[sequence.id]
+            del group[bisect_left(group, (sequence.prompt_key, sequence.arrival))]
             if not group:
                 del self._by_prefix[prefix]
 
@@ -169,14 +171,14 @@ class PendingPrompts:
         Prefixes below MIN_SHARED_TOKENS count as none.
         """
         longest, owner = 0, None
-        most = (sequence.length - 1) // self._block_size * self._block_size
-        if self._sequences:
-            for other in self._by_prefix.get(_prefix(sequence), {}).values():
-                shared = shared_tokens(sequence.prompt_key, other.prompt_key, self._block_size)
+        if self._sequences and (group := self._by_prefix.get(_prefix(sequence))):
+            # In sorted order the longest prefix is shared with a neighbour.
+            at = bisect_left(group, (sequence.prompt_key,))
+            for key, _, other in group[max(0, at - 1) : at + 1]:
+                shared = shared_tokens(sequence.prompt_key, key, self._block_size)
                 if shared > longest:
                     longest, owner = shared, other
-                if longest >= most:
-                    break
+        most = (sequence.length - 1) // self._block_size * self._block_size
         return min(longest, most), owner
 
     def check_invariants(self, sequences: Set[ScheduledSequence]) -> None:
@@ -185,7 +187,7 @@ class PendingPrompts:
         assert set(self._sequences.values()) == pending
         assert self.unscheduled == sum(each.unscheduled_tokens for each in sequences)
         assert self.uncomputed == sum(each.prefill_length - each.num_computed_tokens for each in sequences)
-        indexed = [each for group in self._by_prefix.values() for each in group.values()]
+        indexed = [each for group in self._by_prefix.values() for _, _, each in group]
         assert set(indexed) == {each for each in pending if len(each.prompt_key) >= _PREFIX_BYTES}
 
 

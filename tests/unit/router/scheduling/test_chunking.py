@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from random import Random
 
@@ -10,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.chunking import MAX_GROWTH, ChunkSizer, share_budget
+from text_generation_router.scheduling.chunking import (
+    MAX_GROWTH,
+    MIN_SHARED_TOKENS,
+    ChunkSizer,
+    PendingPrompts,
+    share_budget,
+    shared_tokens,
+)
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.sequence import ScheduledSequence
+from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence
 
 BLOCK = 16
+KEY = MIN_SHARED_TOKENS * TOKEN_BYTES
 MAX_TOKENS = 4096
 
 
@@ -156,3 +165,42 @@ def test_with_noise_the_target_holds_for_nearly_all_steps(seed: int) -> None:
     durations = run_steps(sizer, 400, lambda tokens: (0.01 + 1e-4 * tokens) * noise.uniform(0.95, 1.05))
     assert sum(seconds > 0.05 for seconds in durations) <= 8
     assert sum(durations) / len(durations) >= 0.035
+
+
+def pending_prompts(prompts: list[tuple[int, ...]]) -> tuple[PendingPrompts, list[ScheduledSequence]]:
+    pending, sequences = PendingPrompts(BLOCK), []
+    for number, prompt in enumerate(prompts):
+        sequences.append(ScheduledSequence(Request(RequestId(number), prompt, 1), number, 0.0, 1))
+        sequences[-1].prefill_length = len(prompt)
+        pending.add(sequences[-1])
+    return pending, sequences
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 30))
+def test_the_longest_prefix_shared_with_a_pending_prompt_is_found(random: Random, count: int) -> None:
+    def prompt() -> tuple[int, ...]:
+        parts = random.choices(range(3), k=random.randrange(4))
+        return tuple(part for part in parts for _ in range(40)) + (random.randrange(300),) * random.randrange(1, 30)
+
+    pending, sequences = pending_prompts([prompt() for _ in range(count)])
+    for left in random.sample(sequences, count // 3):
+        pending.remove(left)
+    asked = ScheduledSequence(Request(RequestId(count), prompt(), 1), count, 0.0, 1)
+    likely = [each for each in sequences if each in pending and each.prompt_key[:KEY] == asked.prompt_key[:KEY]]
+    likely = likely if asked.length >= MIN_SHARED_TOKENS else []
+    shared = [shared_tokens(asked.prompt_key, each.prompt_key, BLOCK) for each in likely]
+    tokens, owner = pending.longest_shared(asked)
+    assert tokens == min(max(shared, default=0), (asked.length - 1) // BLOCK * BLOCK)
+    assert owner is None if not shared else shared[likely.index(owner)] == max(shared)  # type: ignore[arg-type]
+    pending.check_invariants({each for each in sequences if each in pending})
+
+
+def test_the_time_to_find_a_shared_prefix_does_not_grow_with_the_pending_prompts() -> None:
+    pending, _ = pending_prompts([(7,) * 1000 + tuple(range(number, number + 1000)) for number in range(1024)])
+    asked = ScheduledSequence(Request(RequestId(-1), (7,) * 1000 + (5,) * 1000, 1), 0, 0.0, 1)
+    rounds = []
+    for _ in range(10):
+        started = time.thread_time()
+        assert pending.longest_shared(asked)[0] == 992
+        rounds.append(time.thread_time() - started)
+    assert min(rounds) < 500e-6  # about 0.02 ms; a pass over all prompts takes 10 ms
