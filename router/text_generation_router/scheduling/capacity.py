@@ -13,12 +13,19 @@ class Capacity:
 
     def __init__(self) -> None:
         self._specs: dict[int, ReplicaSpec] = {}
+        self._expected: set[int] = set()
+        """Replicas that have not joined yet."""
         self._removed: int | None = None
         self.adapters: Collection[str] = ()
         """The LoRA adapters of all replicas, in the order of their flags."""
 
+    def added(self, replica: int) -> None:
+        """Expect a replica, which may hold requests of any size."""
+        self._expected.add(replica)
+
     def joined(self, replica: int, spec: ReplicaSpec) -> None:
         """Record the spec of a replica that joins."""
+        self._expected.discard(replica)
         if self._removed is not None:
             self._specs.pop(self._removed, None)
             self._removed = None
@@ -27,6 +34,7 @@ class Capacity:
 
     def removed(self, replica: int) -> None:
         """Forget a replica, unless it is the last one whose spec is known."""
+        self._expected.discard(replica)
         if len(self._specs) > 1:
             self._specs.pop(replica, None)
             self._find_adapters()
@@ -37,6 +45,10 @@ class Capacity:
         """Return True if a request of this size could run alone on a replica that holds its adapter."""
         longest = prompt_tokens + max_new_tokens - 1
         return any(longest <= spec.num_tokens and spec.holds(adapter) for spec in self._specs.values())
+
+    def may_fit(self, prompt_tokens: int, max_new_tokens: int, adapter: str = "") -> bool:
+        """Return True if `fits`, or if a replica that has not joined yet may hold it."""
+        return bool(self._expected) or self.fits(prompt_tokens, max_new_tokens, adapter)
 
     def queue_limit(self, policy: Policy) -> int | None:
         """Return the most tokens of work that may wait; None: no limit."""

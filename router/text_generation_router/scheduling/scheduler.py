@@ -104,7 +104,7 @@ class Scheduler:
         return self._capacity.adapters
 
     def submit(self, request: Request, now: float, progress: RequestProgress | None = None) -> Deliveries:
-        """Queue `request`: a new one, which must fit, or one that another scheduler had accepted. That may fail."""
+        """Queue a new request, which must fit, or with `progress` one that another scheduler had accepted; this may fail."""
         assert request.id not in self._sequences, "a request is submitted once"
         assert progress or self.fits(len(request.prompt), request.max_new_tokens, request.adapter), (
             "a request must be able to run alone"
@@ -234,6 +234,7 @@ class Scheduler:
         """Return the number of a new replica, which does not serve yet. No number is used twice."""
         number = next(self._numbers)
         self.replicas[number] = None
+        self._capacity.added(number)
         self._throughputs.added(number)
         self._dispatcher.added(number)
         return number
@@ -257,16 +258,15 @@ class Scheduler:
         return self._fail_unfit(list(self.queue))
 
     def _fail_unfit(self, queued: Sequence[ScheduledSequence]) -> Deliveries:
-        """End those of `queued` that no replica can hold or continue."""
+        """End those of `queued` that no replica can hold or continue, also none that is still to join."""
         deliveries = Deliveries()
         for sequence in queued:
             left = sequence.request.max_new_tokens - len(sequence.generated)
             if problem := self._cannot_move(sequence):
                 deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
-            elif not self.fits(sequence.length, left, sequence.request.adapter):
-                deliveries.failed.append(
-                    Failed(sequence.id, FailureCode.LOST, "no replica can hold this request any more")
-                )
+            elif not self._capacity.may_fit(sequence.length, left, sequence.request.adapter):
+                problem = "no replica can hold this request any more"
+                deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
             else:
                 continue
             self._forget(sequence)

@@ -68,3 +68,23 @@ def test_a_request_that_cannot_go_on_fails_once_a_replica_is_known(
     assert rig.messages == ({} if problem is None else {0: problem})
     assert all(kind is FailureCode.LOST for kind in rig.failed.values())
     assert_idle(rig.scheduler)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_request_that_ran_waits_for_a_larger_replica_that_has_not_joined(comes: bool) -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8)
+    late = rig.scheduler.add()
+    rig.sequences.append({})
+    rig.applied.append(0)
+    large, small = rig.submit(60, new=200, progress=ran(3)), rig.submit(10, new=5)
+    rig.turns(10)
+    assert (rig.finished, rig.failed) == ([small], {})
+    if comes:
+        rig.replicas = 2
+        rig.open(late, blocks=40)
+        rig.until_idle()
+        assert rig.finished == [small, large]
+    else:
+        rig.receive(rig.scheduler.remove(late))
+        assert rig.messages == {large: "no replica can hold this request any more"}
+    assert_idle(rig.scheduler)
