@@ -21,6 +21,8 @@ CHECK_S = 5.0
 """Seconds between two looks at the memory."""
 GROWTH, GROWTH_IF_BUSY = 32 << 20, 256 << 20
 """Growth after which free memory is collected: while no request runs, and while some do."""
+NEWEST_OBJECTS = 5000
+"""Objects among which cycles are searched at a time: a millisecond or two."""
 
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # malloc.h
 _STATM = Path("/proc/self/statm")
@@ -38,8 +40,9 @@ def configure_collector() -> None:
     """Make garbage collection rare; call once everything that lives as long as the process exists."""
     gc.collect()
     gc.freeze()
-    # Tokens are freed by reference counting; frequent searches for cycles would find none.
-    gc.set_threshold(50_000, 20, 50)
+    # Tokens are freed by reference counting: frequent searches for cycles would find none. But one search among the newest
+    # objects must not hold up streams while a burst of requests makes many of them.
+    gc.set_threshold(NEWEST_OBJECTS, 200, 50)
 
 
 async def collect_growth(is_idle: Callable[[], bool]) -> None:
