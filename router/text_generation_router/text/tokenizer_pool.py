@@ -24,7 +24,10 @@ from text_generation_router.text.tokenizer_job import Flags
 INLINE_CHARACTERS = 1024
 """Texts up to this length are encoded on the event loop, in less than half a millisecond, unless one may backtrack."""
 SLOW_INLINE_S = 0.02
-"""CPU time of a text on the event loop after which no other is encoded there."""
+"""CPU time of a text on the event loop that is too long."""
+SLOW_TEXTS, SLOW_SHARE = 3, 0.001
+"""Texts that may take too long, in all and as a share of all; with more, no other is encoded on the event loop. The time of
+some is not their own: a garbage collection, or in a virtual machine the wait for a processor."""
 INLINE_TOKENS = 512
 """Up to so many tokens are decoded on the event loop."""
 CHARACTERS_PER_TOKEN = 4
@@ -49,6 +52,7 @@ class TokenizerPool:
         workers = max(workers, MIN_WORKERS)
         self._tokenizer = tokenizer
         self._inline = 0 if tokenizer.may_backtrack else INLINE_CHARACTERS
+        self._inline_texts = self._slow_texts = 0
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
         self._turns = WorkerQueue(stage, workers)
         self._processes = Sandbox(
@@ -84,8 +88,11 @@ class TokenizerPool:
                 with tokenizer_errors():
                     return self._tokenizer.encode_ids(text, add_special_tokens=add_special_tokens)
             finally:
+                self._inline_texts += 1
                 if time.thread_time() - started > SLOW_INLINE_S:
-                    self._inline = 0
+                    self._slow_texts += 1
+                    if self._slow_texts > SLOW_TEXTS + SLOW_SHARE * self._inline_texts:
+                        self._inline = 0
         if size <= SHORT_CHARACTERS:
             return await self._on_thread(
                 tenant, size, lambda: self._tokenizer.encode_ids(text, add_special_tokens=add_special_tokens)
