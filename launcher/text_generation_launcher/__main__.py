@@ -25,7 +25,8 @@ def main() -> None:
     """Run the launcher."""
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
-            signal.signal(sig, lambda _signal, _frame: sys.exit(ExitCode.STOPPED))  # until the event loop takes over
+            # Until the event loop takes over. An exception could be swallowed by the module that is being imported.
+            signal.signal(sig, lambda _signal, _frame: os._exit(ExitCode.STOPPED))
     if os.getpid() == 1:
         fork_from_init()
     argv = sys.argv[1:]

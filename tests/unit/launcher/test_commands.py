@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from text_generation_launcher.completion import completion_script
+from text_generation_proto.exit_codes import ExitCode
 
 PROGRAM = "text-generation-launcher"
 BARE = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
@@ -110,3 +111,27 @@ def test_router_and_shard_print_their_configuration(program: str) -> None:
     command = [sys.executable, "-m", f"text_generation_{program}", "--print-config", "--log-level=error"]
     done = subprocess.run(command, capture_output=True, text=True, env=BARE, check=True)
     assert ["log_level", '"error"', "flag"] in [line.split() for line in done.stdout.splitlines()]
+
+
+SIGNAL_WHILE_IMPORTING = """
+import os, signal, sys
+
+class Signal:
+    def __del__(self):  # an exception in it is printed and forgotten
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True: pass
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "text_generation_launcher.launch":
+            Signal()
+
+sys.meta_path.insert(0, Finder())
+from text_generation_launcher.__main__ import main
+main()
+"""
+
+
+def test_a_signal_that_arrives_during_an_import_stops_the_launcher() -> None:
+    command = [sys.executable, "-c", SIGNAL_WHILE_IMPORTING, "--model-id", "/missing"]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == ExitCode.STOPPED
