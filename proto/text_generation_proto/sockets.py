@@ -24,7 +24,8 @@ _HOST_PORT = re.compile(
 
 
 class SocketInUse(Exception):
-    """The path of a socket is taken: by a running server, another user or another kind of file."""
+    """The path of a socket cannot be used: it is taken by a running server, another user or another kind of file, or its
+    folder cannot be created."""
 
 
 def socket_path(address: str) -> Path | None:
@@ -65,7 +66,10 @@ def claim_socket(path: Path) -> None:
     Raises SocketInUse. gRPC would remove the file unconditionally, and so take the socket from a running server.
     """
     if path.parent.name.startswith(PRIVATE_FOLDER_PREFIX):
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise SocketInUse(f"{path.parent} cannot be created: {error.strerror}") from error
         if path.parent.stat().st_uid != os.geteuid():
             raise SocketInUse(f"{path.parent} belongs to another user")
     if not path.is_socket():

@@ -68,6 +68,8 @@ def test_claim_socket_removes_neither_a_served_socket_nor_another_kind_of_file(f
     with pytest.raises(SocketInUse, match="is not a socket"):
         claim_socket(file)
     assert file.read_text() == "precious"
+    with pytest.raises(SocketInUse, match="cannot be created: No such file"):
+        claim_socket(folder / "missing" / f"{PRIVATE_FOLDER_PREFIX}x" / "s")
 
 
 def test_private_folder_is_created_with_its_first_socket_and_removed_with_its_last(folder: Path) -> None:
