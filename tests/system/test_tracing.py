@@ -86,7 +86,9 @@ async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_
             assert await post(session, f"{stack.url}/generate", headers(unsampled, "00"), body) == 200
             async with session.get(f"{stack.url}/info", headers=headers(unsampled)) as response:
                 assert response.status == 200
-            assert b" 200 " in await post_bytes(stack.url, headers(foreign), b'{"inputs": "a"}', b"a\xff")
+            assert b" 200 " in await post_bytes(
+                stack.url, headers(foreign), b'{"inputs": "a", "parameters": {"max_new_tokens": 1}}', b"a\xff"
+            )
             await arrived(collector, lambda: "POST /generate" in collector.of(foreign))
             # One sequence a replica: one of the two requests loses its shard.
             body = {"inputs": "a", "parameters": {"max_new_tokens": 100}}
