@@ -153,15 +153,24 @@ async def test_the_stream_helper_of_openais_client_gets_the_role_once(stack: Sta
         assert text.count('"role":"assistant"') == (text.count('"delta":') if helper is None else 1)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, "clock"])
-async def test_a_forced_call_follows_its_schema(stack: Stack, choice: str | Json) -> None:
+def named(name: str) -> Json:
+    return {"type": "function", "function": {"name": name}}
+
+
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("weather"), named("other")]}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [("required", None), (named("weather"), "weather"), ("clock", "clock"), (ALLOWED, "weather")],
+)
+async def test_a_forced_call_follows_its_schema(stack: Stack, choice: str | Json, wanted: str | None) -> None:
     body = await asking(stack, "I would rather talk.", tools=TOOLS, tool_choice=choice, max_tokens=200)
     streamed, answer = joined(await chunks(stack.client, CHAT, body)), whole(await post(stack.client, CHAT, body))
     assert streamed == answer
     assert answer["finish_reason"] == "tool_calls"
     [call] = answer["tool_calls"]
-    wanted = choice if isinstance(choice, str) else choice["function"]["name"]
-    assert call["name"] == wanted or choice == "required"
+    assert wanted is None or call["name"] == wanted
     arguments = orjson.loads(call["arguments"])
     assert isinstance(arguments, dict)
     if call["name"] == "weather":

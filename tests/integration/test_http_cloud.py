@@ -76,7 +76,7 @@ class TestVertex:
         assert await post(stack, path, {"instances": instances}) == (200, {"predictions": alone})
 
     async def test_an_instance_may_be_a_conversation_and_has_parameters(self, stack: Stack) -> None:
-        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3.0}  # an integer, in JSON Schema
         full = {"inputs": "Hello there", "parameters": {**FEW, "return_full_text": True}}
         status, reply = await post(stack, "/vertex", {"instances": [chat, full]})
         assert status == 200

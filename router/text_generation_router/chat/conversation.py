@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -38,6 +38,8 @@ class ToolChoice:
 
     mode: ToolMode = ToolMode.AUTO
     name: str | None = None
+    allowed: Collection[str] | None = None
+    """With AUTO and REQUIRED: the names of the tools that may be called; None: of all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,14 +40,18 @@ class TextInstance(QosFields):
     parameters: VertexParameters | None = None
 
 
+KINDS = {"inputs": "text", "messages": "chat"}
+"""Kinds of instances, by the field that each has. They appear in places of errors, so they are no names of fields."""
+
+
 def _kind(value: object) -> str | None:
     if isinstance(value, dict):
-        return next((key for key in ("inputs", "messages") if key in value), None)
-    return "inputs" if isinstance(value, TextInstance) else "messages"
+        return next((kind for field, kind in KINDS.items() if field in value), None)
+    return "text" if isinstance(value, TextInstance) else "chat"
 
 
 Instance = Annotated[
-    Annotated[TextInstance, Tag("inputs")] | Annotated[ChatBody, Tag("messages")],
+    Annotated[TextInstance, Tag("text")] | Annotated[ChatBody, Tag("chat")],
     Discriminator(
         _kind,
         custom_error_type="untagged",

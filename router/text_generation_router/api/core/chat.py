@@ -374,4 +374,4 @@ def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
         if not named:
             raise ToolError(f"Tool with name {choice.name} not found")
         return named
-    return tools
+    return tools if choice.allowed is None else [tool for tool in tools if tool.name in choice.allowed]

@@ -31,10 +31,8 @@ _SOME: Json = {"minItems": 1}
 _GIVEN: Json = {"type": "array", **_SOME}
 _FUNCTIONS: Json = {
     "not": {"required": ["tools", "functions"], "properties": {"tools": _GIVEN, "functions": _GIVEN}},
-    "if": {"required": ["function_call"], "properties": {"function_call": {"type": "object"}}},
-    "then": {"required": ["functions"], "properties": {"functions": _GIVEN}},
 }
-"""The fields that came before tools exclude these, and a function that is named must be there."""
+"""The field that came before tools excludes these."""
 
 
 def document_rules(components: Mapping[str, Json], limits: Limits, *, prompts: int, generations: int) -> None:
@@ -78,20 +76,25 @@ def document_rules(components: Mapping[str, Json], limits: Limits, *, prompts: i
         if name in components:
             components[name] |= rule
     for name in components.keys() & {"ChatBody", "CompletionBody"}:
-        components[name].setdefault("allOf", []).append(_lengths(limits))
+        components[name].setdefault("allOf", []).append(_combinations(limits))
 
 
 _POSITIVE: Json = {"minimum": 1}
 
 
-def _lengths(limits: Limits) -> Json:
-    """Return the rule that `min_tokens` is at most `max_tokens`. No schema compares two numbers: it promises less."""
+def _combinations(limits: Limits) -> Json:
+    """Return the rules that `min_tokens` is at most `max_tokens`, and that streams have no `prompt_logprobs`.
+
+    No schema compares two numbers: it promises less. It has few branches, because tools multiply those of all rules.
+    """
     most = limits.max_total_tokens
     longest = {name: {"minimum": most} for name in ("max_tokens", "max_completion_tokens")}
+    short, plain = {"min_tokens": {"maximum": 1}}, {"prompt_logprobs": {"type": "null"}}
+    whole = {"stream": {"enum": [None, False]}}
     return {
         "anyOf": [
-            {"properties": {"min_tokens": {"maximum": 1}}},
-            {"properties": {"min_tokens": {"maximum": most}, **longest}},
+            {"properties": properties}
+            for properties in (short | plain, short | whole, {"min_tokens": {"maximum": most}} | longest | plain)
         ]
     }
 
@@ -140,6 +143,7 @@ def _openai(api: Api, limits: Limits) -> Json:
         "max_completion_tokens": _POSITIVE,
         "top_logprobs": {"maximum": limits.max_top_logprobs},
         "prompt_logprobs": {"maximum": limits.max_top_logprobs},
+        "truncate_prompt_tokens": {"maximum": limits.max_input_tokens},
     }
 
 

@@ -10,6 +10,7 @@ import orjson
 from text_generation_proto.values import Grammar
 from text_generation_router.api.core.chat import read_tool, tool_call
 from text_generation_router.api.openai.schemas import (
+    AllowedToolsChoice,
     ChatBody,
     ContentPart,
     FunctionDefinition,
@@ -125,10 +126,13 @@ def _tool(kind: str, function: FunctionDefinition) -> Tool:
     return read_tool(function.name, function.description, parameters, strict=bool(function.strict))
 
 
-def _tool_choice(choice: str | NamedToolChoice | None) -> ToolChoice:
+def _tool_choice(choice: str | AllowedToolsChoice | NamedToolChoice | None) -> ToolChoice:
     """Return the tool choice. As in TGI, an unknown word is the name of the function to call."""
     if choice is None:
         return ToolChoice()
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = choice.allowed_tools
+        return ToolChoice(ToolMode(allowed.mode), allowed=frozenset(tool.function.name for tool in allowed.tools))
     if isinstance(choice, NamedToolChoice):
         return ToolChoice(ToolMode.NAMED, choice.function.name)
     try:

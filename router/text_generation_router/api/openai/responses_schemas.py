@@ -147,6 +147,17 @@ class NamedFunction(Body):
     """The name of the function."""
 
 
+class AllowedFunctions(Body):
+    """The tools that the model may call, of those in the prompt."""
+
+    type: Literal["allowed_tools"]
+    """`allowed_tools`."""
+    mode: Literal["auto", "required"]
+    """`required`: one of them must be called."""
+    tools: Annotated[list[NamedFunction], FailFast(), Field(max_length=MAX_TOOLS)]
+    """Their names. Names of other tools, and tools without a name, are ignored."""
+
+
 FORMAT = {"anyOf": [form("text"), form("json_object"), form("json_schema", schema={"type": "object"})]}
 
 
@@ -204,9 +215,10 @@ class ResponsesBody(TieredFields):
     tools: AnyTools | None = None
     """The tools that the model may call."""
     tool_choice: Annotated[
-        Literal["auto", "none", "required"] | NamedFunction | None, words("auto", "none", "required", optional=True)
+        Literal["auto", "none", "required"] | AllowedFunctions | NamedFunction | None,
+        words("auto", "none", "required", optional=True),
     ] = None
-    """The model's freedom to call them."""
+    """The model's freedom to call them, or some of them."""
     parallel_tool_calls: bool | None = None
     """Allow several calls in one answer."""
     text: TextOptions | None = None

@@ -14,8 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from text_generation_router.api.openai.responses_schemas import HOSTED, AnyTool, FunctionTool, NamedFunction
-from text_generation_router.api.openai.schemas import FunctionDefinition, FunctionName, NamedToolChoice, ToolDefinition
+from text_generation_router.api.openai.responses_schemas import (
+    HOSTED,
+    AllowedFunctions,
+    AnyTool,
+    FunctionTool,
+    NamedFunction,
+)
+from text_generation_router.api.openai.schemas import (
+    AllowedTools,
+    AllowedToolsChoice,
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    ToolDefinition,
+)
 from text_generation_router.errors import InvalidRequest
 
 Origin = tuple[str | None, str]
@@ -41,7 +54,9 @@ class CallableTools:
             return name
         return self.names.get((namespace, name)) or _qualified(namespace, name)
 
-    def choice(self, choice: str | NamedFunction | None) -> str | NamedToolChoice | None:
+    def choice(
+        self, choice: str | AllowedFunctions | NamedFunction | None
+    ) -> str | AllowedToolsChoice | NamedToolChoice | None:
         """Return the tool choice of a chat. Raises InvalidRequest if no tool satisfies it."""
         if isinstance(choice, NamedFunction):
             if choice.type != "function":
@@ -49,10 +64,15 @@ class CallableTools:
             if choice.name is None:
                 raise InvalidRequest("a tool choice of type `function` has no `name`")
             return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
-        if choice == "required" and self.left_out and not self.definitions:
+        mode = choice.mode if isinstance(choice, AllowedFunctions) else choice
+        if mode == "required" and self.left_out and not self.definitions:
             raise InvalidRequest(
                 f"`tool_choice` is `required`, but tools of type {self.left_out[0]!r} are not supported"
             )
+        if isinstance(choice, AllowedFunctions):
+            names = [FunctionName(name=tool.name) for tool in choice.tools if tool.name is not None]
+            allowed = AllowedTools(mode=choice.mode, tools=[NamedToolChoice(function=name) for name in names])
+            return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
         return choice
 
 

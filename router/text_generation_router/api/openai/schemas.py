@@ -62,7 +62,9 @@ StopTokenIds = TypeAliasType("StopTokenIds", Annotated[list[UInt32], FailFast(),
 AllowedTokenIds = TypeAliasType(
     "AllowedTokenIds", Annotated[list[UInt32], FailFast(), Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
 )
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+BadWord = Annotated[
+    str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS, json_schema_extra={"pattern": "\\S"})  # not blank
+]
 BadWords = TypeAliasType("BadWords", Annotated[list[BadWord], FailFast(), Field(max_length=MAX_BAD_WORDS // 2)])
 Documents = TypeAliasType("Documents", Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_DOCUMENTS)])
 TemplateArguments = TypeAliasType(
@@ -187,6 +189,24 @@ class NamedToolChoice(Body):
     """The function that must be called."""
 
 
+class AllowedTools(Body):
+    """The tools that the model may call, of those in the prompt."""
+
+    mode: Literal["auto", "required"]
+    """`required`: one of them must be called."""
+    tools: Annotated[list[NamedToolChoice], FailFast(), Field(max_length=MAX_TOOLS)]
+    """Their names. Names of other tools are ignored."""
+
+
+class AllowedToolsChoice(Body):
+    """The choice of a part of the tools."""
+
+    type: Literal["allowed_tools"]
+    """`allowed_tools`."""
+    allowed_tools: AllowedTools
+    """The part."""
+
+
 class ContentPart(Body):
     """A part of a message."""
 
@@ -257,13 +277,13 @@ class ChatBody(OpenAIBody):
     tools: ToolDefinitions | None = None
     """The tools that the model may call."""
     tool_choice: Annotated[
-        Literal["auto", "none", "required"] | Name | NamedToolChoice | None,
+        Literal["auto", "none", "required"] | Name | NamedToolChoice | AllowedToolsChoice | None,
         words("auto", "none", "required", optional=True),
     ] = None
-    """The model's freedom to call them; a name, or an object with one, forces that function."""
+    """The model's freedom to call them, or some of them; a name, or an object with one, forces that function."""
     functions: FunctionDefinitions | None = None
     """The older form of `tools`: the answer has one `function_call`."""
-    function_call: Literal["auto", "none"] | FunctionName | None = None
+    function_call: Annotated[Literal["auto", "none"] | FunctionName | None, words("auto", "none", optional=True)] = None
     """The older form of `tool_choice`, for `functions`."""
     tool_prompt: str | None = None
     """TGI's: the text that introduces the tools."""

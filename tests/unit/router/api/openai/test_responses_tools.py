@@ -15,7 +15,7 @@ from text_generation_router.api.openai.responses_events import ResponseScript
 from text_generation_router.api.openai.responses_input import to_conversation
 from text_generation_router.api.openai.responses_schemas import MAX_ITEMS, MAX_PARTS, ResponsesBody
 from text_generation_router.api.openai.responses_tools import HOSTED
-from text_generation_router.chat.conversation import ToolMode
+from text_generation_router.chat.conversation import ToolChoice, ToolMode
 from text_generation_router.chat.events import Event, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import InvalidRequest
 
@@ -90,6 +90,16 @@ def test_hosted_tools_are_left_out() -> None:
     for choice in ("auto", "none", None):
         conversation = to_conversation(body(tools=[{"type": kind} for kind in sorted(kinds)], tool_choice=choice))
         assert not conversation.tools
+
+
+def test_allowed_tools_are_those_with_a_name() -> None:
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "mcp"}, {"type": "function", "name": "f"}],
+    }
+    conversation = to_conversation(body(tools=[function("f"), function("g")], tool_choice=allowed))
+    assert conversation.tool_choice == ToolChoice(ToolMode.REQUIRED, allowed={"f"})
 
 
 def test_a_hosted_tool_cannot_be_required() -> None:
