@@ -53,7 +53,7 @@ class RequestPreparer:
         self._limits = limits
         self._metrics = metrics
         self._ids = ids
-        self._random = random.SystemRandom()
+        self._random = random.Random()  # seeds are no secrets: the system's random numbers cost a system call
 
     def serves_grammar(self, kind: GrammarKind) -> bool:
         """Return True if requests may have a grammar of this kind."""

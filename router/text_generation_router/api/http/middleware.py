@@ -6,7 +6,7 @@ Requests are correlated across services by `x-request-id`, which every response 
 from __future__ import annotations
 
 import asyncio
-import os
+import random
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -42,6 +42,7 @@ MAX_TRACESTATE_LENGTH = 512
 """Longest `tracestate` that is passed on: W3C's recommendation asks for at least that."""
 MAX_ID_LENGTH = 128
 _HEX = frozenset("0123456789abcdef")
+_ids = random.Random()  # ids are unique, not secret: the system's random numbers cost a system call
 
 # ----------------------------------------------------------------------------------------------------- errors and records
 
@@ -136,7 +137,7 @@ def request_id(headers: Mapping[str, str]) -> str:
     given = headers.get(X_REQUEST_ID)
     if given and len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable() and " " not in given:
         return given
-    return os.urandom(16).hex()
+    return f"{_ids.getrandbits(128):032x}"
 
 
 def trace_context(headers: Mapping[str, str]) -> TraceContext | None:
