@@ -67,10 +67,9 @@ class BodyReader:
         return body
 
     async def _read(self, request: web.Request) -> bytes | bytearray:
-        if request.content.is_eof() and request.content.total_bytes <= min(
-            MAX_INLINE, self._max_body
-        ):  # it came with the headers
-            return request.content.read_nowait()
+        content = request.content
+        if content.is_eof() and content.total_bytes <= min(MAX_INLINE, self._max_body):  # it came with the headers
+            return content.read_nowait()
         body = bytearray()
         deadline = asyncio.timeout(self._body_s)
         try:

@@ -126,6 +126,10 @@ class Connection(web.RequestHandler):
         """Count the bytes that `stream` holds, and tell it when the connection accepts more, until the response ends."""
         self._stream = stream
 
+    async def turn(self) -> None:
+        """Wait for the turn of a response to begin or to end: those of a burst do so in slices."""
+        await self._connections.responses.turn()
+
     def hang_up(self, reason: CloseReason) -> None:
         """Close the connection at once; a client that sent part of its headers gets 408."""
         self._connections.count(reason)
@@ -227,7 +231,7 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Write the rest of a response; called by aiohttp once for each request."""
         try:
-            await self._connections.endings.turn()
+            await self.turn()
             return await super().finish_response(request, resp, start_time)
         finally:
             self._stream = None
@@ -271,8 +275,8 @@ class Connections:
         """The same, of those beyond the limit."""
         self.slices = Slices()
         """The turns of new requests, and of connections that end."""
-        self.endings = Slices()
-        """The turns of responses that end."""
+        self.responses = Slices()
+        """The turns of responses that begin or end."""
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._open))
@@ -389,11 +393,6 @@ def connection_of(request: web.BaseRequest) -> Connection:
     return cast(Connection, request.protocol)
 
 
-def _silent() -> logging.Logger:
-    logger = logging.getLogger("aiohttp.server")
-    logger.disabled = True
-    return logger
-
-
-_SILENT = _silent()
+_SILENT = logging.getLogger("aiohttp.server")
 """Malformed HTTP is not worth a log line; errors of handlers are logged by the middleware."""
+_SILENT.disabled = True

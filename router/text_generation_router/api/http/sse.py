@@ -144,6 +144,7 @@ class EventStream:
             elif self._error is not None and not self._response.prepared and not self._held:
                 raise self._error
             if not self._response.prepared:
+                await self._connection.turn()
                 await self._response.prepare(self._request)
             self._write_held()
         if self._error is not None:
