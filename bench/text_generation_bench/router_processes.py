@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -51,9 +52,12 @@ def _router_options(address: str, model: Path, port: int) -> list[str]:
     ]
 
 
-def start(command: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start one of our commands; it logs only errors."""
-    return subprocess.Popen([str(Path(sys.executable).with_name(command)), "--log-level=error", *arguments], env=env)
+def start(
+    command: str, *arguments: str, env: Mapping[str, str] | None = None, fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """Start one of our commands, which inherits `fds`; it logs only errors."""
+    program = [str(Path(sys.executable).with_name(command)), "--log-level=error", *arguments]
+    return subprocess.Popen(program, env=env, pass_fds=fds)
 
 
 def terminate_process(pid: int) -> None:
@@ -74,8 +78,12 @@ def workers(model: Path, step_ms: float, count: int) -> Iterator[tuple[list[int]
         shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
         options = [*_router_options(address, model, port), f"--http-workers={count}", f"--front-socket={folder}/front"]
         processes = [start("text-generation-router", *options, "--role=scheduler")]
+        counts = os.memfd_create("counts")
+        of_worker = "--role=http", f"--front-counts-fd={counts}"
         for number in range(count):
-            processes.append(start("text-generation-router", *options, "--role=http", f"--http-worker={number}"))
+            flags = *options, *of_worker, f"--http-worker={number}"
+            processes.append(start("text-generation-router", *flags, fds=(counts,)))
+        os.close(counts)
         try:
             for process in processes[1:]:
                 asyncio.run(_until_listening(process.pid, port))

@@ -54,7 +54,8 @@ async def run_to_end(
     """Run a child until it ends by itself and return its exit code. When cancelled, stop it first.
 
     A child that hangs is aborted. Children with the same `hung`, an event, are aborted together. `described` gets the
-    description of a shard that serves; for another child that serves it is empty. `reserve` has descriptors for its start and end. `beside` runs as long as the child.
+    description of a shard that serves; for another child that serves it is empty. `reserve` has descriptors for its start and
+    end. `beside` runs as long as the child.
 
     The child leads its own process group: a terminal sends Ctrl-C to the whole foreground group, but the launcher stops
     its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).

@@ -4,7 +4,8 @@
     no heartbeat for --hang-timeout, or STUCK ──► SIGABRT, SIGCONT to the process group ──► ABORT_GRACE ──► SIGKILL
 
 A child is watched from its first heartbeat on. That of a shard comes with the line: loading a model may take any time, and
-may hold the interpreter lock. A router sends some before, and then has at least the default of --hang-timeout: it is busy.
+may hold the interpreter lock. A router sends heartbeats before the line, too; until then its timeout is at least the default,
+because a start keeps its event loop busy for seconds.
 SIGABRT makes faulthandler write the stacks of all threads, also while a thread holds the interpreter lock. A stopped process
 handles it only when it continues.
 """

@@ -126,6 +126,7 @@ async def _serve(
                 is_root=os.geteuid() == 0,
                 members_file=members_file,
                 front_counts_fd=os.memfd_create("counts") if config.http_workers > 1 else -1,
+                kept_counts_fd=os.memfd_create("kept") if config.http_workers > 1 else -1,
             )
             plan = make_plan(config, context)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
@@ -176,7 +177,9 @@ def _claimed_addresses(plan: LaunchPlan, shards: Iterable[ShardSpec], folder: Pa
     with ExitStack() as ports:
         for number in plan.ports:
             port = ports.enter_context(_bind(plan.host, number))
-            if len(plan.router) > 1:  # a socket that does not listen gets no connection
+            if len(plan.router) > 1:
+                # Workers can bind the port, with SO_REUSEPORT; the check of another launcher, without it, fails. This socket
+                # does not listen, so it gets no connection.
                 port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
                 port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             else:

@@ -121,12 +121,14 @@ class LaunchContext:
     members_file: Path | None = None
     """The file from which the router reads the addresses of shards on other hosts."""
     front_counts_fd: int = -1
-    """Memory in which the HTTP workers count connections."""
+    """Memory in which the HTTP workers count their connections; -1: none."""
+    kept_counts_fd: int = -1
+    """Memory for the counts that outlive the scheduler process; -1: none."""
 
     @property
     def inherited_fds(self) -> tuple[int, ...]:
         """The descriptors that router and shards inherit."""
-        return tuple(fd for fd in (self.lifeline_fd, self.log_drops_fd, self.front_counts_fd) if fd >= 0)
+        return tuple(fd for fd in (self.lifeline_fd, self.log_drops_fd) if fd >= 0)
 
 
 def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
@@ -296,28 +298,29 @@ def _router(
         env["API_KEY"] = ",".join(config.api_key)
     if config.http_workers == 1:
         return (_router_process(config, context, settings, env | config.environ),)
-    settings |= {
-        "front_socket": str(context.socket_folder / "front"),
-        "front_counts_fd": context.front_counts_fd,
-    }
-    scheduler = _router_process(config, context, settings | {"role": "scheduler"}, env | config.environ)
+    settings["front_socket"] = str(context.socket_folder / "front")
+    counts = {"role": "scheduler", "front_counts_fd": context.kept_counts_fd}
+    scheduler = _router_process(config, context, settings | counts, env | config.environ, context.kept_counts_fd)
+    settings |= {"role": "http", "front_counts_fd": context.front_counts_fd}
     workers = (
-        _router_process(config, context, settings | {"role": "http", "http_worker": number}, env)
+        # Without the token of the shards: workers do not call them.
+        _router_process(config, context, settings | {"http_worker": number}, env, context.front_counts_fd)
         for number in range(config.http_workers)
     )
     return scheduler, *workers
 
 
 def _router_process(
-    config: LauncherConfig, context: LaunchContext, settings: Mapping[str, object], env: Mapping[str, str]
+    config: LauncherConfig, context: LaunchContext, settings: Mapping[str, object], env: Mapping[str, str], *fds: int
 ) -> ChildSpec:
+    """Return a process of the router, which inherits `fds` beside those of all children."""
     router_config = RouterConfig.of(**settings)
     return ChildSpec(
         name=router_config.process_name,
         argv=child_argv("text_generation_router", router_config),
         config=router_config,
         env=env,
-        inherited_fds=context.inherited_fds,
+        inherited_fds=(*context.inherited_fds, *fds),
         stop_timeout=config.shutdown_delay + config.graceful_termination_timeout + STOP_MARGIN,
         hang_timeout=config.hang_timeout,
     )

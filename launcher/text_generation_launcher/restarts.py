@@ -105,7 +105,7 @@ class Unit(ABC):
         """Run the processes once, until all have ended. Calls `mark_serving`. When cancelled, stops them first."""
 
     def event(self, happening: str) -> str:
-        """Return the event of a log record: the kind of the unit, and what happened."""
+        """Return the event of a log record, such as "router died"."""
         return f"{self._kind} {happening}"
 
     async def run_once(self) -> tuple[UnitExit, float]:

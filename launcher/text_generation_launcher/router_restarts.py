@@ -84,6 +84,6 @@ def supervise_router(
             log.error("giving up: the router does not serve, and is not worth another restart", child=child)
         return ChildLost(child)
 
-    # It loads no weights, and requests that may have killed it are handed over to few further ones: a process that served was
-    # worth its start, however soon it died.
+    # Any serving ends the streak: a start takes a second and no weights, and a request that kills the processes which run it
+    # is given up after a few of them.
     return Restarts(units, replace(policy, stable_after=0.0), ready, give_up)

@@ -57,6 +57,7 @@ class Supervisor:
         self._replicas = supervise_replicas(
             plan.groups, stop, restarts, self.ready, self._reserve, run_shard, json_output=json_output
         )
+        # The router or its scheduler process, and the HTTP workers, if there are some.
         self._first, self._workers = (
             supervise_router(specs, stop, restarts, self.ready, self._reserve, json_output=json_output)
             for specs in (plan.router[:1], plan.router[1:])

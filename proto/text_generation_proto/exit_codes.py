@@ -18,8 +18,8 @@ class ExitCode(IntEnum):
     BUG = 70
     """A broken invariant; the log has a traceback."""
     DEPENDENCY_LOST = 75
-    """A process that this one needs ended while serving. Launcher: the router died or hung repeatedly, or once if
-    --max-shard-restarts is 0; so did the last shard then. A restart may help."""
+    """A process that this one needs ended while serving. Launcher: a process of the router died or hung repeatedly; with
+    --max-shard-restarts 0, the router or the last shard did so once. A restart may help."""
     HOPELESS = 76
     """Launcher: the shards died repeatedly and none serves. A restart would end the same way."""
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, WrapValidator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_settings import NoDecode
 
 from text_generation_proto.access import ShardAccess
@@ -242,7 +250,16 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
     front_socket: str = ""
     """Path of the Unix socket between the HTTP workers and the scheduler process, which listens. Set by the launcher."""
     front_counts_fd: int = -1
-    """Memory in which the HTTP workers count connections; -1: a file beside their socket. Set by the launcher."""
+    """Inherited memory: of the HTTP workers for the numbers of their connections, of the scheduler process for the counts that
+    outlive it. Set by the launcher."""
+
+    @model_validator(mode="after")
+    def _one_process_alone(self) -> Self:
+        if self.role == "all" and self.http_workers > 1:
+            raise ValueError(
+                "`http_workers` above 1 is for text-generation-launcher, which starts them: --parts router"
+            )
+        return self
 
     @property
     def process_name(self) -> str:

@@ -6,15 +6,15 @@ Cluster ── on_token(id, logprob) ──► Generation ── on_output(text 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.errors import ServingError
-from text_generation_router.request import LogprobJson, Request, RequestId, TokenId, TokenListener, TopToken
-from text_generation_router.shards.cluster_info import ClusterInfo
+from text_generation_router.request import LogprobJson, Request, TokenId, TopToken
+from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.text.stop import StopMatcher
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -47,68 +47,6 @@ class TokenOutput(NamedTuple):
     top: Sequence[TopToken]
     ending: GenerationResult | None
     """Set for the last token."""
-
-
-class ServingCluster(Protocol):
-    """The replicas behind their scheduler, as the HTTP side sees them: in this process, or in the scheduler process."""
-
-    stopping: bool
-    """Set by the router when it is to stop: it is not ready, but still accepts requests until it drains."""
-    draining: bool
-    """Set by the router when it accepts no new requests; those accepted before still run."""
-    ids: Iterator[RequestId]
-    """Numbers for new requests."""
-
-    def submit(self, request: Request, listener: TokenListener) -> None:
-        """Queue `request`; `listener` gets its tokens until its end or `cancel`.
-
-        A request that cannot be queued raises a ServingError, or its listener gets it as a failure.
-        """
-        ...
-
-    def cancel(self, request_id: RequestId) -> None:
-        """Cancel a request; no-op if it is unknown or ended."""
-        ...
-
-    def give_up(self, reason: str) -> None:
-        """End all requests with an error, and accept no new ones."""
-        ...
-
-    async def info(self) -> ClusterInfo:
-        """Return the state of the replicas. Raises Unhealthy."""
-        ...
-
-    async def opened(self) -> None:
-        """Wait until there may be something to serve with."""
-        ...
-
-    async def settled(self) -> None:
-        """Wait until a replica serves, or other routers are found to drive all shards."""
-        ...
-
-    async def abandoned(self) -> None:
-        """Wait until no shard is left, all having been told to stop."""
-        ...
-
-    @property
-    def adapters(self) -> Collection[str]:
-        """The names of the LoRA adapters that replicas hold."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """True if a replica gets new requests now, and is to stay."""
-        ...
-
-    @property
-    def live_requests(self) -> int:
-        """The number of requests that have not ended."""
-        ...
-
-    @property
-    def status(self) -> str:
-        """The state of the replicas, for the service manager."""
-        ...
 
 
 class Sink(Protocol):

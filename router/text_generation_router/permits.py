@@ -1,4 +1,4 @@
-"""The limit of concurrent generations."""
+"""The limit of concurrent generations: counted in this process, or in the scheduler process (remote_permits.py)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ class ConcurrencyLimit(Protocol):
     def take(
         self, count: int, tenant: TenantId = DEFAULT_TENANT, by: Callable[[], float | None] = no_deadline
     ) -> AbstractAsyncContextManager[None]:
-        """Hold `count` permits inside the block; `by` returns the time by which a request must have them.
+        """Hold `count` permits inside the block.
 
-        Raises Overloaded, DeadlineExceeded, or InvalidRequest if `count` exceeds the limit.
+        `by` returns the time of the monotonic clock by which the request must have them. It is called only where permits
+        are waited for: in a router of one process it costs nothing.
+
+        Raises Overloaded, DeadlineExceeded, Unhealthy, or InvalidRequest if `count` exceeds the limit.
         """
         ...
 

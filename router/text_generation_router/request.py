@@ -94,11 +94,11 @@ NO_MOVES = Moves()
 
 
 class RequestProgress(NamedTuple):
-    """A request that another scheduler had accepted before, and the part of it that was computed there."""
+    """The state of a request that another scheduler had accepted before it was lost."""
 
     generated: Sequence[TokenId] = ()
     moves: Moves = NO_MOVES
-    """None if it has only waited."""
+    """NO_MOVES if it has only waited."""
 
 
 TopToken = tuple[TokenId, LogprobJson]

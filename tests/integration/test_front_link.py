@@ -8,7 +8,7 @@ import random
 import struct
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +19,12 @@ from http_stack import Stack, serve, until, worker_of
 
 from text_generation_proto.front import front_pb2 as pb
 from text_generation_proto.values import FinishReason, LogprobOptions
-from text_generation_router.errors import Overloaded, ServingError
+from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
 from text_generation_router.front.convert import request_to_pb
-from text_generation_router.front.link import MAX_FRAME_BYTES
+from text_generation_router.front.link import LENGTH, MAX_FRAME_BYTES
+from text_generation_router.front.remote_permits import RemotePermits
+from text_generation_router.front.remote_rates import START_REQUEST, rate_answerers
+from text_generation_router.rate_limits import RateLimits
 from text_generation_router.request import LogprobJson, QualityOfService, Request, RequestId, TenantId, TopToken
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -135,15 +138,16 @@ async def test_a_refusal_keeps_its_status(stack: Stack, asking: Asking) -> None:
 
 async def test_permits_are_those_of_all_workers_and_return_with_a_lost_one(stack: Stack) -> None:
     assert stack.front is not None
-    async with worker_of(stack.socket, 1) as one, worker_of(stack.socket, 2) as two:
-        held = await one.hold_permits(5, TenantId(""), None)
-        await two.hold_permits(3, TenantId(""), None)
-        with pytest.raises(Overloaded) as refused:
-            await two.hold_permits(1, TenantId(""), None)
+    async with AsyncExitStack() as held, worker_of(stack.socket, 1) as one, worker_of(stack.socket, 2) as two:
+        ones, twos = RemotePermits(8, one.link), RemotePermits(8, two.link)
+        await held.enter_async_context(twos.take(3))
+        async with ones.take(5):
+            with pytest.raises(Overloaded) as refused:
+                await twos.take(1).__aenter__()
         assert refused.value.retry_after_s == 0.0
-        one.give_permits(held)
-        assert await two.hold_permits(5, TenantId(""), None)
-        waiting = asyncio.create_task(one.hold_permits(1, TenantId(""), None))  # noqa: TID251 - cancelled below
+        await until(lambda: stack.permits.in_use == 3)
+        await held.enter_async_context(twos.take(5))
+        waiting = asyncio.create_task(ones.take(1).__aenter__())  # noqa: TID251 - cancelled below
         await asyncio.sleep(0)
         waiting.cancel()
         assert stack.permits.in_use <= 9
@@ -200,6 +204,7 @@ HOSTILE = {
     "no protobuf": [HELLO, struct.pack("<I", 3) + b"\xff\xff\xff"],
     "a request before Hello": [submit()],
     "Hello twice": [HELLO, HELLO],
+    "the number of a connected worker": [pb.FromWorker(hello=pb.Hello(worker=0))],
     "an empty message": [HELLO, pb.FromWorker()],
     "no prompt": [HELLO, submit("prompt")],
     "no new tokens": [HELLO, submit("stopping")],
@@ -227,6 +232,28 @@ async def test_hostile_bytes_end_their_connection_only(stack: Stack, sent: list[
     await stack.assert_empty()
 
 
+async def test_a_worker_cannot_cancel_requests_of_another(stack: Stack) -> None:
+    async with (
+        stack.client.post("/generate_stream", json=STREAMED[0].body(TEXT, 50)) as running,
+        peer(stack) as hostile,
+    ):
+        [request] = stack.scheduler.requests
+        hostile.send(HELLO)
+        hostile.send(pb.FromWorker(cancel=pb.Cancel(request=request)))
+        hostile.send(HELLO)  # ends the connection: the message before it has arrived
+        assert await hostile.ended()
+        assert len(stream_data(await running.read())) == 50
+
+
+async def test_a_question_that_breaks_its_answer_is_refused(stack: Stack) -> None:
+    assert stack.front is not None
+    stack.front.answerers.update(rate_answerers(RateLimits()))
+    async with worker_of(stack.socket, 1) as worker:
+        with pytest.raises(GenerationFailed, match="internal error"):
+            await worker.link.ask(START_REQUEST, b"noise")
+        assert await worker.link.ask("info")
+
+
 STRANGER = """
 import os, socket, sys
 os.setuid(65534)
@@ -244,6 +271,24 @@ async def test_a_peer_of_another_user_is_refused(stack: Stack) -> None:
     async with asyncio.timeout(10):
         assert await stranger.wait() == 0
     await stack.assert_empty()
+
+
+@pytest.mark.full
+async def test_a_worker_that_is_seconds_behind_is_not_cut_off(demo_model: Path) -> None:
+    scored = replace(
+        requests()[0], prompt=tuple(range(50, 8050)), logprobs=LogprobOptions(prompt=True, prompt_top_n=20)
+    )
+    async with serve(demo_model, linked=True) as stack, peer(stack) as busy:
+        busy.send(HELLO)
+        for number in range(24):
+            busy.send(pb.FromWorker(submit=request_to_pb(scored, RequestId(number))))
+        await until(lambda: len(stack.scheduler.requests) == 24)
+        await until(lambda: not stack.scheduler.requests)
+        prompts = size = 0
+        while prompts < 24:
+            frame = await busy.reader.readexactly(*LENGTH.unpack(await busy.reader.readexactly(4)))
+            prompts, size = prompts + len(pb.FromScheduler.FromString(frame).report.prompt_logprobs), size + len(frame)
+        assert size > 1 << 24
 
 
 async def test_a_worker_that_does_not_read_is_cut_off_alone(demo_model: Path) -> None:

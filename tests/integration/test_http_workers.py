@@ -16,6 +16,9 @@ import pytest
 import pytest_asyncio
 from router_workers import READY_S, ProcessRouter, router
 
+from text_generation_proto.front import front_pb2 as pb
+from text_generation_router.front.link import LENGTH
+
 T = TypeVar("T")
 GAUGES = (
     *("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_total_tokens", "text_generation_connections"),
@@ -172,6 +175,10 @@ async def test_counts_outlive_a_worker_and_its_gauges_do_not(served: ProcessRout
     assert again["tgi_request_count"] == again["tgi_request_success"] + failed
     rising = [name for name in again if name.partition("{")[0].endswith(("_total", "_count", "_bucket", "_success"))]
     assert not [name for name in rising if again[name] < shown[name]]
+    await served.restart_scheduler()
+    after = await scrape(served.clients[0])
+    of_workers = [name for name in again if name.startswith("tgi_request_") and "skipped" not in name]
+    assert {name: after[name] for name in of_workers} == {name: again[name] for name in of_workers}
 
 
 async def test_a_worker_that_does_not_answer_counts_with_its_last_figures(served: ProcessRouter) -> None:
@@ -188,6 +195,27 @@ async def test_a_worker_that_does_not_answer_counts_with_its_last_figures(served
         served.workers[1].send_signal(signal.SIGCONT)
     assert await generate(served.clients[1], OPERATOR) == 200
     assert (await idle(served.clients[0]))["tgi_request_success"] == before["tgi_request_success"] + 1
+
+
+async def test_counts_that_make_no_sense_end_their_connection(served: ProcessRouter) -> None:
+    before = await idle(served.clients[0])
+    reader, writer = await asyncio.open_unix_connection(served.socket)
+
+    def send(message: pb.FromWorker) -> None:
+        writer.write(LENGTH.pack(message.ByteSize()) + message.SerializeToString())
+
+    send(pb.FromWorker(hello=pb.Hello(worker=9)))
+    async with asyncio.timeout(READY_S):
+        while True:
+            got = pb.FromScheduler.FromString(await reader.readexactly(*LENGTH.unpack(await reader.readexactly(4))))
+            if got.HasField("question"):
+                break
+        send(pb.FromWorker(answer=pb.Answer(number=got.question.number, body=b'[1,{"unknown":1},[]]')))
+        while await reader.read(1 << 16):
+            pass
+    writer.close()
+    assert (await idle(served.clients[0])).keys() == before.keys()
+    assert "Traceback" not in served.log()
 
 
 async def test_all_dashboards_show_the_same_samples_of_all(served: ProcessRouter) -> None:

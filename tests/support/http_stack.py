@@ -33,12 +33,12 @@ from text_generation_router.front.link import MAX_UNREAD_BYTES
 from text_generation_router.front.remote_cluster import RemoteCluster
 from text_generation_router.front.remote_permits import RemotePermits
 from text_generation_router.front.server import FrontServer
-from text_generation_router.generation import ServingCluster
 from text_generation_router.metrics import Metrics
 from text_generation_router.overview import OwnOverview
 from text_generation_router.permits import ConcurrencyLimit, Permits
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import join
 from text_generation_router.text.tokenizer import Tokenizer
@@ -209,7 +209,7 @@ async def _linked(
         yield cluster, permits
         return
     async with front.listening(path), worker_of(path) as remote:
-        yield remote, RemotePermits(permits.limit, remote)
+        yield remote, RemotePermits(permits.limit, remote.link)
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,7 +23,10 @@ from shard_process import shard
 from text_generation_proto.access import ShardAccess
 
 READY_S = 60.0
-GAUGES = ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_total_tokens", "text_generation_queued_tokens")
+GAUGES = (
+    *("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_total_tokens"),
+    *("text_generation_queued_tokens", "text_generation_preparation_characters"),
+)
 
 
 def free_port() -> int:
@@ -39,17 +43,27 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def load_s() -> float:
+    """Return how long a process of the router takes now to load its code: longer on a busy machine."""
+    began = time.monotonic()
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import text_generation_router.serve.worker")
+    assert await process.wait() == 0
+    return time.monotonic() - began
+
+
 class ProcessRouter:
     """The scheduler process and the HTTP workers of a router."""
 
     def __init__(self, model: Path, shard_address: str, folder: Path, access: ShardAccess, *flags: str) -> None:
         """`shard_address`: those of all replicas, with commas between."""
         self._folder = folder
+        self.socket = folder / "front"
         self._started = 0
+        self._counts, self._kept = os.memfd_create("counts"), os.memfd_create("kept")
         self._flags = (
             f"--model-path={model}",
             f"--shard-address={shard_address}",
-            f"--front-socket={folder / 'front'}",
+            f"--front-socket={self.socket}",
             "--hostname=127.0.0.1",
             *flags,
         )
@@ -73,7 +87,9 @@ class ProcessRouter:
 
     async def start_scheduler(self) -> None:
         """Start a scheduler process, as the launcher does when there is none."""
-        self.scheduler = await self._start("scheduler", f"--http-workers={len(self.ports)}")
+        self.scheduler = await self._start(
+            "scheduler", f"--http-workers={len(self.ports)}", f"--front-counts-fd={self._kept}"
+        )
 
     async def kill_scheduler(self, hang_s: float = 0.0) -> None:
         """Kill the scheduler process, after it hung for a time."""
@@ -140,17 +156,25 @@ class ProcessRouter:
             if process.returncode is None:
                 process.terminate()
             await process.wait()
+        os.close(self._counts)
+        os.close(self._kept)
 
     async def _worker(self, number: int) -> Process:
         flags = f"--http-worker={number}", f"--http-workers={len(self.ports)}", f"--port={self.ports[number]}"
-        return await self._start("http", *flags)
+        return await self._start("http", f"--front-counts-fd={self._counts}", *flags)
 
     async def _start(self, role: str, *flags: str) -> Process:
         program = Path(sys.executable).with_name("text-generation-router")
         self._started += 1
         with (self._folder / f"{self._started:03}-{role}.log").open("wb") as log:
             return await asyncio.create_subprocess_exec(
-                program, f"--role={role}", *self._flags, *flags, env=self._environ, stderr=log
+                program,
+                f"--role={role}",
+                *self._flags,
+                *flags,
+                env=self._environ,
+                stderr=log,
+                pass_fds=(self._counts, self._kept),
             )
 
 

@@ -62,6 +62,8 @@ async def test_an_http_worker_ends_alone_and_a_stop_loses_no_request(
     with running(demo_model, *arguments) as stack:
         before = stack.router()
         assert sorted(before) == [*workers, "router-scheduler"]
+        assert loaded(before["http-worker-0"]) == {"aiohttp", "tokenizers"}
+        assert loaded(before["router-scheduler"]) == set(), "it serves no HTTP and knows no text"
         async with aiohttp.ClientSession(headers={"x-api-key": "new"}) as session, asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
             await streams.open(stack.url, STREAMS, max_new_tokens=500)
@@ -97,3 +99,9 @@ async def test_an_http_worker_ends_alone_and_a_stop_loses_no_request(
 def connected(worker: psutil.Process) -> int:
     """Return the number of open TCP connections of a worker."""
     return sum(each.status == psutil.CONN_ESTABLISHED for each in worker.net_connections("tcp"))
+
+
+def loaded(process: psutil.Process) -> set[str]:
+    """Return the packages for HTTP and text whose compiled modules a process has loaded."""
+    paths = [Path(each.path).parts for each in process.memory_maps()]
+    return {name for name in ("aiohttp", "tokenizers") if any(name in parts for parts in paths)}

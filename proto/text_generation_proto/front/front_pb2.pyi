@@ -108,7 +108,7 @@ class Hello(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
     worker: builtins.int
-    """its number; an older connection of the same worker ends"""
+    """its number; refused while another connection has it"""
     @property
     def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TakePermits]:
         """permits from before the connection; they are not refused"""

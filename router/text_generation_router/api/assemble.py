@@ -15,11 +15,11 @@ from text_generation_router.chat.parsers import FORMATS, NAMES, detect_format, d
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.config import RouterConfig
-from text_generation_router.generation import ServingCluster
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.preparation import MAX_WAITING_CHARACTERS, Preparation
+from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -46,12 +46,9 @@ async def assemble(
         grammars = sandbox = None
         if grammar_kinds and not config.disable_grammar_support:
             sandbox = grammar_sandbox(Path(config.model_path) / "tokenizer.json", stage=stage)
-            running.push_async_callback(sandbox.close)
-            await sandbox.open()
+            await running.enter_async_context(sandbox)
             grammars = GrammarCompiler(sandbox)
-        renderer = TemplateRenderer(templates, stage=stage)
-        running.push_async_callback(renderer.close)
-        await renderer.open()
+        renderer = await running.enter_async_context(TemplateRenderer(templates, stage=stage))
         pool = TokenizerPool(tokenizer, Path(config.model_path), config.validation_workers, stage)
         await running.enter_async_context(pool)
         preparer = RequestPreparer(pool, settings.limits, metrics, cluster.ids, grammars, grammar_kinds)

@@ -76,10 +76,15 @@ class TemplateRenderer:
         )
         self._without_templates = not sources
 
-    async def open(self) -> None:
+    async def __aenter__(self) -> Self:
         """Start the workers, which compile the templates. Calls wait for them."""
         if not self._without_templates:
             await self._sandbox.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop the workers; unfinished renderings fail."""
+        await self._sandbox.close()
 
     async def ready(self) -> None:
         """Wait until the workers have compiled the templates. Raises ChatTemplateError."""
@@ -89,22 +94,6 @@ class TemplateRenderer:
             await self._sandbox.ready()
         except SandboxError as error:
             raise ChatTemplateError(f"the chat templates cannot be compiled: {error}") from error
-
-    async def close(self) -> None:
-        """Stop the workers; unfinished renderings fail."""
-        await self._sandbox.close()
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        try:
-            await self.ready()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def render(self, conversation: Conversation, tenant: TenantId = DEFAULT_TENANT) -> str:
         """Return the prompt. Raises TemplateError, Overloaded, CannotKeepUp, Unhealthy; as `template_input` does."""

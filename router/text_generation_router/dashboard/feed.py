@@ -39,6 +39,7 @@ class Feed:
         self._draining = draining
         self._period_s = period_s
         self._viewers: dict[Viewer, None] = {}
+        """In order of arrival."""
         self._last: Sample | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -62,6 +63,7 @@ class Feed:
         at = 0.0
         while not self._draining():
             try:
+                # A scheduler process that hangs must not keep the viewers of a process that drains.
                 async with asyncio.timeout(3 * self._period_s):
                     sample = await self._sample_after(at)
             except TimeoutError:

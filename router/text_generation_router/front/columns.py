@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
-
-import structlog
 
 from text_generation_proto import convert
 from text_generation_proto.front import front_pb2 as pb
@@ -13,11 +11,9 @@ from text_generation_proto.v1 import shard_pb2
 from text_generation_router.errors import ServingError
 from text_generation_router.front.convert import refusal_to_pb
 from text_generation_router.request import RequestId
-from text_generation_router.scheduling.messages import Deliveries, Failed, Placement
+from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.shards.convert import top_tokens_by_position
-from text_generation_router.shards.listeners import Delivered, Delivery, error_of
-
-log = structlog.get_logger()
+from text_generation_router.shards.listeners import Delivered, Delivery
 
 
 class ReportReceiver(Protocol):
@@ -33,20 +29,21 @@ class WorkerDelivery(Delivery[ReportReceiver]):
         """Return the live requests of a worker."""
         return [request_id for request_id, each in self._receivers.items() if each is receiver]
 
-    def scheduled(self, placement: Placement, replica: int) -> None:
-        if receiver := self._receivers.get(placement.request.id):
-            placed = pb.Placement(
-                request=placement.request.id, cached_tokens=placement.own_cached_tokens, replica=replica
-            )
+    def is_of(self, receiver: ReportReceiver, request_id: RequestId) -> bool:
+        """Return True if this is a live request of the worker."""
+        return self._receivers.get(request_id) is receiver
+
+    def placed(self, request_id: RequestId, cached_tokens: int, replica: int) -> None:
+        if receiver := self._receivers.get(request_id):
+            placed = pb.Placement(request=request_id, cached_tokens=cached_tokens, replica=replica)
             receiver.report(pb.Report(placements=[placed]))
 
-    def lost(self, deliveries: Deliveries) -> None:
+    def moved(self, request_ids: Iterable[RequestId]) -> None:
         reports = _Reports()
-        for request_id in deliveries.moved:
+        for request_id in request_ids:
             if receiver := self._receivers.get(request_id):
                 reports.of(receiver).lost.append(request_id)
         reports.send()
-        self.failures(deliveries.failed)
 
     def prompt_logprobs(self, request_id: RequestId | None, scored: shard_pb2.PromptLogprobs) -> None:
         if request_id is not None and (receiver := self._receivers.get(request_id)):
@@ -77,23 +74,9 @@ class WorkerDelivery(Delivery[ReportReceiver]):
                 columns.write(share, reports.of(receiver))
         reports.send()
 
-    def failures(self, failures: Sequence[Failed]) -> None:
-        reports = _Reports()
-        for failed in failures:
-            if receiver := self._receivers.pop(failed.request_id, None):
-                log.warning(
-                    "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
-                )
-                refusal = refusal_to_pb(error_of(failed))
-                reports.of(receiver).failures.append(pb.Failure(request=failed.request_id, refusal=refusal))
-        reports.send()
-
-    def end_all(self, error: ServingError) -> None:
-        reports = _Reports()
-        receivers, self._receivers = self._receivers, {}
-        for request_id, receiver in receivers.items():
-            reports.of(receiver).failures.append(pb.Failure(request=request_id, refusal=refusal_to_pb(error)))
-        reports.send()
+    def failure(self, request_id: RequestId, error: ServingError) -> None:
+        if receiver := self._receivers.pop(request_id, None):
+            receiver.report(pb.Report(failures=[pb.Failure(request=request_id, refusal=refusal_to_pb(error))]))
 
 
 class _Reports:

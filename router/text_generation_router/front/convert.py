@@ -23,6 +23,9 @@ from text_generation_router.request import (
 from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster_info import ClusterInfo, MemberInfo
 
+INFO = "info"
+"""Subject of the question for the state of the replicas, whose answer is `info_to_json`."""
+
 _ERRORS = {error.__name__: error for error in error_classes() if error.__init__ is ServingError.__init__}
 """The errors that a scheduler process may raise. Those about a prompt have details that do not cross."""
 _PRIORITIES = {priority.value: priority for priority in Priority}

@@ -16,8 +16,9 @@ LENGTH = struct.Struct("<I")
 """The length of a frame before its bytes."""
 MAX_FRAME_BYTES = 1 << 28
 """Largest message. The largest that is sent has the log-probabilities of a long prompt's tokens."""
-MAX_UNREAD_BYTES = 1 << 24
-"""Bytes that the other end has not read; beyond it the connection is cut off."""
+MAX_UNREAD_BYTES = 1 << 28
+"""Bytes that the other end has not read; beyond it the connection is cut off. A worker that writes the log-probabilities of many
+long prompts is seconds and tens of megabytes behind; one that hangs is killed before it reaches the limit."""
 CREDENTIALS = struct.Struct("3i")
 """The process, user and group of a peer."""
 
@@ -31,7 +32,10 @@ class LinkBroken(Exception):
 
 
 class Link(asyncio.Protocol, Generic[Received]):
-    """Reads messages of one type and writes others. Messages of one iteration of the event loop are written together."""
+    """Reads messages of one type and writes others. All of an iteration of the event loop are written together.
+
+    All calls are made on the event loop of the process.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class Link(asyncio.Protocol, Generic[Received]):
         on_end: Callable[[], None],
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
-        """`on_message` may raise LinkBroken. `on_end` is called once if `on_open` was."""
+        """`on_message` may raise LinkBroken. `on_end` is called once if `on_open` was called."""
         self._received = received
         self._on_message = on_message
         self._on_open = on_open
@@ -50,7 +54,9 @@ class Link(asyncio.Protocol, Generic[Received]):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._rest = bytearray()
-        """The first bytes of a frame."""
+        """The first bytes of a frame, and of none behind it."""
+        self._needed = 0
+        """Bytes of `_rest` that must be there before it is looked at again: a large frame comes in thousands of pieces."""
         self._unsent: list[bytes] = []
 
     @property
@@ -73,10 +79,9 @@ class Link(asyncio.Protocol, Generic[Received]):
             return
         if self._rest:
             self._rest += data
-            data = bytes(self._rest) if len(self._rest) >= self._needed() else b""
-            if not data:
+            if len(self._rest) < self._needed:
                 return
-            self._rest.clear()
+            data = bytes(self._rest)
         try:
             start = self._read_frames(data)
         except (LinkBroken, DecodeError) as error:
@@ -85,24 +90,19 @@ class Link(asyncio.Protocol, Generic[Received]):
             log.exception("a message could not be handled")
             self.cut_off("a message could not be handled")
         else:
-            self._rest += data[start:] if start else data
-
-    def _needed(self) -> int:
-        """Return the bytes that must be there before `_rest` can be read on."""
-        if len(self._rest) < LENGTH.size:
-            return LENGTH.size
-        length = LENGTH.unpack_from(self._rest)[0]
-        return LENGTH.size + (length if length <= MAX_FRAME_BYTES else 0)
+            self._rest = bytearray(data[start:])
 
     def _read_frames(self, data: bytes) -> int:
         """Handle the whole frames in `data`. Return the position behind them. Raises LinkBroken, DecodeError."""
         start, size = 0, len(data)
+        self._needed = LENGTH.size
         while size - start >= LENGTH.size and not self.closed:
             (length,) = LENGTH.unpack_from(data, start)
             if length > MAX_FRAME_BYTES:
                 raise LinkBroken(f"a frame of {length} bytes")
             end = start + LENGTH.size + length
             if end > size:
+                self._needed = end - start
                 break
             self._on_message(self._received.FromString(data[start + LENGTH.size : end]))
             start = end

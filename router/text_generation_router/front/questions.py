@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 
+import structlog
 from google.protobuf.message import Message
 
 from text_generation_proto.front import front_pb2 as pb
-from text_generation_router.errors import ServingError
+from text_generation_router.errors import GenerationFailed, ServingError
 from text_generation_router.front.convert import refusal_from_pb, refusal_to_pb
 from text_generation_router.front.link import LinkBroken
+
+log = structlog.get_logger()
 
 Answerer = Callable[[bytes], Awaitable[bytes]]
 """Answers questions about a subject. May raise ServingError."""
@@ -81,6 +84,9 @@ class Questions:
             answer.body = await self._answerers[question.about](question.body)
         except ServingError as error:
             answer.refusal.CopyFrom(refusal_to_pb(error))
+        except Exception:  # the other end must not wait for ever
+            log.exception("a question could not be answered", about=question.about)
+            answer.refusal.CopyFrom(refusal_to_pb(GenerationFailed("internal error")))
         self._send(self._envelope(answer=answer))
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ import orjson
 
 from text_generation_router.errors import ServingError
 from text_generation_router.front.questions import Answerers
-from text_generation_router.front.remote_cluster import RemoteCluster
+from text_generation_router.front.scheduler_link import SchedulerLink
 from text_generation_router.rate_limits import RateLimits, Rates
 
 START_REQUEST, SPEND_TOKENS = "start request", "spend tokens"
@@ -19,13 +19,13 @@ START_REQUEST, SPEND_TOKENS = "start request", "spend tokens"
 class RemoteRates:
     """Asks the scheduler process; a RateCounter."""
 
-    def __init__(self, cluster: RemoteCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, link: SchedulerLink) -> None:
+        self._link = link
         self._spending: set[asyncio.Task[None]] = set()
 
     async def start_request(self, rates: Rates) -> None:
         """Count one request. Raises RateLimited, Unhealthy."""
-        await self._cluster.ask(START_REQUEST, _to_bytes(rates, 0))
+        await self._link.ask(START_REQUEST, _to_bytes(rates, 0))
 
     def spend_tokens(self, rates: Rates, tokens: int) -> None:
         """Count prompt or new tokens."""
@@ -36,7 +36,7 @@ class RemoteRates:
 
     async def _spend(self, body: bytes) -> None:
         with suppress(ServingError):  # without a scheduler process there are no counts
-            await self._cluster.ask(SPEND_TOKENS, body)
+            await self._link.ask(SPEND_TOKENS, body)
 
 
 def rate_answerers(limits: RateLimits) -> Answerers:

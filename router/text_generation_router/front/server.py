@@ -14,6 +14,7 @@ from text_generation_proto.sockets import claim_socket, remove_socket
 from text_generation_router.errors import Draining, ServingError
 from text_generation_router.front.columns import ReportReceiver, WorkerDelivery
 from text_generation_router.front.convert import (
+    INFO,
     info_to_json,
     progress_from_pb,
     refusal_to_pb,
@@ -26,6 +27,7 @@ from text_generation_router.permits import Permits
 from text_generation_router.request import RequestId, TenantId
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.waiting import background
 
 STATE_EVERY_S = 0.25
 """Seconds between two looks at the state of the cluster, which is sent when it changed."""
@@ -44,15 +46,15 @@ class FrontServer:
         model: ReplicaInfo,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
-        """`delivery` is the cluster's."""
+        """`delivery` is that of `cluster`; `model` describes the shards, and every worker gets it."""
         self.cluster = cluster
         self.delivery = delivery
         self.permits = permits
         self.model = model
         self.sessions: dict[int, WorkerSession] = {}
         """By number of the worker."""
-        self.answerers: dict[str, Answerer] = {"info": self._info}
-        """Answers to the questions of workers."""
+        self.answerers: dict[str, Answerer] = {INFO: self._info}
+        """Answers to the questions of workers; more may be added before `listening`."""
         self._max_unread_bytes = max_unread_bytes
 
     @asynccontextmanager
@@ -62,10 +64,8 @@ class FrontServer:
         loop = asyncio.get_running_loop()
         listener = await loop.create_unix_server(self._session, str(path))
         try:
-            async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._watch_state())
+            async with background(self._watch_state()):
                 yield
-                watching.cancel()
         finally:
             listener.close()
             for session in list(self.sessions.values()):
@@ -145,9 +145,8 @@ class WorkerSession:
 
     def _open(self, hello: pb.Hello) -> None:
         server = self._server
-        if (older := server.sessions.get(hello.worker)) is not None:
-            older.link.cut_off("the worker has connected again")
-            older.end()
+        if hello.worker in server.sessions:  # a worker whose lost connection is not yet known to be lost tries again
+            raise LinkBroken("this worker is connected")
         self._worker = hello.worker
         server.sessions[hello.worker] = self
         for held in hello.held:
@@ -172,7 +171,9 @@ class WorkerSession:
             self.report(pb.Report(failures=[failure]))
 
     def _cancel(self, message: pb.Cancel) -> None:
-        self._server.cluster.cancel(RequestId(message.request), satisfied=message.satisfied)
+        request = RequestId(message.request)
+        if self._server.delivery.is_of(self, request):
+            self._server.cluster.cancel(request, satisfied=message.satisfied)
 
     def _take_permits(self, message: pb.TakePermits) -> None:
         answer = pb.Answer(number=message.number)
@@ -194,17 +195,14 @@ class WorkerSession:
             self._server.permits.give_back(*held)
 
     def _ended(self) -> None:
-        if self._worker is not None and self._server.sessions.get(self._worker) is self:
-            left = len(self._server.delivery.of(self))
-            (log.warning if left else log.info)("HTTP worker left", worker=self._worker, requests=left)
-        self.end()
-
-    def end(self) -> None:
-        """Cancel the worker's requests and take its permits back; no-op if that was done."""
-        server = self._server
-        if self._worker is not None and server.sessions.get(self._worker) is self:
+        """Cancel the worker's requests and take its permits back."""
+        server, requests = self._server, self._server.delivery.of(self)
+        if self._worker is not None:
             del server.sessions[self._worker]
-        for request_id in server.delivery.of(self):
+            (log.warning if requests else log.info)(
+                "HTTP worker disconnected", worker=self._worker, cancelled_requests=len(requests)
+            )
+        for request_id in requests:
             server.cluster.cancel(request_id)
         while self._permits:
             server.permits.give_back(*self._permits.popitem()[1])

@@ -12,7 +12,7 @@ from text_generation_router.request import NO_MOVES, Request, RequestProgress
 class UnfinishedRequest:
     """A request that has not ended, and its progress."""
 
-    __slots__ = ("accepted", "generated", "moves", "placed_with", "request", "scored")
+    __slots__ = ("accepted", "generated", "generated_when_placed", "moves", "request", "scored")
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -20,7 +20,7 @@ class UnfinishedRequest:
         """It was sent to a scheduler process."""
         self.generated: array[int] = array("I")
         self.moves = NO_MOVES
-        self.placed_with: int | None = None
+        self.generated_when_placed: int | None = None
         """New tokens at its last placement; None while it has no replica."""
         self.scored = False
         """The log-probabilities of its prompt were delivered."""
@@ -33,7 +33,7 @@ class UnfinishedRequest:
     @property
     def has_run(self) -> bool:
         """True if it has left the queue."""
-        return self.placed_with is not None or self.moves.total > 0
+        return self.generated_when_placed is not None or self.moves.total > 0
 
     @property
     def due(self) -> float:
@@ -42,12 +42,12 @@ class UnfinishedRequest:
         end = math.inf if qos.end_by is None else qos.end_by
         return end if qos.queue_by is None or self.has_run else min(end, qos.queue_by)
 
-    def lost(self) -> bool:
+    def count_loss(self) -> bool:
         """Count the loss of its replica, or of the link; False if it had no replica."""
-        if self.placed_with is None:
+        if self.generated_when_placed is None:
             return False
-        self.moves = self.moves.after_loss(advanced=len(self.generated) > self.placed_with)
-        self.placed_with = None
+        self.moves = self.moves.after_loss(advanced=len(self.generated) > self.generated_when_placed)
+        self.generated_when_placed = None
         return True
 
     def expired(self) -> DeadlineExceeded:

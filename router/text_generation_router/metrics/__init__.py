@@ -9,6 +9,7 @@
                 ◄── further    the names of vLLM and TensorRT-LLM for these    read when scraped
     errors         the last errors, for the dashboard                          updated by api/http/record.py
     snapshots      the counts of HTTP workers, added up in the scheduler process
+    kept           memory for these sums that outlives the process
 
 To add a metric, add its instrument to the registry, in one of these modules, and update it at the call site. Nothing is
 counted per token: the cost is per step or per request.
@@ -66,7 +67,7 @@ class HttpMetrics:
         self._stage = stage
 
     def snapshot(self, process: int) -> bytes:
-        """Return all that was counted in this process, for WorkerSums; `process` tells it from others."""
+        """Return the counts of this process, for WorkerSums; `process` is a number that no earlier one had."""
         return snapshot(process, self._registry, self.errors)
 
 

@@ -45,7 +45,7 @@ class RecentErrors:
         self._kinds: _Kinds = {}
         """In the order of their last errors."""
         self._elsewhere: dict[int, Sequence[RecentError]] = {}
-        """The errors of other processes, by number of the process."""
+        """The errors that HTTP workers remember, by number of the worker."""
 
     def add(
         self,
@@ -61,13 +61,13 @@ class RecentErrors:
             return
         _count(self._kinds, RecentError(route, error.status, error.error_type, tenant, 1, now, text, http_request_id))
 
-    def show(self, process: int, errors: Sequence[RecentError]) -> None:
-        """Include the errors that another process remembers now, in place of those that it remembered before."""
-        self._elsewhere[process] = errors
+    def show(self, worker: int, errors: Sequence[RecentError]) -> None:
+        """Include the errors that an HTTP worker remembers now, in place of those that it remembered before."""
+        self._elsewhere[worker] = errors
 
-    def keep(self, process: int) -> None:
-        """Remember the errors of a process that ended."""
-        self._kinds = _merged((*self._kinds.values(), *self._elsewhere.pop(process, ())))
+    def keep(self, worker: int) -> None:
+        """Remember the errors of an HTTP worker that ended, until newer ones take their places."""
+        self._kinds = _merged((*self._kinds.values(), *self._elsewhere.pop(worker, ())))
 
     def __iter__(self) -> Iterator[RecentError]:
         """Iterate over the kinds, the last error first."""

@@ -94,7 +94,7 @@ _COUNTERS: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
     ),
     (
         "text_generation_request_moves_total",
-        "Running requests that lost their shard and continued elsewhere, or after its restart",
+        "Running requests that lost their shard, or the scheduler process, and went on",
         lambda stats: stats.moves,
     ),
 ]

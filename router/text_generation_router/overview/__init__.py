@@ -43,7 +43,7 @@ class OwnOverview:
         return await self._samples.after(at)
 
     async def collect(self) -> None:
-        """Bring the metrics up to date: nothing to do where all are counted in this process."""
+        """Bring the metrics up to date. Here all are counted in this process: nothing to do."""
 
     async def _sample(self) -> Sample:
         await self.collect()

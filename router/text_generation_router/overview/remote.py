@@ -7,7 +7,7 @@ import time
 
 from text_generation_router.dashboard.state import Sample
 from text_generation_router.errors import Unhealthy
-from text_generation_router.front.remote_cluster import RemoteCluster
+from text_generation_router.front.scheduler_link import SchedulerLink
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.overview.wire import METRICS, SAMPLE, TIME, sample_from_bytes
 
@@ -18,16 +18,16 @@ MAX_SCRAPES = 4
 class RemoteOverview:
     """Asks the scheduler process; an Overview."""
 
-    def __init__(self, cluster: RemoteCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, link: SchedulerLink) -> None:
+        self._link = link
         self._scrapes = asyncio.Semaphore(MAX_SCRAPES)
 
     async def metrics(self, *, openmetrics: bool) -> bytes:
         async with self._scrapes:
-            return await self._cluster.ask(METRICS, b"openmetrics" if openmetrics else b"")
+            return await self._link.ask(METRICS, b"openmetrics" if openmetrics else b"")
 
     async def sample_after(self, at: float) -> Sample:
-        return sample_from_bytes(await self._cluster.ask(SAMPLE, TIME.pack(at)))
+        return sample_from_bytes(await self._link.ask(SAMPLE, TIME.pack(at)))
 
 
 class OwnCounts:
@@ -37,6 +37,7 @@ class OwnCounts:
         self.metrics: HttpMetrics | None = None
         """None until it counts."""
         self._process = time.time_ns()
+        """The number of this process, for the sums."""
 
     async def answer(self, body: bytes) -> bytes:
         """Return a snapshot. Raises Unhealthy."""

@@ -11,6 +11,7 @@ from text_generation_router.errors import ServingError
 from text_generation_router.front.questions import Answerers, LinkLost
 from text_generation_router.front.server import WorkerSession
 from text_generation_router.metrics import Metrics
+from text_generation_router.metrics.kept import KeptBytes
 from text_generation_router.overview import OwnOverview
 from text_generation_router.overview.wire import COUNTS, METRICS, SAMPLE, TIME, sample_to_bytes
 from text_generation_router.shards.cluster import Cluster
@@ -22,20 +23,20 @@ COLLECT_EVERY_S = 1.0
 
 
 class SummedOverview(OwnOverview):
-    """Asks the workers for their counts."""
+    """The figures of this process, with those of the workers, which it asks."""
 
     def __init__(
-        self, metrics: Metrics, cluster: Cluster[Any], sessions: Mapping[int, WorkerSession], workers: int
+        self, metrics: Metrics, cluster: Cluster[Any], sessions: Mapping[int, WorkerSession], kept: KeptBytes
     ) -> None:
-        """`sessions` are those of the workers that are connected, by number; there are to be `workers`."""
+        """`sessions` are those of the workers that are connected, by number; `kept` are the counts that outlive this process."""
         super().__init__(metrics, cluster)
-        self._workers = workers
-        self._complete = False
-        """True if all workers were connected, or were waited for."""
+        self._kept = kept
         self._sums = metrics.worker_sums()
+        if counted := kept.read():
+            self._sums.resume(counted)
         self._sessions = sessions
-        self._late: set[asyncio.Task[None]] = set()
-        """Questions to workers that did not answer in time; the workers are not asked again meanwhile."""
+        self._late: dict[asyncio.Task[None], WorkerSession] = {}
+        """Questions to workers that did not answer in time: they are not asked again meanwhile."""
         self._known: dict[int, WorkerSession] = {}
         """The sessions at the last collection."""
 
@@ -51,35 +52,30 @@ class SummedOverview(OwnOverview):
             await self.collect()
 
     async def collect(self) -> None:
-        if not self._complete:  # a process that was started again must not show fewer counts than the one before
-            await self._wait_for_workers()
         sessions = dict(self._sessions)
         for worker in self._known.keys() - sessions.keys():
             self._sums.lost(worker)
         self._known = sessions
         loop = asyncio.get_running_loop()
-        late = {task.get_name() for task in self._late}
-        asked = [
-            loop.create_task(self._ask(worker, session), name=name)
+        asked = {
+            loop.create_task(self._ask(worker, session)): session
             for worker, session in sessions.items()
-            if (name := f"counts {id(session)}") not in late
-        ]
+            if session not in self._late.values()
+        }
         if asked:
             _, unanswered = await asyncio.wait(asked, timeout=ANSWER_S)
             for task in unanswered:
-                self._late.add(task)
-                task.add_done_callback(self._late.discard)
-
-    async def _wait_for_workers(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                while len(self._sessions) < self._workers:  # noqa: ASYNC110 - once, and for a moment
-                    await asyncio.sleep(ANSWER_S / 50)
-        self._complete = True
+                self._late[task] = asked[task]
+                task.add_done_callback(self._late.pop)
+        self._kept.write(self._sums.counted())
 
     async def _ask(self, worker: int, session: WorkerSession) -> None:
         with suppress(LinkLost, ServingError):
-            self._sums.update(worker, await session.questions.ask(COUNTS))
+            counts = await session.questions.ask(COUNTS)
+            try:
+                self._sums.update(worker, counts)
+            except Exception as error:  # noqa: BLE001 - any sense that they do not make
+                session.link.cut_off(f"counts that make no sense: {error!r}")
 
     async def _answer_metrics(self, body: bytes) -> bytes:
         return await self.metrics(openmetrics=bool(body))

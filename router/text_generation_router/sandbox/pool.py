@@ -132,22 +132,13 @@ class Sandbox:
         """Wait until all workers have created their job. Raises SandboxError with the error of the factory."""
         await asyncio.shield(self._started)
 
-    async def start(self) -> None:
-        """Start all workers and wait until they are ready. Raises as `ready`."""
-        await self.open()
-        try:
-            await self.ready()
-        except BaseException:
-            await self.close()
-            raise
-
     async def close(self) -> None:
         """Kill the workers and wait until they are gone; unfinished calls fail."""
         self._break(CLOSED)
         await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        await self.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:

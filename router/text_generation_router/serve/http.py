@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -31,7 +31,6 @@ from text_generation_router.api.starting import create_starting_app
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
-from text_generation_router.generation import ServingCluster
 from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.metrics.connections import ConnectionMetrics
@@ -40,10 +39,11 @@ from text_generation_router.overview import Overview
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.rate_limits import RateCounter
 from text_generation_router.sandbox.pool import SandboxError
-from text_generation_router.serve.waiting import wait_for
+from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.shards.join import ReplicaInfo
 from text_generation_router.shared_counts import SharedCounts
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
+from text_generation_router.waiting import background, first_of
 
 log = structlog.get_logger()
 
@@ -66,12 +66,19 @@ class HttpSide:
     """Serves HTTP in front of a cluster, in this process or behind the scheduler process."""
 
     def __init__(
-        self, config: RouterConfig, tokenizer: Tokenizer, templates: ChatTemplates, signals: StopSignals
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        templates: ChatTemplates,
+        signals: StopSignals,
+        counts: SharedCounts | None,
     ) -> None:
+        """`counts` are those of all HTTP workers; None for a router of one process."""
         self.signals = signals
         self._config = config
         self._tokenizer = tokenizer
         self._templates = templates
+        self._counts = counts
         self._notifier = Notifier()
         self._notifier.show(lambda: "waiting for a shard")
 
@@ -83,9 +90,14 @@ class HttpSide:
         try:
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
             templates = load_templates(config)
+            counts = None
+            if config.role == "http":
+                counts = SharedCounts(config.front_counts_fd, config.http_worker, config.http_workers)
         except (TokenizerError, ChatTemplateError) as error:
             raise CannotServe(str(error)) from error
-        return cls(config, tokenizer, templates, signals)
+        except OSError as error:
+            raise CannotServe(f"--front-counts-fd cannot be used: {error}") from error
+        return cls(config, tokenizer, templates, signals, counts)
 
     @asynccontextmanager
     async def answering_probes(self) -> AsyncIterator[None]:
@@ -94,7 +106,7 @@ class HttpSide:
         if not config.shards:
             yield
             return
-        server = HttpServer(create_starting_app(), ConnectionLimits(), ConnectionMetrics(Registry()))
+        server = HttpServer(create_starting_app(), ConnectionLimits(), ConnectionMetrics(Registry()), self._counts)
         await _listen(server, config)
         log.info("alive, waiting for a shard", port=server.port)
         try:
@@ -146,37 +158,31 @@ class HttpSide:
             keep_alive_s=config.keep_alive_timeout,
             unread_total=MAX_UNREAD_TOTAL // config.http_workers,
         )
-        server = HttpServer(app, limits, metrics.connections, _shared_counts(config))
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(backend.run())
-            notifier.show(partial(_status, cluster))
-            beating = tasks.create_task(send_heartbeats(notifier))
-            if not config.shards and not await wait_for(cluster.opened(), signals):
-                beating.cancel()
-                running.cancel()
+        server = HttpServer(app, limits, metrics.connections, self._counts)
+        notifier.show(partial(_status, cluster))
+        async with background(backend.run(), send_heartbeats(notifier)):
+            if not config.shards:
+                await first_of(cluster.opened(), signals.stop.wait())
+            if signals.stop.is_set():
                 return ExitCode.STOPPED
             try:
                 await _listen(server, config)
                 log.info("ready", url=f"http://{listen_host(config.hostname)}:{server.port}")
                 configure_collector()
-                collecting = tasks.create_task(collect_growth(lambda: not cluster.live_requests))
-                if await wait_for(self._until_ready(cluster, prepared), signals):
-                    notifier.ready()
-                await signals.stop.wait()
-                collecting.cancel()
+                async with background(collect_growth(lambda: not cluster.live_requests)):
+                    await first_of(self._until_ready(cluster, prepared), signals.stop.wait())
+                    if not signals.stop.is_set():
+                        notifier.ready()
+                    await signals.stop.wait()
             finally:
                 cluster.stopping = True
             if config.shutdown_delay:
                 log.info("not ready, still accepting", seconds=config.shutdown_delay)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(config.shutdown_delay):
-                        await signals.hurry.wait()
+                await first_of(signals.hurry.wait(), timeout_s=config.shutdown_delay)
             cluster.draining = True
             log.info("draining", requests=cluster.live_requests)
             notifier.stopping()
             await _drain(server, cluster, signals, config.graceful_termination_timeout)
-            beating.cancel()
-            running.cancel()
         log.info("stopped")
         return ExitCode.STOPPED
 
@@ -231,22 +237,10 @@ def _status(cluster: ServingCluster) -> str:
     return f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status
 
 
-def _shared_counts(config: RouterConfig) -> SharedCounts | None:
-    """Return the counts of all HTTP workers; None for a router of one process. Raises CannotServe."""
-    if config.role != "http":
-        return None
-    fd = config.front_counts_fd
-    path = Path(f"{config.front_socket}.counts" if fd < 0 else f"/proc/self/fd/{fd}")
-    try:
-        return SharedCounts(path, config.http_worker, config.http_workers)
-    except OSError as error:
-        raise CannotServe(f"cannot open {path}: {error.strerror or error}") from error
-
-
 async def _listen(server: HttpServer, config: RouterConfig) -> None:
     host = listen_host(config.hostname)
     try:
-        await server.listen(host, config.port, config.management_port, shared=config.role == "http")
+        await server.listen(host, config.port, config.management_port)
     except OSError as error:
         ports = f"{config.port} or {config.management_port}" if config.management_port else str(config.port)
         raise CannotServe(f"cannot listen on {host}:{ports}: {error.strerror or error}") from error
@@ -257,16 +251,8 @@ async def _drain(server: HttpServer, cluster: ServingCluster, signals: StopSigna
 
     New ones are refused meanwhile.
     """
-    async with asyncio.TaskGroup() as tasks:
-        hurry = tasks.create_task(signals.hurry.wait())
-        answered = tasks.create_task(server.answered())
-        abandoned = tasks.create_task(cluster.abandoned())
-        await asyncio.wait((answered, hurry, abandoned), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not answered.done():
-            cluster.give_up("the server was stopped")
-            await asyncio.wait([answered], timeout=LAST_EVENTS_S)
-        leaving = tasks.create_task(server.leave())
-        await asyncio.wait((leaving, hurry), return_when=asyncio.FIRST_COMPLETED)
-        for task in (hurry, answered, abandoned, leaving):
-            task.cancel()
+    await first_of(server.answered(), signals.hurry.wait(), cluster.abandoned(), timeout_s=timeout_s)
+    cluster.give_up("the server was stopped")
+    await first_of(server.answered(), timeout_s=LAST_EVENTS_S)
+    await first_of(server.leave(), signals.hurry.wait())
     await server.close()

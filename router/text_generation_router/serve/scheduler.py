@@ -17,12 +17,13 @@ from text_generation_router.front.columns import ReportReceiver, WorkerDelivery
 from text_generation_router.front.remote_rates import rate_answerers
 from text_generation_router.front.server import FrontServer
 from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
+from text_generation_router.metrics.kept import KeptBytes
 from text_generation_router.overview.summed import SummedOverview
 from text_generation_router.permits import Permits
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.serve.shards import Shards, new_metrics, new_scheduler
-from text_generation_router.serve.waiting import wait_for
 from text_generation_router.shards.cluster import Cluster
+from text_generation_router.waiting import background, first_of
 
 log = structlog.get_logger()
 
@@ -48,22 +49,24 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     metrics.add_shards(cluster)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
     front = FrontServer(cluster, delivery, permits, model)
-    overview = SummedOverview(metrics, cluster, front.sessions, config.http_workers)
+    overview = SummedOverview(metrics, cluster, front.sessions, KeptBytes(config.front_counts_fd))
     front.answerers.update({**overview.answerers, **rate_answerers(RateLimits())})
-    async with asyncio.TaskGroup() as tasks:
-        notifier.show(lambda: cluster.status)
-        running = [tasks.create_task(shards.drive(cluster)), tasks.create_task(send_heartbeats(notifier))]
-        if not config.shards and not await wait_for(cluster.opened(), signals):
-            for task in running:
-                task.cancel()
+    notifier.show(lambda: cluster.status)
+    async with background(shards.drive(cluster), send_heartbeats(notifier)):
+        if not config.shards:
+            await first_of(cluster.opened(), signals.stop.wait())
+        if signals.stop.is_set():
             return ExitCode.STOPPED
         try:
-            async with front.listening(Path(config.front_socket)):
+            async with (
+                front.listening(Path(config.front_socket)),
+                background(overview.run(), collect_growth(lambda: not cluster.live_requests)),
+            ):
                 log.info("ready for HTTP workers", socket=config.front_socket)
                 configure_collector()
-                running.append(tasks.create_task(collect_growth(lambda: not cluster.live_requests)))
-                running.append(tasks.create_task(overview.run()))
-                if config.peers or await wait_for(cluster.settled(), signals):
+                if not config.peers:
+                    await first_of(cluster.settled(), signals.stop.wait())
+                if not signals.stop.is_set():
                     notifier.ready()
                 await signals.stop.wait()
                 cluster.stopping = True
@@ -72,8 +75,6 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
                 await _drain(cluster, signals, config.graceful_termination_timeout)
         except (OSError, SocketInUse) as error:
             raise CannotServe(f"cannot listen on {config.front_socket}: {error}") from error
-        for task in running:
-            task.cancel()
     log.info("stopped")
     return ExitCode.STOPPED
 
@@ -81,15 +82,7 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
 async def _drain(cluster: Cluster[ReportReceiver], signals: StopSignals, timeout_s: float) -> None:
     """Let requests finish, for `timeout_s`, until a second signal or until no shard is left; then fail the rest."""
     cluster.draining = True
-    async with asyncio.TaskGroup() as tasks:
-        ends = [
-            tasks.create_task(signals.hurry.wait()),
-            tasks.create_task(cluster.abandoned()),
-            tasks.create_task(_ended(cluster)),
-        ]
-        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
+    await first_of(signals.hurry.wait(), cluster.abandoned(), _ended(cluster), timeout_s=timeout_s)
     cluster.give_up("the server was stopped")
 
 

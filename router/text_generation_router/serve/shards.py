@@ -21,6 +21,7 @@ from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.first_join import join_all, join_first
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
+from text_generation_router.waiting import unless_stopped
 
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
@@ -45,20 +46,14 @@ class Shards:
         does not answer is left out. Raises CannotServe.
         """
         config, limits = self._config, _warm_up_limits(self._config)
-        async with asyncio.TaskGroup() as tasks:
-            if config.shards:
-                joining = tasks.create_task(join_first(self._source.members(), limits, config))
-            else:
-                joining = tasks.create_task(
-                    join_all(config.shard_address, limits, config, config.shard_connect_timeout)
-                )
-            stopping = tasks.create_task(signals.stop.wait())
-            await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if not joining.done():
-                joining.cancel()
-                return None
-            self._joined = joining.result()
+        if config.shards:
+            joining = join_first(self._source.members(), limits, config)
+        else:
+            joining = join_all(config.shard_address, limits, config, config.shard_connect_timeout)
+        joined = await unless_stopped(joining, signals)
+        if joined is None:
+            return None
+        self._joined = joined
         model = merge_capabilities(self._joined.values())
         check_honoured(config, model)
         return model

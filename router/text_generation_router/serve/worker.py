@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from text_generation_proto.exit_codes import ExitCode
@@ -16,7 +15,7 @@ from text_generation_router.overview.remote import OwnCounts, RemoteOverview
 from text_generation_router.overview.wire import COUNTS
 from text_generation_router.serve.http import Backend, HttpSide
 from text_generation_router.serve.limits import resolve_limits
-from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.waiting import unless_stopped
 
 
 async def serve_as_worker(config: RouterConfig) -> ExitCode:
@@ -25,7 +24,7 @@ async def serve_as_worker(config: RouterConfig) -> ExitCode:
     counts = OwnCounts()
     cluster = RemoteCluster(Path(config.front_socket), config.http_worker, {COUNTS: counts.answer})
     async with http.answering_probes():
-        model = await _join(http, cluster)
+        model = await unless_stopped(cluster.joined(), http.signals)
     if model is None:
         return ExitCode.STOPPED
     limits = resolve_limits(config, model)
@@ -33,19 +32,7 @@ async def serve_as_worker(config: RouterConfig) -> ExitCode:
         share_dropped_lines(config.log_drops_fd)
     metrics = HttpMetrics(max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
     counts.metrics = metrics
-    permits = RemotePermits(config.max_concurrent_requests, cluster)
-    backend = Backend(cluster, permits, RemoteRates(cluster), RemoteOverview(cluster), cluster.run)
+    link = cluster.link
+    permits = RemotePermits(config.max_concurrent_requests, link)
+    backend = Backend(cluster, permits, RemoteRates(link), RemoteOverview(link), cluster.run)
     return await http.serve(model, limits, metrics, backend)
-
-
-async def _join(http: HttpSide, cluster: RemoteCluster) -> ReplicaInfo | None:
-    """Connect to the scheduler process. Return what its shards serve; None after a stop signal."""
-    async with asyncio.TaskGroup() as tasks:
-        joining = tasks.create_task(cluster.joined())
-        stopping = tasks.create_task(http.signals.stop.wait())
-        await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not joining.done():
-            joining.cancel()
-            return None
-    return joining.result()

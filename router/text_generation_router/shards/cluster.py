@@ -30,6 +30,7 @@ from text_generation_router.shards.listeners import Delivery, Listeners, Receive
 from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
 from text_generation_router.shards.observer import StepObserver
 from text_generation_router.shards.replica import ClusterContext
+from text_generation_router.waiting import holds_for
 
 ACCEPT_WITHOUT_REPLICA_S = 60.0
 """Seconds after the loss of the last replica for which new requests are still queued."""
@@ -294,12 +295,3 @@ class Cluster(Generic[Receiver]):
                 for request_id in tuple(self.scheduler.requests):
                     self.scheduler.cancel(request_id)
                 self._listeners.end_all(GenerationFailed("no shard came back"))
-
-
-async def holds_for(seconds: float, holds: Callable[[], bool]) -> None:
-    """Wait until a condition has held for so long."""
-    since = time.monotonic()
-    while time.monotonic() - since < seconds:
-        await asyncio.sleep(seconds / 10)
-        if not holds():
-            since = time.monotonic()

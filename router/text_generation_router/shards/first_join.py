@@ -26,8 +26,8 @@ async def join_all(
 ) -> Mapping[str, ReplicaInfo | None]:
     """Let shards join that are all to be there; one that does not answer, or is taken, is None.
 
-    A router that takes over from another one serves with those that are there: OTHERS_S. Raises CannotServe if one cannot
-    join, or none does.
+    A router that takes over from another one does not wait for the rest longer than OTHERS_S. Raises CannotServe if one
+    cannot join, or none does.
     """
     takes_over = False
     async with asyncio.TaskGroup() as tasks:
@@ -39,8 +39,7 @@ async def join_all(
             )
             if not joined:
                 break
-            results_now = [task.result() for task in joined]
-            takes_over |= any(isinstance(each, ReplicaInfo) and each.pool.was_warm for each in results_now)
+            takes_over |= any(_was_driven(task.result()) for task in joined)
         for task in joining:
             task.cancel()
     results = {address: None if task.cancelled() else task.result() for address, task in joins.items()}
@@ -57,6 +56,10 @@ async def join_all(
         if info is not None and (different := info.differs_from(like)):
             raise CannotServe(f"the shards serve different things; one of number {number}: {different}")
     return infos
+
+
+def _was_driven(joined: ReplicaInfo | CannotJoin | None) -> bool:
+    return isinstance(joined, ReplicaInfo) and joined.pool.was_warm
 
 
 async def _join_one(

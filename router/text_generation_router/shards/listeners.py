@@ -14,7 +14,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError
 from text_generation_router.request import LogprobJson, RequestId, TokenListener, TopToken
-from text_generation_router.scheduling.messages import Deliveries, Failed, Placement
+from text_generation_router.scheduling.messages import Deliveries, Failed
 from text_generation_router.shards.convert import (
     logprobs_to_json,
     prompt_tops_from_pb,
@@ -54,12 +54,12 @@ class Delivery(ABC, Generic[Receiver]):
         return self._receivers.pop(request_id, None) is not None
 
     @abstractmethod
-    def scheduled(self, placement: Placement, replica: int) -> None:
+    def placed(self, request_id: RequestId, cached_tokens: int, replica: int) -> None:
         """Report that a request left the queue."""
 
     @abstractmethod
-    def lost(self, deliveries: Deliveries) -> None:
-        """Report the requests that lost their replica."""
+    def moved(self, request_ids: Iterable[RequestId]) -> None:
+        """Report the requests that lost their replica and wait for another one."""
 
     @abstractmethod
     def prompt_logprobs(self, request_id: RequestId | None, scored: pb.PromptLogprobs) -> None:
@@ -70,12 +70,22 @@ class Delivery(ABC, Generic[Receiver]):
         """Deliver new tokens. `token_ids` are the report's; `deliveries` refers to them by index."""
 
     @abstractmethod
-    def failures(self, failures: Sequence[Failed]) -> None:
-        """Deliver errors."""
+    def failure(self, request_id: RequestId, error: ServingError) -> None:
+        """End a request with an error; no-op if it has no receiver."""
 
-    @abstractmethod
+    def failures(self, failures: Iterable[Failed]) -> None:
+        """End requests with the errors that the scheduler gives them."""
+        for failed in failures:
+            if failed.request_id in self._receivers:
+                log.warning(
+                    "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
+                )
+                self.failure(failed.request_id, _error_of(failed))
+
     def end_all(self, error: ServingError) -> None:
         """End all requests with `error`."""
+        for request_id in tuple(self._receivers):
+            self.failure(request_id, error)
 
 
 class Listeners(Delivery[TokenListener]):
@@ -85,20 +95,11 @@ class Listeners(Delivery[TokenListener]):
         super().__init__()
         self._on_satisfied = on_satisfied
 
-    def scheduled(self, placement: Placement, replica: int) -> None:
-        self.placed(placement.request.id, placement.own_cached_tokens, replica)
-
     def placed(self, request_id: RequestId, cached_tokens: int, replica: int) -> None:
-        """Report that a request left the queue."""
         if listener := self._receivers.get(request_id):
             listener.on_scheduled(cached_tokens, replica)
 
-    def lost(self, deliveries: Deliveries) -> None:
-        self.moved(deliveries.moved)
-        self.failures(deliveries.failed)
-
     def moved(self, request_ids: Iterable[RequestId]) -> None:
-        """Report the requests that wait for another replica."""
         for request_id in request_ids:
             if listener := self._receivers.get(request_id):
                 listener.on_lost()
@@ -149,16 +150,7 @@ class Listeners(Delivery[TokenListener]):
             except BaseException as error:  # noqa: BLE001 - a listener's bug, or a panic, costs its own request
                 self._listener_failed(request_id, listener, as_exception(error))
 
-    def failures(self, failures: Sequence[Failed]) -> None:
-        for failed in failures:
-            if failed.request_id in self._receivers:
-                log.warning(
-                    "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
-                )
-                self.failure(failed.request_id, error_of(failed))
-
     def failure(self, request_id: RequestId, error: ServingError) -> None:
-        """End a request with an error."""
         if listener := self._receivers.pop(request_id, None):
             listener.on_failure(error)
 
@@ -167,18 +159,13 @@ class Listeners(Delivery[TokenListener]):
         if listener := self._receivers.pop(request_id, None):
             self._receivers[number] = listener
 
-    def end_all(self, error: ServingError) -> None:
-        listeners, self._receivers = self._receivers, {}
-        for listener in listeners.values():
-            listener.on_failure(error)
-
     def _listener_failed(self, request_id: RequestId, listener: TokenListener, error: Exception) -> None:
         log.error("listener failed", request_id=request_id, exc_info=error)
         self._on_satisfied(request_id)
         listener.on_failure(GenerationFailed("internal error"))
 
 
-def error_of(failed: Failed) -> ServingError:
+def _error_of(failed: Failed) -> ServingError:
     """Return the client's error. An engine's message is passed on only if it is about the request."""
     if failed.kind is FailureCode.EXPIRED:
         return DeadlineExceeded(failed.message)

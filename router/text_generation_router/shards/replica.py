@@ -151,7 +151,9 @@ class ReplicaSession:
             call.cancel()
             context.observer.on_loss(self._number)
             if opened:
-                context.listeners.lost(context.scheduler.lose(self._number))
+                deliveries = context.scheduler.lose(self._number)
+                context.listeners.moved(deliveries.moved)
+                context.listeners.failures(deliveries.failed)
                 context.dispatch()
 
     async def _run_session(self, call: RunCall, client: ShardClient) -> None:
@@ -239,7 +241,7 @@ class ReplicaSession:
                 self._orders_sent = orders.number
                 context.observer.on_orders(orders, time.monotonic() - started)
                 for placement in orders.placements:
-                    context.listeners.scheduled(placement, self._number)
+                    context.listeners.placed(placement.request.id, placement.own_cached_tokens, self._number)
                 try:
                     for part in split(orders_to_pb(orders, self._eos_token_ids, own_cache=self._own_cache)):
                         await call.write(part)

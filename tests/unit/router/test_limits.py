@@ -52,3 +52,8 @@ def test_tenants_that_are_to_be_kept_apart_need_an_engine_that_does() -> None:
         check_honoured(apart, a_shard("cache_salt"))
     message = "`prefix_cache_per_tenant` is not supported by this engine: no cache_salt here"
     assert str(refused.value) == message
+
+
+def test_http_workers_without_their_launcher_are_refused() -> None:
+    with pytest.raises(ValueError, match="text-generation-launcher"):
+        RouterConfig.of(http_workers=2)

@@ -23,7 +23,6 @@ from text_generation_router.errors import ModelNotFound, ServingError
 from text_generation_router.generation import (
     GenerationResult,
     GenerationTimes,
-    ServingCluster,
     Sink,
     TokenOutput,
     run_generation,
@@ -32,6 +31,7 @@ from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.preparation import Preparation
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
+from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 

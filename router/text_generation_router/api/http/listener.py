@@ -43,7 +43,7 @@ class Listener:
     """A listening socket and the connections that it accepted."""
 
     def __init__(self, host: str, port: int, connections: Connections, *, shared: bool) -> None:
-        """Listen; with other processes at the same port if it is `shared`. Raises OSError."""
+        """Listen; if the port is `shared`, other processes listen on it too. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
         self._socket.settimeout(0)
@@ -124,7 +124,7 @@ class HttpServer:
         metrics: ConnectionMetrics,
         counts: SharedCounts | None = None,
     ) -> None:
-        """`counts`: the limits are those of several HTTP workers together."""
+        """`counts`: other HTTP workers listen on the same ports, and the limits are those of all together."""
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=LAST_EVENTS_S)
         self._limits = limits
         self._metrics = metrics
@@ -137,14 +137,12 @@ class HttpServer:
         """The port of the main listener."""
         return self._listeners[0].port
 
-    async def listen(self, host: str, port: int, management_port: int = 0, *, shared: bool = False) -> None:
-        """Listen on `port`, and on `management_port` for probes and metrics unless it is 0. Raises OSError.
-
-        `shared`: other processes listen on them, too, and the system spreads connections over all of them.
-        """
+    async def listen(self, host: str, port: int, management_port: int = 0) -> None:
+        """Listen on `port`, and on `management_port` for probes and metrics unless it is 0. Raises OSError."""
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
+        shared = self._counts is not None
         connections = Connections(server, self._limits, self._metrics, shared=self._counts)
         self._listeners.append(Listener(host, port, connections, shared=shared))
         if management_port:

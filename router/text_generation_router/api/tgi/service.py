@@ -25,10 +25,10 @@ from text_generation_router.api.http.bodies import (
 from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import Unhealthy
-from text_generation_router.generation import ServingCluster
 from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS
 from text_generation_router.overview import Overview
 from text_generation_router.permits import ConcurrencyLimit
+from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 TGI_VERSION = "3.3.7"

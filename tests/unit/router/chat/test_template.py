@@ -29,6 +29,7 @@ def a_renderer(
 
 async def refusal(template: str, *, timeout_s: float = LONG_TIMEOUT_S) -> str:
     async with a_renderer(template, timeout_s=timeout_s) as renderer:
+        await renderer.ready()
         with pytest.raises(TemplateError) as caught:
             await renderer.render(says("Hello"))
     return str(caught.value)

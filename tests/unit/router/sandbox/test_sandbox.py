@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,26 @@ def _jobs_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
-def a_sandbox(
+@asynccontextmanager
+async def a_sandbox(
     factory: str = "obey",
     config: dict[str, object] | None = None,
     *,
     workers: int = 1,
     timeout_s: float = LONG_TIMEOUT_S,
     pipe: Path | None = None,
-) -> Sandbox:
-    return Sandbox(
+) -> AsyncIterator[Sandbox]:
+    """A sandbox whose workers are ready."""
+    async with Sandbox(
         f"sandbox_jobs:{factory}",
         {"pipe": str(pipe)} if pipe else config or {},
         workers=workers,
         timeout_s=timeout_s,
         memory_bytes=128 << 20,
         max_output=3 << 20,
-    )
+    ) as sandbox:
+        await sandbox.ready()
+        yield sandbox
 
 
 def a_pipe(folder: Path) -> Path:
@@ -302,10 +307,10 @@ async def test_a_factory_or_process_that_fails_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, factory: str, error: type[SandboxError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        await a_sandbox(factory, workers=2).start()
+        await a_sandbox(factory, workers=2).__aenter__()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(SandboxError, match="a worker cannot be started: No such file or directory"):
-        await a_sandbox(factory).start()
+        await a_sandbox(factory).__aenter__()
 
 
 async def test_calls_fail_while_no_worker_can_start_and_succeed_once_one_can(tmp_path: Path) -> None:
@@ -326,19 +331,18 @@ async def test_calls_fail_while_no_worker_can_start_and_succeed_once_one_can(tmp
 
 async def test_closing_ends_everything(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
-    sandbox = a_sandbox(pipe=pipe)
-    await sandbox.start()
-    [pid] = sandbox.pids
+    async with a_sandbox(pipe=pipe) as sandbox:
+        [pid] = sandbox.pids
 
-    async def refused(payload: str) -> bool:
-        with pytest.raises(SandboxError, match="the sandbox is closed"):
-            await sandbox.call(payload.encode())
-        return True
+        async def refused(payload: str) -> bool:
+            with pytest.raises(SandboxError, match="the sandbox is closed"):
+                await sandbox.call(payload.encode())
+            return True
 
-    async with asyncio.TaskGroup() as tasks:
-        running, waiting = tasks.create_task(refused("report")), tasks.create_task(refused("pid"))
-        await until_it_runs(pipe)
-        await sandbox.close()
+        async with asyncio.TaskGroup() as tasks:
+            running, waiting = tasks.create_task(refused("report")), tasks.create_task(refused("pid"))
+            await until_it_runs(pipe)
+            await sandbox.close()
     assert running.result()
     assert waiting.result()
     assert not psutil.pid_exists(pid)
@@ -354,7 +358,8 @@ def test_a_worker_dies_with_its_router_in_the_middle_of_a_job() -> None:
         async def main():
             sandbox = Sandbox("sandbox_jobs:obey", {}, workers=1, timeout_s=600, memory_bytes=1 << 28,
                               max_output=1)
-            await sandbox.start()
+            await sandbox.open()
+            await sandbox.ready()
             sandbox.call(b"spin").send(None)
             print(*sandbox.pids, flush=True)
             sys.stdin.read()
