@@ -75,7 +75,8 @@ async def test_killed_replicas_are_restarted_while_the_router_serves(
         assert await asyncio.to_thread(stack.wait) == ExitCode.STOPPED
         assert await asyncio.to_thread(still_running, children, 5) == []
         assert stack.left_behind() == []
-        assert stack.events("launcher").count("shard serves again") == 2
+        again = [record["replica"] for record in stack.records if record["event"] == "shard serves again"]
+        assert again in ([0, 1], [0, 1, 1]), "the last one may serve again before the router has stopped"
 
 
 async def test_a_launcher_without_a_free_descriptor_restarts_its_shards(

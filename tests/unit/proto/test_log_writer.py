@@ -86,6 +86,7 @@ def test_a_full_disk_costs_lines_until_there_is_space_again(tmp_path: Path) -> N
 
 def test_a_closed_pipe_costs_lines_only() -> None:
     read_fd, write_fd = os.pipe()
+    later_read_fd, later_write_fd = os.pipe()
     os.close(read_fd)
     writer = LogWriter(write_fd, report)
     for number in range(3):
@@ -94,3 +95,5 @@ def test_a_closed_pipe_costs_lines_only() -> None:
     os.close(write_fd)
     writer.write(LINE % 3)
     until(lambda: writer.dropped == 4)
+    os.dup2(later_write_fd, write_fd)  # the writer would write to the next file with this number
+    assert os.read(later_read_fd, 100) == report(4)
