@@ -10,7 +10,7 @@ some routes twice, once for the handler and once for the generation in it, and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from text_generation_proto.values import FinishReason
@@ -140,7 +140,11 @@ class RequestMetrics:
         if error.outcome is Outcome.CANCELLED:
             self._cancelled.add(count=count)
 
-    def abandoned(self, values: Mapping[str, Mapping[str, int]]) -> None:
-        """Count the generations that a process ran when it died, according to its last snapshot."""
+    def abandoned(self, values: Mapping[str, Mapping[str, int]]) -> Sequence[str]:
+        """Count the generations that a process ran when it died, according to its last snapshot.
+
+        Return the names of the instruments that count them.
+        """
         started, finished = (values.get(each.name, {}) for each in (self._started, self.finished))
         self.failed(IncompleteGeneration, sum(started.values()) - sum(finished.values()))
+        return self._failure.name, self.finished.name

@@ -49,7 +49,7 @@ class WorkerSums:
         self._last: dict[int, _Counted] = {}
         """By number of the worker."""
         self._counters: set[str] = set()
-        """The instruments, gauges left out, that a worker has used."""
+        """The instruments, gauges left out, that count for workers."""
 
     def counted(self) -> bytes:
         """Return all counts so far, for `resume`."""
@@ -73,7 +73,7 @@ class WorkerSums:
         if last is not None and last.process != process:
             self.lost(worker)
             self._errors.keep(worker)
-            self._requests.abandoned(last.values)
+            self._counters.update(self._requests.abandoned(last.values))
             last = None
         before = {} if last is None else last.values
         for name in values.keys() | before.keys():

@@ -151,3 +151,15 @@ def test_generations_that_a_dead_worker_ran_count_as_failed() -> None:
     assert shown["tgi_request_failure_total", "{'err': 'incomplete'}"] == 3
     finished = [value for (name, _), value in shown.items() if name == "text_generation_requests_finished_total"]
     assert sum(finished) == 4
+
+
+def test_the_generations_of_a_process_that_died_count_as_failed_also_after_the_next_scheduler_process() -> None:
+    died, back, first, second = Process(), Process(), Process(), Process()
+    died.requests.started()
+    sums = WorkerSums(first.registry, first.requests, first.errors)
+    sums.update(0, snapshot(1, died.registry, died.errors))
+    sums.update(0, snapshot(2, back.registry, back.errors))
+    WorkerSums(second.registry, second.requests, second.errors).resume(sums.counted())
+    for whole in (first, second):
+        assert whole.shown()["tgi_request_failure_total", "{'err': 'incomplete'}"] == 1
+        assert whole.shown() == first.shown()
