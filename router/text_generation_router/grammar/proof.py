@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -242,6 +243,15 @@ def _check_constants(schema: Schema) -> None:
             isinstance(value, int) and not -(2**63) <= value < 2**64
         ):
             raise not_compilable(f"the number {value!r} is too large for `const` and `enum`")
+        elif isinstance(value, float) and not _is_read_exactly(value):
+            raise not_compilable(f"the number {value!r} has too many digits for `const` and `enum`")
+
+
+def _is_read_exactly(value: float) -> bool:
+    """Return True if a reader that scales the digits, as an integer, by a power of ten gets this value. It rounds twice."""
+    _, digits, exponent = Decimal(repr(abs(value))).as_tuple()
+    number, power = int("".join(map(str, digits))), float(f"1e{abs(int(exponent))}")
+    return abs(value) == (number * power if int(exponent) > 0 else number / power)
 
 
 def _walk(matcher: LLMatcher) -> None:

@@ -87,6 +87,8 @@ REFUSED = [
     ({"type": "object", "patternProperties": {"(a*)*": {}}}, "an unbounded repetition"),
     (holding({"const": 3.602879701896397e16}), "too large for `const` and `enum`"),
     (holding({"enum": [{"a": [2**64]}]}), "too large for `const` and `enum`"),
+    (holding({"const": 7581058437612231.0}), "too many digits for `const` and `enum`"),
+    (holding({"enum": [8.872242510096025e-11]}), "too many digits for `const` and `enum`"),
     (holding({"multipleOf": 0.01}), "`multipleOf` 0.01"),
     (holding({"multipleOf": 573_720}), "`multipleOf` is more than"),
     ({"type": "object", "minProperties": 2}, "`minProperties`"),
@@ -149,6 +151,7 @@ def test_a_schema_that_breaks_the_meta_schema_is_not_valid(schema: Json, tokeniz
         {"$defs": {"unused": {"not": {}}}, "type": "object"},
         {"type": "object", "minProperties": 2, "required": ["a"]},
         holding({"multipleOf": 0.25}),
+        holding({"enum": [0.1, -273.15, 6.62607015e-20, 1234567.125, 1e15, 6.62607015e-34]}),
         {},
     ],
 )
