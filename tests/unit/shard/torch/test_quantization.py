@@ -112,7 +112,7 @@ def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "(modelopt, W4A16_AWQ)"),
         (GPTQ | {"bits": 3}, "gptq: weights of 3 bits"),
         (GPTQ | {"bits": 4.0}, "gptq: weights of 4.0 bits"),
-        (GPTQ | {"bits": "4\n5"}, "gptq: weights of 4 5 bits"),
+        (GPTQ | {"bits": "4\n5"}, "gptq: weights of '4\\n5' bits"),
         (GPTQ | {"checkpoint_format": {"a": 1}}, "checkpoint_format {'a': 1}"),
         (GPTQ | {"group_size": 0}, "gptq: group_size 0"),
         (GPTQ | {"group_size": 1 << 70}, "gptq: group_size 1180591620717411303424"),

@@ -90,6 +90,7 @@ HOSTILE = {
         lambda tensor: tensor.index_fill(0, torch.tensor(5), 4),
     ),
     "a negative group": ("gptq-int4-act-order", "g_idx", lambda tensor: tensor.index_fill(0, torch.tensor(5), -2)),
+    "no group index": ("gptq-int4-act-order", "g_idx", lambda tensor: None),
     "another group index": ("gptq-int4", "g_idx", lambda tensor: tensor[:-1]),
     "scales of another size": ("gptq-int4", "scales", lambda tensor: tensor[:, :-1]),
     "scales of another type": ("gptq-int4", "scales", lambda tensor: tensor.int()),

@@ -59,12 +59,13 @@ class GptqFormat:
         if outputs % per_word or inputs % per_word:
             raise UnsupportedSchemeError(f"{name} is {outputs} × {inputs}: GPTQ packs multiples of {per_word}")
         groups = groups_of(inputs, self.group_size)
-        words = (torch.int32,)
+        words, index = (torch.int32,), (torch.int32, torch.int64)
+        in_order = groups == 1 or not self.desc_act
         return {
             "qweight": StoredTensor((sibling(name, "qweight"),), ((inputs // per_word, outputs),), words),
             "qzeros": StoredTensor((sibling(name, "qzeros"),), ((groups, outputs // per_word),), words),
             "scales": StoredTensor((sibling(name, "scales"),), ((groups, outputs),), WIDE),
-            "g_idx": StoredTensor((sibling(name, "g_idx"),), ((inputs,),), (torch.int32, torch.int64), optional=True),
+            "g_idx": StoredTensor((sibling(name, "g_idx"),), ((inputs,),), index, optional=in_order),
         }
 
     def check(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:

@@ -53,7 +53,7 @@ def unpacked_range(words: Tensor, bits: int, dim: int, part: slice) -> Tensor:
 def check_bits(method: str, bits: object) -> int:
     """Return the number of bits if it is supported."""
     if not isinstance(bits, int) or bits not in (4, 8):
-        raise UnsupportedSchemeError(f"{method}: weights of {str(bits)[:50]} bits are not supported, only of 4 and 8")
+        raise UnsupportedSchemeError(f"{method}: weights of {repr(bits)[:50]} bits are not supported, only of 4 and 8")
     return bits
 
 
