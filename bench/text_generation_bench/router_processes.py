@@ -79,7 +79,7 @@ def workers(model: Path, step_ms: float, count: int) -> Iterator[tuple[list[int]
         options = [*_router_options(address, model, port), f"--http-workers={count}", f"--front-socket={folder}/front"]
         processes = [start("text-generation-router", *options, "--role=scheduler")]
         counts = os.memfd_create("counts")
-        of_worker = "--role=http", f"--front-counts-fd={counts}"
+        of_worker = "--role=http", f"--counts-fd={counts}"
         for number in range(count):
             flags = *options, *of_worker, f"--http-worker={number}"
             processes.append(start("text-generation-router", *flags, fds=(counts,)))

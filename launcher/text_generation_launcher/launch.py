@@ -125,7 +125,7 @@ async def _serve(
                 environ,
                 is_root=os.geteuid() == 0,
                 members_file=members_file,
-                front_counts_fd=os.memfd_create("counts") if config.http_workers > 1 else -1,
+                connections_fd=os.memfd_create("connections") if config.http_workers > 1 else -1,
                 kept_counts_fd=os.memfd_create("kept") if config.http_workers > 1 else -1,
             )
             plan = make_plan(config, context)

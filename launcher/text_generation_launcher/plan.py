@@ -120,7 +120,7 @@ class LaunchContext:
     """True if the launcher, and so every child, runs as root."""
     members_file: Path | None = None
     """The file from which the router reads the addresses of shards on other hosts."""
-    front_counts_fd: int = -1
+    connections_fd: int = -1
     """Memory in which the HTTP workers count their connections; -1: none."""
     kept_counts_fd: int = -1
     """Memory for the counts that outlive the scheduler process; -1: none."""
@@ -299,12 +299,12 @@ def _router(
     if config.http_workers == 1:
         return (_router_process(config, context, settings, env | config.environ),)
     settings["front_socket"] = str(context.socket_folder / "front")
-    counts = {"role": "scheduler", "front_counts_fd": context.kept_counts_fd}
+    counts = {"role": "scheduler", "counts_fd": context.kept_counts_fd}
     scheduler = _router_process(config, context, settings | counts, env | config.environ, context.kept_counts_fd)
-    settings |= {"role": "http", "front_counts_fd": context.front_counts_fd}
+    settings |= {"role": "http", "counts_fd": context.connections_fd}
     workers = (
         # Without the token of the shards: workers do not call them.
-        _router_process(config, context, settings | {"http_worker": number}, env, context.front_counts_fd)
+        _router_process(config, context, settings | {"http_worker": number}, env, context.connections_fd)
         for number in range(config.http_workers)
     )
     return scheduler, *workers

@@ -233,9 +233,9 @@ class RouterSettings(SharedSettings, ShardAccess):
 class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-router"):
     """Serve HTTP in front of the shards: text, queue, continuous batching."""
 
-    flag_only: ClassVar[frozenset[str]] = frozenset({"role", "http_worker", "front_socket", "front_counts_fd"})
+    flag_only: ClassVar[frozenset[str]] = frozenset({"role", "http_worker", "front_socket", "counts_fd"})
     topics: ClassVar[Mapping[Topic, str]] = {
-        Topic.ROUTER: "model_path shard_address role http_worker front_socket front_counts_fd"
+        Topic.ROUTER: "model_path shard_address role http_worker front_socket counts_fd"
     }
 
     model_path: str = ""
@@ -249,7 +249,7 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
     """Number of this HTTP worker, from 0. Set by the launcher."""
     front_socket: str = ""
     """Path of the Unix socket between the HTTP workers and the scheduler process, which listens. Set by the launcher."""
-    front_counts_fd: int = -1
+    counts_fd: int = -1
     """Inherited memory: of the HTTP workers for the numbers of their connections, of the scheduler process for the counts that
     outlive it. Set by the launcher."""
 

@@ -88,7 +88,7 @@ class ProcessRouter:
     async def start_scheduler(self) -> None:
         """Start a scheduler process, as the launcher does when there is none."""
         self.scheduler = await self._start(
-            "scheduler", f"--http-workers={len(self.ports)}", f"--front-counts-fd={self._kept}"
+            "scheduler", f"--http-workers={len(self.ports)}", f"--counts-fd={self._kept}"
         )
 
     async def kill_scheduler(self, hang_s: float = 0.0) -> None:
@@ -161,7 +161,7 @@ class ProcessRouter:
 
     async def _worker(self, number: int) -> Process:
         flags = f"--http-worker={number}", f"--http-workers={len(self.ports)}", f"--port={self.ports[number]}"
-        return await self._start("http", f"--front-counts-fd={self._counts}", *flags)
+        return await self._start("http", f"--counts-fd={self._counts}", *flags)
 
     async def _start(self, role: str, *flags: str) -> Process:
         program = Path(sys.executable).with_name("text-generation-router")

@@ -92,11 +92,11 @@ class HttpSide:
             templates = load_templates(config)
             counts = None
             if config.role == "http":
-                counts = SharedCounts(config.front_counts_fd, config.http_worker, config.http_workers)
+                counts = SharedCounts(config.counts_fd, config.http_worker, config.http_workers)
         except (TokenizerError, ChatTemplateError) as error:
             raise CannotServe(str(error)) from error
         except OSError as error:
-            raise CannotServe(f"--front-counts-fd cannot be used: {error}") from error
+            raise CannotServe(f"--counts-fd cannot be used: {error}") from error
         return cls(config, tokenizer, templates, signals, counts)
 
     @asynccontextmanager

@@ -49,7 +49,7 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     metrics.add_shards(cluster)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
     front = FrontServer(cluster, delivery, permits, model)
-    overview = SummedOverview(metrics, cluster, front.sessions, KeptBytes(config.front_counts_fd))
+    overview = SummedOverview(metrics, cluster, front.sessions, KeptBytes(config.counts_fd))
     front.answerers.update({**overview.answerers, **rate_answerers(RateLimits())})
     notifier.show(lambda: cluster.status)
     async with background(shards.drive(cluster), send_heartbeats(notifier)):

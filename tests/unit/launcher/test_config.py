@@ -13,7 +13,7 @@ MODEL = ("--model-id", "some/model")
 DECIDED_BY_THE_PLAN = (
     *("lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"),
     *("tensor_parallel", "group_address", "group_gpus", "log_drops_fd", "gpus_per_node"),
-    *("role", "http_worker", "front_socket", "front_counts_fd"),
+    *("role", "http_worker", "front_socket", "counts_fd"),
 )
 """Settings of the children that are no settings of the launcher."""
 

@@ -97,13 +97,13 @@ def test_api_key_is_passed_only_in_the_routers_environment() -> None:
 
 def test_http_workers_are_planned_beside_a_scheduler_process() -> None:
     """HTTP workers do not call the shards: they get no token for them."""
-    made = plan(context(front_counts_fd=5, kept_counts_fd=6), http_workers=2, shard_token="hush", api_key=("key",))
+    made = plan(context(connections_fd=5, kept_counts_fd=6), http_workers=2, shard_token="hush", api_key=("key",))
     names = ["router-scheduler", "http-worker-0", "http-worker-1"]
     assert [process.name for process in made.router] == names
     parts = [parsed(RouterConfig, process, "text_generation_router") for process in made.router]
     assert [part.process_name for part in parts] == names
     assert {(part.front_socket, part.port, part.http_workers) for part in parts} == {("/tmp/tgi-1/front", 3000, 2)}
-    assert [part.front_counts_fd for part in parts] == [6, 5, 5]
+    assert [part.counts_fd for part in parts] == [6, 5, 5]
     assert [process.inherited_fds for process in made.router] == [(7, 9, 6), (7, 9, 5), (7, 9, 5)]
     assert [process.env.get("SHARD_TOKEN") for process in made.router] == ["hush", None, None]
     assert {process.env["API_KEY"] for process in made.router} == {"key"}
