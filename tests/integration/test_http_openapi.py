@@ -249,6 +249,7 @@ async def test_routes_that_generate_document_timeouts_and_retry_after(stack: Sta
 
 async def test_documented_header_values_are_accepted(stack: Stack) -> None:
     described = (await document_of(stack))["components"]["parameters"]
+    body = HELLO | {"parameters": {"max_new_tokens": 1}}
     for name, parameter in described.items():
         schema = parameter["schema"]
         values = [str(schema[bound]) for bound in ("minimum", "maximum") if bound in schema]
@@ -257,5 +258,5 @@ async def test_documented_header_values_are_accepted(stack: Stack) -> None:
         values += ["999H", "9999999S", "1M"] if name == "grpc-timeout" else []
         assert values
         for value in values:
-            async with stack.client.post("/generate", json=HELLO, headers={name: value}) as response:
+            async with stack.client.post("/generate", json=body, headers={name: value}) as response:
                 assert response.status == 200, (name, value)

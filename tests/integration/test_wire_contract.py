@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import pytest_asyncio
 from byte_tokenizer import END, write_tokenizer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -51,11 +52,28 @@ async def until_finished(call: RunCall, slot: int) -> list[int]:
             return tokens
 
 
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[ShardClient]:
-    async with shard(f"unix://{tmp_path}/s") as (connected, _):
-        await connected.warm_up(max_batch_total_tokens=64 * 16)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ShardClient]:
+    async with shard(f"unix://{tmp_path_factory.mktemp('shard')}/s") as (connected, _):
         yield connected
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(served: ShardClient) -> ShardClient:
+    """The client of a shard without a session and with a new pool of 64 blocks."""
+    async with asyncio.timeout(10):
+        while True:  # the session of the last test ends at the next boundary
+            try:
+                await served.warm_up(max_batch_total_tokens=32 * 16)
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            else:
+                break
+    await served.warm_up(max_batch_total_tokens=64 * 16)
+    return served
 
 
 async def test_each_set_of_orders_takes_a_boundary_of_its_own(client: ShardClient) -> None:

@@ -22,9 +22,9 @@ NEW_TOKENS = 48
 Prompts = list[tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=[0, full(1)], ids=["even prompts", "odd prompts"])
-def half(request: pytest.FixtureRequest, prompts: Prompts) -> Prompts:
-    return prompts[request.param :: 2]
+@pytest.fixture(scope="module", params=[0, full(1), full(2), full(3)], ids="prompts from {} on".format)
+def quarter(request: pytest.FixtureRequest, prompts: Prompts) -> Prompts:
+    return prompts[request.param :: 4]
 
 
 @pytest.fixture(scope="module")
@@ -38,37 +38,37 @@ def warm(engine: TorchEngine) -> Driver:
 
 
 @pytest.fixture(scope="module")
-def together(engine: TorchEngine, half: Prompts) -> list[list[int]]:
+def together(engine: TorchEngine, quarter: Prompts) -> list[list[int]]:
     """The tokens of the prompts, all started in the same step."""
     driver = warm(engine)
-    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in half]
+    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in quarter]
     driver.run()
     return [stream.tokens for stream in streams]
 
 
-def test_transformers_predicts_each_token(demo_model: Path, half: Prompts, together: list[list[int]]) -> None:
+def test_transformers_predicts_each_token(demo_model: Path, quarter: Prompts, together: list[list[int]]) -> None:
     """Each token is the most probable one after those before it: the tokens that `generate` would return."""
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-    for prompt, tokens in zip(half, together, strict=True):
+    for prompt, tokens in zip(quarter, together, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == tokens
         assert len(tokens) == NEW_TOKENS
 
 
-def test_alone(engine: TorchEngine, half: Prompts, together: list[list[int]]) -> None:
+def test_alone(engine: TorchEngine, quarter: Prompts, together: list[list[int]]) -> None:
     driver = warm(engine)
     # Every third prompt only, because running alone is slowest.
-    for prompt, tokens in list(zip(half, together, strict=True))[::3]:
+    for prompt, tokens in list(zip(quarter, together, strict=True))[::3]:
         stream = driver.admit(prompt, NEW_TOKENS)
         driver.run()
         assert stream.tokens == tokens
 
 
-def test_arriving_staggered_and_in_chunks(engine: TorchEngine, half: Prompts, together: list[list[int]]) -> None:
+def test_arriving_staggered_and_in_chunks(engine: TorchEngine, quarter: Prompts, together: list[list[int]]) -> None:
     driver = warm(engine)
     streams = []
-    for prompt in half:
+    for prompt in quarter:
         streams.append(driver.admit(prompt, NEW_TOKENS, chunk=32))
         for _ in range(3):
             driver.step()
@@ -76,9 +76,9 @@ def test_arriving_staggered_and_in_chunks(engine: TorchEngine, half: Prompts, to
     assert [stream.tokens for stream in streams] == together
 
 
-def test_preempted_midway(engine: TorchEngine, half: Prompts, together: list[list[int]]) -> None:
+def test_preempted_midway(engine: TorchEngine, quarter: Prompts, together: list[list[int]]) -> None:
     driver = warm(engine)
-    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in half]
+    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in quarter]
     before: list[list[int]] = []
     for index, stream in enumerate(streams):
         driver.step()

@@ -233,9 +233,9 @@ HOSTILE_BY_FORMAT = {
     "openai": ("<|channel|>", ("<|channel|>", "x", "<|message|>", "<|start|>", "\n")),
 }
 FLOODS = [
-    # Each text in half of the formats, each format with half of the texts.
+    # Each text in a quarter of the formats, each format with a quarter of the texts.
     *(
-        full(kind, before, unit) if (row + column) % 2 else (kind, before, unit)
+        full(kind, before, unit) if (row + column) % 4 else (kind, before, unit)
         for row, (kind, before) in enumerate(BEFORE.items())
         for column, unit in enumerate(HOSTILE.values())
     ),

@@ -106,7 +106,7 @@ async def reported(log: Path) -> dict[str, Any]:
     return reports[0]
 
 
-@pytest.mark.parametrize("fault", ["full", full("closed"), "stalled", "launcher stopped"])
+@pytest.mark.parametrize("fault", ["full", "stalled", *map(full, ("closed", "launcher stopped"))])
 async def test_a_broken_log_costs_lines_only(
     fault: str, demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def test_capped_scores_and_sinks(merge: Merge, device: torch.device, dtype: torc
         full(LLAMA),
         full(Shape(14, 2, 64)),
         full(Shape(2, 2, 32)),
-        Shape(24, 1, 96),
+        full(Shape(24, 1, 96)),
         full(Shape(2, 1, 256)),
         full(Shape(8, 1, 512)),
     ],

@@ -107,6 +107,7 @@ def test_faster_parts_give_the_tokens_of_transformers(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels do not run on CPU tensors")
+@pytest.mark.full
 def test_parts_of_a_model_of_16_bits_are_replaced(tmp_path: Path, restored: list[Callable[[], None]]) -> None:
     served = Served("llama", tmp_path, HEAD_DIMS, dtype=torch.bfloat16)
     layer = served.model.library.model.layers[0]
