@@ -374,4 +374,9 @@ def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
         if not named:
             raise ToolError(f"Tool with name {choice.name} not found")
         return named
-    return tools if choice.allowed is None else [tool for tool in tools if tool.name in choice.allowed]
+    if choice.allowed is None:
+        return tools
+    allowed = [tool for tool in tools if tool.name in choice.allowed]
+    if choice.mode is ToolMode.REQUIRED and not allowed:
+        raise ToolError("`allowed_tools` requires a call, and names no tool of the request")
+    return allowed
