@@ -69,7 +69,7 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
             # The Responses API has the schema next to the type, the chat API one level deeper.
             holder = form.get("json_schema", form)
             if not isinstance(holder, dict) or not isinstance(holder.get("schema"), dict):
-                raise not_valid("`response_format.json_schema.schema` must be an object")
+                raise not_valid("`schema` of a format of type `json_schema` must be an object")
             return schema_grammar(read_schema(holder["schema"]))
         case "structural_tag":
             return tag_grammar({key: value for key, value in form.items() if key != "type"})
