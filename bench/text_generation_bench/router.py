@@ -9,7 +9,7 @@ processor time comes from /proc, so that other programs do not affect it.
                      proxies, which neither tokenize nor schedule. All of these take turns; the medians are printed, and
                      the router's divided by a gateway's
     workers          the same loads through --workers HTTP workers and their scheduler process; CPU time of all of them
-    request          requests with 100 prompt tokens and 1 new token, 8 at a time
+    request          requests with 100 prompt tokens and 1 new token, 8 at a time, on kept connections and on new ones
     burst            2,000 such requests at once beside 64 streams: the longest gap between two tokens of a stream beyond the
                      step, as a client beside the router sees it; median and last time to first token of the burst
     added TTFT       median time to first token through the router, minus the median directly from the shard
@@ -56,6 +56,7 @@ TIMEOUT_S = 120.0
 T = TypeVar("T")
 Load = Callable[[int, int], Awaitable[float]]
 """Loads a port with streams of so many tokens."""
+CLOSE = {"Connection": "close"}
 PROMPT = "word " * 99 + "end"
 """About 100 tokens."""
 
@@ -85,10 +86,11 @@ def main() -> None:
         helpers = sum(child.memory_full_info().pss for child in psutil.Process(router).children())
         row("(its helpers)", helpers / 1e6, float("inf"), "MB")
     with servers(model, step_ms=0) as (router, port, address):
-        in_child(request_load, port, 200)
-        before = cpu_seconds(router)
-        in_child(request_load, port, REQUESTS)
-        row("CPU per request, 100 prompt tokens", (cpu_seconds(router) - before) / REQUESTS * 1e3, 1, "ms")
+        for name, headers in (("CPU per request, 100 prompt tokens", {}), ("(each on its own connection)", CLOSE)):
+            in_child(request_load, port, 200, headers)
+            before = cpu_seconds(router)
+            in_child(request_load, port, REQUESTS, headers)
+            row(name, (cpu_seconds(router) - before) / REQUESTS * 1e3, 1, "ms")
         through = in_child(time_to_first_token, port, 300)
         terminate_process(router)
         direct = in_child(direct_time_to_first_token, address, 300)
@@ -194,10 +196,10 @@ async def chat_load(port: int, tokens: int) -> float:
     return 0.0
 
 
-async def request_load(port: int, count: int) -> float:
+async def request_load(port: int, count: int, headers: Mapping[str, str]) -> float:
     """Send `count` short requests, 8 at a time."""
     body = orjson.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 1}})
-    client, left = _client(port), iter(range(count))
+    client, left = _client(port, headers), iter(range(count))
 
     async def worker() -> None:
         for _ in left:
@@ -328,9 +330,9 @@ async def _streams(port: int, dialect: str, bodies: Sequence[object], open_: int
     return answers
 
 
-def _client(port: int) -> HttpClient:
-    """Return a client with a connection for each request."""
-    return HttpClient(f"http://127.0.0.1:{port}", {"Connection": "close"}, None, TIMEOUT_S)
+def _client(port: int, headers: Mapping[str, str] = CLOSE) -> HttpClient:
+    """Return a client, by default with a connection for each request."""
+    return HttpClient(f"http://127.0.0.1:{port}", headers, None, TIMEOUT_S)
 
 
 if __name__ == "__main__":
