@@ -1,7 +1,7 @@
 """Log records of every process: a constant event and fields, one record per line, on standard error.
 
-The launcher forwards its children's lines without parsing them, so a record must not span lines. What is written to
-standard error, by the log or by anything else in Python, goes through a LogWriter: no reader of the log can stop a process.
+The launcher forwards its children's lines without parsing them, so a record must not span lines. Everything that
+Python writes to standard error, the log and the rest, goes through a LogWriter: no reader of the log can stop a process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-Everything is checked before the model is loaded. What an engine would leave out without a word is refused: trained biases,
+Everything is checked before the model is loaded. Features that an engine would ignore are refused: trained biases,
 embeddings and whole layers, DoRA, scales that differ between modules.
 """
 

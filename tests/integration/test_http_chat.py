@@ -177,19 +177,6 @@ async def test_a_forced_call_follows_its_schema(stack: Stack, choice: str | Json
         Draft202012Validator(WEATHER).validate(arguments)
 
 
-UNKNOWN = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("other")]}}
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"), [(named("other"), "Tool with name other not found"), (UNKNOWN, "names no tool")]
-)
-async def test_a_call_of_no_tool_of_the_request_is_refused(stack: Stack, choice: Json, message: str) -> None:
-    body = await asking(stack, "I would rather talk.", tools=TOOLS, tool_choice=choice, max_tokens=20)
-    async with stack.client.post(CHAT, json=body) as response:
-        assert response.status == 400
-        assert message in (await response.json())["error"]["message"]
-
-
 async def test_a_strict_tool_may_be_called_or_not(stack: Stack) -> None:
     strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
     for says in ("No call.", f"{CALL}STOP"):

@@ -90,6 +90,10 @@ async def test_a_grammar_is_refused_if_grammars_are_off(demo_model: Path) -> Non
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]},
+}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 LONG_CHAT = {"messages": [{"role": "user", "content": LONG}]}
@@ -102,6 +106,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": []}, "Input validation error: Empty array detected.", None),
     (CHATS, CHAT | {"tools": TOOLS, "ebnf": "root ::= [a-z]"}, "Tool error: Grammar and tools are mutually exclusive, unless the grammar is", "tool_error"),
     (CHATS, CHAT | {"tools": TOOLS, "tool_choice": "g"}, "Tool error: Tool with name g not found", "tool_error"),
+    (CHATS, CHAT | {"tools": TOOLS, "tool_choice": ALLOWED}, "Tool error: `allowed_tools` requires a call, and names no tool", "tool_error"),
     (CHATS, LONG_CHAT, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20.", "context_length_exceeded"),
     (CHATS, IMAGE, "Input validation error: image modality is not supported", None),
     (CHATS, CHAT | {"max_tokens": 0}, "Input validation error: `max_tokens` must be strictly positive", None),

@@ -788,7 +788,7 @@ Global___StepReport: typing_extensions.TypeAlias = StepReport
 
 @typing.final
 class GpuState(google.protobuf.message.Message):
-    """A GPU or a MIG slice. What the driver does not tell is absent."""
+    """A GPU or a MIG slice. Fields that the driver does not tell are absent."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -61,7 +61,7 @@ class KvEventLog:
         """Data parallel rank → the blocks there are, by hash. Each stands behind its parent."""
 
     def add(self, entries: Sequence[Any]) -> None:
-        """Take events. What makes no sense is left out."""
+        """Take events. Those that make no sense are left out."""
         try:
             by_rank = [(rank, list(events)) for rank, events in groupby(_events(entries), key=lambda pair: pair[0])]
         except (AttributeError, KeyError, TypeError, ValueError) as error:

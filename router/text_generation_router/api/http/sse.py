@@ -7,8 +7,8 @@ first event, the end, a connection that accepts more again, and silence.
        an error here is raised, so the response has its HTTP status
                                 └─ an error here becomes the last event
 
-`run` returns at the end of the generation, and with it the handler, which gives its permits back. What a slow client has
-not read by then is written afterwards, when aiohttp ends the response.
+`run` returns at the end of the generation, and with it the handler, which gives its permits back. The rest that a
+slow client has not read by then is written afterwards, when aiohttp ends the response.
 
 Only this module depends on how aiohttp writes: after a chunked response is prepared, this module frames its body, and
 aiohttp's `write_eof` ends it.
