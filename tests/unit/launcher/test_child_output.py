@@ -6,7 +6,8 @@ import json
 import pytest
 
 from text_generation_launcher.child import MAX_LINE_BYTES, forward_output, label
-from text_generation_proto.progress import RELAYED, use_display
+from text_generation_proto import progress
+from text_generation_proto.progress import RELAYED
 
 RECORD = b"2026-01-01T00:00:00Z [info     ] serving process=shard-0"
 JSON_RECORD = b'{"event": "serving", "process": "shard-0"}'
@@ -54,9 +55,9 @@ async def test_a_complete_line_is_forwarded_at_once(capfdbinary: pytest.CaptureF
         forwarding.cancel()
 
 
-async def test_no_state_stays_of_a_child_whose_output_others_hold() -> None:
+async def test_no_state_stays_of_a_child_whose_output_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    use_display(shown.append)
+    monkeypatch.setattr(progress, "_displays", [shown.append])
     reader = asyncio.StreamReader()
     async with asyncio.TaskGroup() as tasks:
         forwarding = tasks.create_task(forward_output(reader, "shard-0", json_output=False))
@@ -66,7 +67,6 @@ async def test_no_state_stays_of_a_child_whose_output_others_hold() -> None:
         assert shown == ["shard-0: loading"]
         forwarding.cancel()
     assert shown == ["shard-0: loading", ""]
-    use_display(lambda _: None)
 
 
 async def test_overlong_lines_are_split(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

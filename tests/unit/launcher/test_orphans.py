@@ -90,7 +90,8 @@ sys.exit(3)
 def no_descriptors_left() -> Iterator[list[int]]:
     """Take all descriptors that this process may have."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (300, limits[1]))
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 50, limits[1]))
     taken = take_descriptors()
     try:
         yield taken
