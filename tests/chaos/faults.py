@@ -210,14 +210,16 @@ class Case:
     def ends(self) -> tuple[str, ...]:
         """Return the documented ends of streams, or how they begin."""
         refused = ("refused 503", "refused 429", "error overloaded")
+        # In TGI's dialect and in OpenAI's.
+        failed = ("refused 424", "refused 500", "error generation", "error server_error")
         if self.role in ("launcher", "router") and self.harm is not Harm.NONE:
-            return ("finished", "error", "closed", "unreachable", "refused 4", "refused 503")
+            return ("finished", "error", "closed", "unreachable", "refused 4", "refused 503", *failed)
         if self.phase == "drain":
             return ("finished", "unreachable", *refused)
         if self.role == "worker":
             return ("finished", *refused)
         if self.harm is Harm.SHORTAGE:
-            return ("finished", *refused, "refused 424", "error generation")
+            return ("finished", *refused, *failed)
         return ("finished",)
 
     @property
