@@ -213,7 +213,7 @@ class TensorRTEngine:
             return self._refuse(slot, problem)
         try:
             arguments = self._parameters.arguments(sequence)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             return self._refuse(slot, explain(error))
         if not self._streams:
             # The engine may have been idle for hours. While other requests wait, another one is not a sign of life.

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import write_tokenizer
 from model_folders import ENGINE, RANKS, fill
 from self_driver import SelfDriver
-from standin import importable, read_log
+from standin import importable, model_folder, read_log
 
 from text_generation_proto.values import (
     FailureCode,
@@ -154,6 +155,18 @@ def test_unsupported_parameters_are_refused_by_name(built: Build) -> None:
         assert stream.failure is not None
         assert stream.failure.code is FailureCode.INVALID
         assert name in stream.failure.message
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(built: Any, tmp_path: Path) -> None:  # noqa: ANN401 - see conftest.py
+    folder = model_folder(tmp_path / "with-tokenizer")
+    write_tokenizer(folder)
+    driver = SelfDriver(built(folder=folder))
+    for schema in ("[" * 100_000, '{"not":' * 100_000):
+        stream = driver.admit(PROMPT, 5, grammar=Grammar(GrammarKind.JSON_SCHEMA, schema))
+        driver.run()
+        assert stream.failure is not None
+        assert stream.failure.code is FailureCode.INVALID
+        assert "recursion" in stream.failure.message
 
 
 def test_blocks_chunks_and_taken_slots_are_refused(built: Build) -> None:
