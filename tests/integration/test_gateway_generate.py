@@ -123,3 +123,15 @@ async def test_a_refusal_is_an_invalid_argument_and_affects_no_other_call(tmp_pa
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert (error.value.details() or "").startswith(message)
             assert (await gateway.stream(ask([5, 6], 2))).streamed() == [5, 6]
+
+
+async def test_the_error_of_a_large_request_arrives(tmp_path: Path) -> None:
+    """gRPC clients replace a status of more than 16 KiB by RESOURCE_EXHAUSTED; characters take up to 12 bytes."""
+    config = pb.KvCacheRetentionConfig(config_json=f'{{"{"😀" * 20_000}": 1}}')
+    async with serve_gateway(echo(info={"retains": True}), tmp_path) as gateway:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.stream(ask([5, 6], 2, kv_cache_retention=config))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    details = str(caught.value.details())
+    assert details.startswith("kv_cache_retention.config_json: ")
+    assert len(details) == 500

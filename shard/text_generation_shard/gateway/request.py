@@ -30,6 +30,8 @@ BANNED = -100.0
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 """Characters of a stop string."""
+MAX_MESSAGE_LENGTH = 500
+"""Characters of an error: a message may quote the request, and clients may refuse more than 8 KiB of metadata."""
 ANY_JSON = '{"type": ["object", "array"]}'
 """Schema for GUIDE_TYPE_JSON: an object or an array, as in the JSON grammar of TensorRT-LLM's xgrammar."""
 
@@ -85,7 +87,7 @@ class CallFailed(Exception):
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.code = code
-        self.message = message
+        self.message = message if len(message) <= MAX_MESSAGE_LENGTH else message[: MAX_MESSAGE_LENGTH - 1] + "…"
 
 
 def refused(message: str) -> CallFailed:
