@@ -19,7 +19,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PANICS_WHEN_READ = "x" * 40
 PANICS_WHEN_WRITTEN = "y" * 40
 HARMLESS = "one two three"
-LONGEST_GAP_S = 0.15
+LONGEST_GAP_S = 0.5
+"""Such a text takes seconds if nothing bounds it. A panic writes its backtrace in about 0.1 s."""
 
 
 def catastrophic(letter: str) -> dict[str, str]:

@@ -273,7 +273,8 @@ async def test_the_limit_of_connections_is_that_of_all_workers(served: ProcessRo
     for _, writer in connections:
         writer.write(b'{"inputs":"a"}')
     statuses = [int((await reader.readline()).split()[1]) for reader, _ in connections]
-    assert sorted(statuses) == [200] * 12 + [503] * 4
+    # The connection of the scrapes gives its place up, unless one is under way when the last of the twelve arrives.
+    assert sorted(statuses) in ([200] * 12 + [503] * 4, [200] * 11 + [503] * 5)
     for _, writer in connections:
         writer.close()
     assert (await idle(served.clients[1]))["tgi_request_count"] == before["tgi_request_count"]
