@@ -130,7 +130,7 @@ helm-tools: $(STAMP) ## Install helm, kubectl and the schemas of Kubernetes for 
 
 .PHONY: test-helm
 test-helm: helm-tools ## Render the examples of the Helm chart and check them for four versions of Kubernetes
-	$(BIN)/pytest tests/deploy/test_helm.py tests/deploy/test_helm_live.py $(PYTEST_ARGS)
+	$(BIN)/pytest tests/deploy/test_helm.py tests/deploy/test_helm_plans.py tests/deploy/test_helm_live.py $(PYTEST_ARGS)
 
 PROMETHEUS := .cache/prometheus
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,9 +21,12 @@ import pytest
 import yaml
 from referencing import Registry, Resource
 
+from text_generation_launcher.config import LauncherConfig, read_config
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "text-generation"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+HUB = ("--set", "model.hub=org/model")
 TOOLS = ROOT / ".cache" / "helm"
 SCHEMAS = TOOLS / "python" / "kubernetes_validate" / "kubernetes-json-schema"
 CRDS = Path(__file__).parent / "crds"
@@ -104,6 +107,19 @@ def pods(objects: Sequence[Object]) -> Iterator[Pod]:
         for template in templates:
             labels = template.get("metadata", {}).get("labels", {})
             yield Pod(owner, labels.get("app.kubernetes.io/component", "cell"), template["spec"])
+
+
+def parsed(pod: Pod) -> LauncherConfig:
+    """Return the settings of a pod, by the launcher's own parser."""
+    args = [arg.replace("$(POD_IP)", "10.0.0.7") for arg in pod.args]
+    args = ["--shard-token=t" if arg.startswith("--shard-token-file=") else arg for arg in args]
+    group = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "demo-0.demo.llm"}
+    return read_config(args, group if pod.owner.startswith("LeaderWorkerSet") else {})
+
+
+def set_args(values: Mapping[str, object]) -> list[str]:
+    """Return the arguments that set these values, by their dotted names."""
+    return [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]
 
 
 @cache

@@ -14,20 +14,20 @@ import yaml
 from chart import (
     CHART,
     EXAMPLES,
+    HUB,
     MINORS,
     ROOT,
     TOOLS,
-    Pod,
     custom_problems,
     example,
     helm,
     needs_helm,
+    parsed,
     pods,
     problems,
     render,
+    set_args,
 )
-
-from text_generation_launcher.config import LauncherConfig, read_config
 
 pytestmark = needs_helm
 
@@ -40,7 +40,6 @@ TIMEOUTS = {
     "workers": ("drain_timeout", "shutdown_timeout"),
 }
 """Settings that a part spends one after the other when it stops."""
-HUB = ("--set", "model.hub=org/model")
 PAGE = ROOT / "docs" / "kubernetes.md"
 
 
@@ -61,14 +60,6 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, str]]]
         for line in ([""], *lines):
             cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=False))
             reporter.write_line("  ".join(cells).rstrip())
-
-
-def parsed(pod: Pod) -> LauncherConfig:
-    """Return the settings of a pod, by the launcher's own parser."""
-    args = [arg.replace("$(POD_IP)", "10.0.0.7") for arg in pod.args]
-    args = ["--shard-token=t" if arg.startswith("--shard-token-file=") else arg for arg in args]
-    group = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "demo-0.demo.llm"}
-    return read_config(args, group if pod.owner.startswith("LeaderWorkerSet") else {})
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -132,12 +123,16 @@ def test_values_of_every_type_reach_the_server(shape: str) -> None:
         "volumes": [{"name": "extra", "emptyDir": {}}],
         "volumeMounts": [{"name": "extra", "mountPath": "/extra"}],
         "runtimeClassName": "nvidia",
+        "schedulerName": "volcano",
+        "initContainers": [{"name": "first", "image": "busybox"}],
+        "sidecars": [{"name": "beside", "image": "busybox"}],
+        "resourceClaims": [{"name": "gpu"}],
+        "resources": {"claims": [{"name": "gpu"}]},
         "imagePullSecrets": [{"name": "registry"}],
         "networkPolicy": {"clients": [{"podSelector": {}}]},
     }
     values = {"flags": flags, "shape": shape, "secrets": {"shardToken": {"secret": "token"}}} | pod_values
-    args = [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]
-    objects = render(*HUB, *args)
+    objects = render(*HUB, *set_args(values))
     assert [problems(objects, minor) for minor in MINORS] == [[]] * len(MINORS)
     for config in map(parsed, pods(objects)):
         assert config.cors_allow_origin == ("http://a", "http://b")
@@ -181,6 +176,14 @@ def test_the_grace_period_follows_the_flags(shape: str, flags: dict[str, float |
         ("model.claim=models", "one of model.hub, model.claim and model.oci"),
         ("autoscaling.enabled=true,autoscaling.minReplicas=9", "minReplicas is more than"),
         ("shape=split,router.replicas=3", "a router without a shard"),
+        ("shape=split,flags.num-replicas=2", "flags.num-replicas is for the shape cell"),
+        ("shape=split,flags.num-shard=2,ports.health=50050", "these overlap"),
+        ("shape=group,secrets.shardToken.secret=t,flags.num-shard=16,ports.health=50058", "these overlap"),
+        ("ports.http=8081", "ports.http and ports.management are both 8081"),
+        ("updateStrategy.maxSurge=0,updateStrategy.maxUnavailable=0%", "no pod is ever replaced"),
+        (r"podLabels.app\.kubernetes\.io/component=x", "selects the pods"),
+        ("ingress.enabled=true", "ingress.hosts"),
+        ("model.cache.create=true,model.cache.claim=models", "`claim` names one that exists"),
         ("gateway.pool.enabled=true", "endpointPicker.name"),
         ("gateway.route.enabled=true", "parentRefs"),
         ("kserve.kind=LLMInferenceService", "kserve.modelUri"),
@@ -272,7 +275,7 @@ def test_an_update_never_leaves_zero_replicas(shape: str, replicas: int, scaled:
                 rolling = thing["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
             case _:
                 continue
-        assert ("replicas" in thing["spec"]) is (scaled == "replicas")
+        assert thing["spec"]["replicas"] == replicas
         assert replicas - rolling["maxUnavailable"] >= 1
         assert rolling["maxSurge"] == (0 if replicas > 1 else 1), (
             "a spare GPU is needed only where there is one replica"

@@ -1,13 +1,15 @@
-{{/* Name of the release's objects. */}}
+{{/* Name of the release's objects. The name of a Service begins with a letter. */}}
 {{- define "text-generation.fullname" -}}
-{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
+{{- else if mustRegexMatch "^[0-9]" .Release.Name }}{{ printf "%s-%s" .Chart.Name .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}
 {{- else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" }}{{ end }}
 {{- end }}
 
 {{/* Labels that select the pods of one part. Arguments: root, part. */}}
 {{- define "text-generation.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .part }}
 {{- end }}
 
@@ -35,6 +37,27 @@ labels:
 {{/* Fewest pods with the model. */}}
 {{- define "text-generation.replicas" -}}
 {{ ternary .Values.autoscaling.minReplicas .Values.replicas .Values.autoscaling.enabled | int }}
+{{- end }}
+
+{{/* The object that makes the pods with the model, as YAML. */}}
+{{- define "text-generation.workload" -}}
+{{- $group := eq .Values.shape "group" }}
+apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" $group }}
+kind: {{ ternary "LeaderWorkerSet" "Deployment" $group }}
+name: {{ include "text-generation.fullname" . }}{{ get (dict "cell" "" "split" "-shards" "group" "-group") .Values.shape }}
+{{- end }}
+
+{{/*
+Number of pods with the model in the manifest. With autoscaling an update keeps the number that it finds, which is not known to
+`helm template`. Without the field the API server would set it to 1.
+*/}}
+{{- define "text-generation.currentReplicas" -}}
+{{- $live := dict }}
+{{- if .Values.autoscaling.enabled }}
+{{- $workload := include "text-generation.workload" . | fromYaml }}
+{{- $live = lookup $workload.apiVersion $workload.kind .Release.Namespace $workload.name }}
+{{- end }}
+{{- max (include "text-generation.replicas" .) (dig "spec" "replicas" 0 $live) }}
 {{- end }}
 
 {{/* Reference of an image. Argument: the image. */}}
@@ -91,6 +114,34 @@ and a margin in which the launcher ends children that exceed theirs. Arguments: 
 {{- end }}
 {{- if and (eq .Values.shape "group") (not .Values.secrets.shardToken.secret) }}
 {{- fail "the shape group needs secrets.shardToken: the hosts of a replica know each other by it" }}
+{{- end }}
+{{- $flags := include "text-generation.flags" (dict "root" . "part" "shards") | fromYaml }}
+{{- $replicas := get $flags "num-replicas" | default 1 | int }}
+{{- if and (eq .Values.shape "split") (gt $replicas 1) }}
+{{- fail "flags.num-replicas is for the shape cell: in the shape split a pod has one replica, and `replicas` is the number of pods" }}
+{{- end }}
+{{- $hosts := ternary (int .Values.group.size) 1 (eq .Values.shape "group") }}
+{{- $shards := mul $replicas (div (get $flags "num-shard" | default 1 | int) $hosts) | int }}
+{{- $ports := .Values.ports }}
+{{- if and (ne .Values.shape "cell") (lt (sub $ports.health $ports.shards | toString | trimPrefix "-" | int) $shards) }}
+{{- fail (printf "ports.health (%v) and ports.shards (%v): each is the first of %v ports of a pod, and these overlap" $ports.health $ports.shards $shards) }}
+{{- end }}
+{{- if eq (int $ports.http) (int $ports.management) }}
+{{- fail (printf "ports.http and ports.management are both %v" $ports.http) }}
+{{- end }}
+{{- if and (has (get .Values.updateStrategy "maxSurge" | toString) (list "0" "0%")) (has (get .Values.updateStrategy "maxUnavailable" | toString) (list "0" "0%")) }}
+{{- fail "updateStrategy: with maxSurge and maxUnavailable both 0 no pod is ever replaced" }}
+{{- end }}
+{{- range $label, $_ := merge (dict) .Values.podLabels .Values.router.podLabels }}
+{{- if hasKey (include "text-generation.selector" (dict "root" $ "part" "")  | fromYaml) $label }}
+{{- fail (printf "podLabels: %s selects the pods of the release" $label) }}
+{{- end }}
+{{- end }}
+{{- if and .Values.model.cache.create .Values.model.cache.claim }}
+{{- fail "model.cache: with `create` the chart makes the claim; `claim` names one that exists" }}
+{{- end }}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
+{{- fail "ingress needs ingress.hosts" }}
 {{- end }}
 {{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) }}
 {{- fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}

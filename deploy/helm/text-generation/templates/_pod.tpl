@@ -187,7 +187,7 @@ livenessProbe:
 {{- range $name, $file := $files }}
 {{- with get $secrets $name }}
 {{- if .secret }}
-- secret: {name: {{ .secret }}, items: [{key: {{ .key }}, path: {{ $file }}}]}
+- secret: {name: {{ .secret | quote }}, items: [{key: {{ .key }}, path: {{ $file }}}]}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -198,8 +198,9 @@ livenessProbe:
 {{- $values := .root.Values }}
 - {name: tmp, emptyDir: {}}
 - name: cache
-  {{- if and $values.model.cache.claim (ne .part "router") }}
-  persistentVolumeClaim: {claimName: {{ $values.model.cache.claim }}}
+  {{- $claim := ternary (printf "%s-cache" (include "text-generation.fullname" .root)) $values.model.cache.claim $values.model.cache.create }}
+  {{- if and $claim (ne .part "router") }}
+  persistentVolumeClaim: {claimName: {{ $claim | quote }}}
   {{- else }}
   emptyDir: {sizeLimit: {{ $values.model.cache.size }}}
   {{- end }}
@@ -207,7 +208,7 @@ livenessProbe:
 - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}}
 {{- end }}
 {{- if $values.model.claim }}
-- {name: model, persistentVolumeClaim: {claimName: {{ $values.model.claim }}, readOnly: true}}
+- {name: model, persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}, readOnly: true}}
 {{- else if $values.model.oci }}
 - {name: model, image: {reference: {{ $values.model.oci }}, pullPolicy: IfNotPresent}}
 {{- end }}
@@ -219,7 +220,7 @@ livenessProbe:
       {{- . | nindent 6 }}
 {{- end }}
 {{- if and (ne .part "cell") $values.tls.enabled }}
-- {name: tls, secret: {secretName: {{ include "text-generation.tlsSecret" .root }}, defaultMode: 0440}}
+- {name: tls, secret: {secretName: {{ include "text-generation.tlsSecret" .root | quote }}, defaultMode: 0440}}
 {{- end }}
 {{- with $values.volumes }}
 {{- toYaml . | nindent 0 }}
@@ -248,7 +249,10 @@ affinity:
 {{- $values := .root.Values }}
 {{- include "text-generation.nodes" . }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with $values.schedulerName }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- if and $values.runtimeClassName (ne .part "router") }}
 runtimeClassName: {{ $values.runtimeClassName }}
@@ -299,9 +303,20 @@ spec:
   {{- with include "text-generation.scheduling" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
+  {{- with $values.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if and $values.resourceClaims (ne .part "router") }}
+  resourceClaims:
+    {{- toYaml $values.resourceClaims | nindent 4 }}
+  {{- end }}
   containers:
     -
       {{- include "text-generation.container" . | trim | nindent 6 }}
+    {{- with $values.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "text-generation.volumes" . | trim | nindent 4 }}
 {{- end }}
