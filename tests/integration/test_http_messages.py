@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -122,6 +123,73 @@ async def test_blocks_become_messages(stack_and_client: Both) -> None:
     message = await client.messages.create(**asked, max_tokens=counted.input_tokens)
     assert message.usage.input_tokens == counted.input_tokens
     assert message.content[0].text == expected
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
+RULES = "Follow the rules. " * 40
+
+
+def texts(*blocks: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": block} for block in blocks]
+
+
+@pytest.mark.parametrize(
+    ("system", "messages", "prompt"),
+    [
+        (texts(BILLING, RULES, "Be kind."), HI, f"[system]{RULES}\nBe kind.[user]Hi[answer]"),
+        (texts(RULES, BILLING + "\n"), HI, f"[system]{RULES}[user]Hi[answer]"),
+        (f"{BILLING}\n{RULES}", HI, f"[system]{RULES}[user]Hi[answer]"),
+        (texts(BILLING), [{"role": "user", "content": RULES}], f"[user]{RULES}[answer]"),
+        (RULES, [*HI, {"role": "system", "content": f"{BILLING}\n\nStop."}], f"[system]{RULES}[user]Hi[system]Stop.[answer]"),
+        (RULES, [*HI, {"role": "system", "content": texts(BILLING, "Stop.")}], f"[system]{RULES}[user]Hi[system]\nStop.[answer]"),
+    ],
+)  # fmt: skip
+async def test_claude_codes_billing_header_is_left_out(
+    stack_and_client: Both, system: str | list[Any], messages: list[Any], prompt: str
+) -> None:
+    """Its values change with the request. The prompt does not, so that it is found in the prefix cache."""
+    stack, client = stack_and_client
+    usages = []
+    for value in ("36ee5", "0aaa9"):
+        asked: dict[str, Any] = json.loads(json.dumps({"system": system, "messages": messages}).replace("{}", value))
+        counted = await client.messages.count_tokens(model="tgi", **asked)
+        assert counted.input_tokens == await count(stack, prompt)
+        message = await client.messages.create(model="tgi", max_tokens=counted.input_tokens, **asked)
+        assert message.content[0].text == prompt
+        usages.append(message.usage)
+    assert usages[1].cache_read_input_tokens > 0.8 * await count(stack, prompt)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        "x-anthropic-billing-header: what is it?",
+        f"{BILLING} What is this line?",
+        f"Explain this line:\n{BILLING}",
+        "x-anthropic-billing-header:\ncch=1;",
+    ],
+)
+async def test_a_system_prompt_about_the_billing_header_stays(stack_and_client: Both, system: str) -> None:
+    _, client = stack_and_client
+    messages: list[Any] = [{"role": "user", "content": BILLING}]
+    message = await client.messages.create(model="tgi", max_tokens=200, system=system, messages=messages)
+    assert message.content[0].text.startswith(f"[system]{system}[user]{BILLING}[answer]")
+
+
+async def test_a_gateway_passes_the_billing_header_to_openais_routes(stack_and_client: Both) -> None:
+    stack, _ = stack_and_client
+    for system in (f"{BILLING}\nBe brief.", texts(BILLING, "Be brief.")):
+        for role in ("system", "developer"):
+            messages = [{"role": role, "content": system}, {"role": "user", "content": BILLING}]
+            async with stack.client.post(
+                "/v1/chat/completions", json={"messages": messages, "max_tokens": 60}
+            ) as response:
+                answer = (await response.json())["choices"][0]["message"]["content"]
+            assert answer.startswith(f"[system]Be brief.[user]{BILLING}[answer]")
+    asked = {"instructions": f"{BILLING}\nBe brief.", "input": "Hi", "max_output_tokens": 60}
+    async with stack.client.post("/v1/responses", json=asked) as response:
+        (item,) = (await response.json())["output"]
+    assert item["content"][0]["text"].startswith("[system]Be brief.[user]Hi[answer]")
 
 
 async def test_the_assistants_last_message_is_continued_exactly(stack_and_client: Both) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,6 +11,17 @@ from typing import Any
 from text_generation_proto.values import Grammar
 
 Json = dict[str, Any]
+
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)+[ \t]*(?:\n+|\Z)")
+
+
+def without_billing(text: str) -> str:
+    """Return a text of a system prompt without the billing header that Claude Code puts before it.
+
+    The header is one line, `x-anthropic-billing-header: name=value; …`. Its values change with the request, so no prompt after
+    it would be found in the prefix cache.
+    """
+    return _BILLING.sub("", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,7 @@ class Conversation:
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     tool_prompt: str | None = None
-    """TGI's parameter: the text about the tools after the last message, for templates that do not know tools."""
+    """TGI's parameter: the text about the tools after the user's first message, for templates that do not know tools."""
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None
     """The grammar of `response_format`."""

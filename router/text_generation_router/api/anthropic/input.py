@@ -16,7 +16,7 @@ from text_generation_router.api.anthropic.schemas import (
 )
 from text_generation_router.api.core.chat import read_tool, tool_call
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
-from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
+from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode, without_billing
 from text_generation_router.errors import InvalidRequest, ThreadNotSupported
 from text_generation_router.grammar.forms import response_format
 
@@ -43,7 +43,8 @@ def to_conversation(body: CountTokensBody) -> Conversation:
         raise ThreadNotSupported
     if not body.messages:
         raise InvalidRequest("`messages` cannot be empty")
-    messages: list[Json] = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    system = _text(body.system, system=True)
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
     names: dict[str, str] = {}
     for message in body.messages:
         messages.extend(_messages(message, names))
@@ -74,7 +75,8 @@ def _messages(message: InputMessage, names: dict[str, str]) -> Iterator[Json]:
         known = ", ".join(f"`{role}`" for role in ROLES)
         raise InvalidRequest(f"the role of a message must be one of {known}. Given: {message.role[:32]!r}")
     if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
+        system = message.role == "system"
+        yield {"role": message.role, "content": without_billing(message.content) if system else message.content}
     elif message.role == "assistant":
         yield _assistant_message(message.content, names)
     else:
@@ -86,7 +88,8 @@ def _texts_and_results(role: str, blocks: Sequence[ContentBlock], names: dict[st
     for block in blocks:
         match block.type:
             case "text":
-                texts.append(block.text or "")
+                text = block.text or ""
+                texts.append(without_billing(text) if role == "system" else text)
             case "tool_result":
                 if texts:
                     yield {"role": role, "content": BETWEEN_TEXTS.join(texts)}
@@ -137,13 +140,17 @@ def _result(block: ContentBlock, names: dict[str, str]) -> Json:
     return message | {"tool_call_id": block.tool_use_id}
 
 
-def _text(content: str | Sequence[TextBlock] | None) -> str:
+def _text(content: str | Sequence[TextBlock] | None, *, system: bool = False) -> str:
     if content is None or isinstance(content, str):
-        return content or ""
-    for block in content:
-        if block.type != "text":
-            raise InvalidRequest(f"blocks of type {block.type[:32]!r} are not supported")
-    return BETWEEN_TEXTS.join(block.text or "" for block in content)
+        texts = [content or ""]
+    else:
+        for block in content:
+            if block.type != "text":
+                raise InvalidRequest(f"blocks of type {block.type[:32]!r} are not supported")
+        texts = [block.text or "" for block in content]
+    if system:
+        texts = list(filter(None, map(without_billing, texts)))
+    return BETWEEN_TEXTS.join(texts)
 
 
 def _not_supported(role: str, kind: str) -> InvalidRequest:

@@ -17,7 +17,7 @@ from text_generation_router.api.openai.schemas import (
     Message,
     NamedToolChoice,
 )
-from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
+from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode, without_billing
 from text_generation_router.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -58,7 +58,8 @@ def pop_each(entries: list[T]) -> Iterator[T]:
 
 
 def _message(message: Message) -> Json:
-    flat: Json = {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
+    role = _ROLES.get(message.role, message.role)
+    flat: Json = {"role": role, "content": _text(message.content, system=role == "system")}
     if message.tool_calls:
         flat["tool_calls"] = [
             tool_call(
@@ -78,13 +79,15 @@ def _message(message: Message) -> Json:
     return flat
 
 
-def _text(content: str | Sequence[ContentPart] | None) -> str:
+def _text(content: str | Sequence[ContentPart] | None, *, system: bool) -> str:
     if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise InvalidRequest(f"{part.type.removesuffix('_url')[:32]} modality is not supported")
-    return "".join(part.text or "" for part in content)
+        texts = [content or ""]
+    else:
+        for part in content:
+            if part.type not in ("text", "input_text", "output_text", "refusal"):
+                raise InvalidRequest(f"{part.type.removesuffix('_url')[:32]} modality is not supported")
+        texts = [part.text or "" for part in content]
+    return "".join(map(without_billing, texts) if system else texts)
 
 
 def _arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 - any JSON that the model wrote
