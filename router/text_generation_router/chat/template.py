@@ -174,7 +174,7 @@ def template_input(conversation: Conversation, templates: ChatTemplates) -> Temp
 
 
 def tool_appendix(tools: Sequence[Tool], tool_prompt: str | None, *, knows_tools: bool) -> str:
-    """Return the text about the tools after the last message, as in TGI; may be empty.
+    """Return the text about the tools after the user's first message, in TGI's words; may be empty.
 
     A template that knows tools describes itself how to call them. TGI appends its prompt even then; here it is appended
     only if the request has one.
@@ -240,8 +240,12 @@ def _continues(conversation: Conversation, final: Json) -> bool:
 
 
 def _append(messages: Sequence[Json], appendix: str) -> None:
-    """Append to the last message that has a text."""
-    for message in reversed(messages):
-        if "content" in message:
-            message["content"] += appendix
-            return
+    """Append to the first message of the user, else to the last message that has a text.
+
+    TGI appends to the last one. There the text about the tools would move with every turn, and never be found in the
+    prefix cache.
+    """
+    with_text = [message for message in messages if "content" in message]
+    of_user = [message for message in with_text if message.get("role") == "user"]
+    for message in of_user[:1] or with_text[-1:]:
+        message["content"] += appendix

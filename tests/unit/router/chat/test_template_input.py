@@ -67,11 +67,17 @@ def test_a_template_that_knows_tools_gets_no_text_about_them() -> None:
     assert asked["messages"][0]["content"] == "Hello\n---\nUse them."
 
 
-def test_tools_are_appended_to_the_last_message_if_the_template_knows_none() -> None:
-    given = variables(Conversation([HI, HELLO], [ADD, NOW]))
+def test_tools_are_appended_to_the_users_first_message_if_the_template_knows_none() -> None:
+    """So they stay where they are in the next turn, whose prompt begins with this one."""
+    system = {"role": "system", "content": "Be brief."}
+    given = variables(Conversation([system, HELLO, HI, HELLO], [ADD, NOW]))
     assert given["tools"] is None
-    assert given["messages"][0] == HI
+    assert given["messages"][0] == system
     assert given["messages"][1]["content"] == f"Hello\n---\n[{ADD_FOR_TGI},{NOW_FOR_TGI}]\n{DEFAULT_TOOL_PROMPT}"
+    assert given["messages"][2:] == [HI, HELLO]
+    without_user = variables(Conversation([system, HI], [ADD], continue_final_message=False))["messages"]
+    assert without_user[0] == system
+    assert without_user[1]["content"].startswith(f"Hi\n---\n[{ADD_FOR_TGI}]\n")
     assert HELLO["content"] == "Hello", "the conversation itself stays as it was"
 
 
