@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from http_stack import Stack, serve, until
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
+from yarl import URL
 
 Labels = dict[str, str]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -240,3 +242,66 @@ async def test_the_choices_of_a_stream_fail_together_and_each_counts(demo_model:
     assert 'tgi_request_failure{err="incomplete"} 0\n' in exposed
     assert "tgi_request_count 2\n" in exposed
     assert "tgi_request_input_length_count 2.0\n" in exposed
+
+
+TOO_COLD = {"messages": [{"role": "user", "content": "Hi"}], "temperature": -1, "model": "tgi", "max_tokens": 1}
+ENDINGS: list[tuple[str, str, str | dict[str, Any], int, str]] = [
+    ("POST", "/v1/chat/completions", '{"messages":5}', 400, "messages: "),
+    ("POST", "/v1/chat/completions", "{", 400, "JSON: unexpected end"),
+    ("POST", "/v1/chat/completions", TOO_COLD, 400, "`temperature`"),
+    ("POST", "/v1/messages", TOO_COLD, 400, "`temperature`"),
+    ("POST", "/generate", body_of(0), 422, "`max_new_tokens` must be strictly positive"),
+    ("POST", "/generate", body_of(2), 200, ""),
+    ("POST", "/no/such%0Apath", {}, 404, "Not Found"),
+    ("GET", "/v1/models/other", "", 404, "`other`"),
+    ("DELETE", "/generate", "", 405, "Not Allowed"),
+]
+"""Method, path, body; the status and a part of the error."""
+
+
+async def test_every_request_counts_by_route_and_status_and_a_refusal_has_its_reason(demo_model: Path) -> None:
+    async with serve(demo_model, settings={"api_key": ["sk-1"]}) as stack:
+        headers = {"content-type": "application/json", "x-llm-d-inference-fairness-id": "search"}
+        stack.client.headers["authorization"] = "Bearer sk-1"
+        with capture_logs() as logs:
+            for method, path, body, status, _ in ENDINGS:
+                data = body if isinstance(body, str) else json.dumps(body)
+                async with stack.client.request(
+                    method, URL(path, encoded=True), headers=headers, data=data
+                ) as response:
+                    assert response.status == status, await response.text()
+            reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+            writer.write(b"GET / HTTP/1.1\r\nauthorization: sk-secret\x00\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+        counted = {
+            (dict(labels)["route"], int(dict(labels)["status"])): number
+            for (name, labels), number in (await scrape(stack)).items()
+            if name == "text_generation_http_requests_total"
+        }
+        shown = [(error.status, error.tenant, error.text) for error in reversed(list(stack.metrics.errors))]
+
+    assert counted == {
+        ("/v1/chat/completions", 400): 3,
+        ("/v1/messages", 400): 1,
+        ("/generate", 422): 1,
+        ("/generate", 200): 1,
+        ("/v1/models/{model}", 404): 1,
+        ("unknown", 404): 1,
+        ("unknown", 405): 1,
+        ("unknown", 400): 1,
+    }
+    lines = [line for line in logs if line["event"] == "request finished"]
+    for line, (_, path, body, status, reason) in zip(lines, ENDINGS, strict=True):
+        assert list(line)[:3] == ["route", "status", "total_s"]
+        assert (line["route"], line["status"]) == (path.replace("%0A", "\n"), status)
+        assert (line["client"], line["tenant"]) == ("127.0.0.1", "search")
+        assert reason in line.get("error", "")
+        named = "tgi" if body == TOO_COLD else "echo" if "inputs" in body else None
+        assert line.get("model") == named
+    assert [line["error"] for line in logs if line["event"] == "request not readable"] == ["BadHttpMessage"]
+    assert "secret" not in str(logs)
+    refused = [(status, "search", reason) for _, _, _, status, reason in ENDINGS if reason]
+    assert len(shown) == len(refused)
+    for (status, tenant, text), (wanted, _, reason) in zip(shown, refused, strict=True):
+        assert (status, tenant, reason in text) == (wanted, "search", True)

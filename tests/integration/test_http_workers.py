@@ -117,10 +117,15 @@ async def test_every_worker_shows_the_sums_of_all(served: ProcessRouter) -> None
     assert await all_of(generate(served.clients[number > 2], OPERATOR) for number in range(8)) == [200] * 8
     assert await generate(served.clients[1], OPERATOR, max_new_tokens=0) == 422
     shown = [await idle(client) for client in served.clients]
-    first = {name: value for name, value in shown[0].items() if not name.endswith(("busy_ratio", "queue_seconds"))}
+    changing = ("busy_ratio", "queue_seconds", '{route="/metrics",status="200"}')
+    first = {name: value for name, value in shown[0].items() if not name.endswith(changing)}
     assert first == {name: shown[1][name] for name in first}
-    assert shown[0].keys() == before.keys() == shown[1].keys()
-    grown = {name: shown[0][name] - before[name] for name in before}
+    assert shown[0].keys() == shown[1].keys() >= before.keys()
+    grown = {name: value - before.get(name, 0) for name, value in shown[0].items()}
+    answered = [
+        grown[f'text_generation_http_requests_total{{route="/generate",status="{each}"}}'] for each in (200, 422)
+    ]
+    assert answered == [8, 1]
     assert grown["tgi_request_count"] == grown['tgi_request_input_length_bucket{le="+Inf"}'] + 1 == 9
     assert grown['text_generation_requests_finished_total{reason="length"}'] == grown["tgi_request_success"] == 8
     assert grown['tgi_request_failure{err="validation"}'] == 1
@@ -197,7 +202,10 @@ async def test_a_worker_that_does_not_answer_counts_with_its_last_figures(served
     assert (await idle(served.clients[0]))["tgi_request_success"] == before["tgi_request_success"] + 1
 
 
-async def test_counts_that_make_no_sense_end_their_connection(served: ProcessRouter) -> None:
+@pytest.mark.parametrize(
+    "nonsense", [b'[1,{"unknown":1},[]]', b'[1,{"text_generation_http_requests_total":[[["/"],1]]},[]]']
+)
+async def test_counts_that_make_no_sense_end_their_connection(served: ProcessRouter, nonsense: bytes) -> None:
     before = await idle(served.clients[0])
     reader, writer = await asyncio.open_unix_connection(served.socket)
 
@@ -210,11 +218,12 @@ async def test_counts_that_make_no_sense_end_their_connection(served: ProcessRou
             got = pb.FromScheduler.FromString(await reader.readexactly(*LENGTH.unpack(await reader.readexactly(4))))
             if got.HasField("question"):
                 break
-        send(pb.FromWorker(answer=pb.Answer(number=got.question.number, body=b'[1,{"unknown":1},[]]')))
+        send(pb.FromWorker(answer=pb.Answer(number=got.question.number, body=nonsense)))
         while await reader.read(1 << 16):
             pass
     writer.close()
-    assert (await idle(served.clients[0])).keys() == before.keys()
+    own = {'text_generation_http_requests_total{route="/metrics",status="200"}'}
+    assert (await idle(served.clients[0])).keys() - own == before.keys() - own
     assert "Traceback" not in served.log()
 
 

@@ -1,10 +1,10 @@
-"""Metrics of HTTP connections: those open, and those that a limit of the server closed."""
+"""Metrics of HTTP: connections that are open, connections that a limit of the server closed, and all requests."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-from text_generation_router.metrics.instruments import Counter, Reading, Registry
+from text_generation_router.metrics.instruments import Counter, LabelledCounter, Reading, Registry
 
 
 class CloseReason(Enum):
@@ -22,8 +22,12 @@ class CloseReason(Enum):
     """All connections were taken and had requests."""
 
 
+NO_ROUTE = "unknown"
+"""Value of `route` for requests without one: unknown paths and methods, and HTTP that cannot be parsed."""
+
+
 class ConnectionMetrics:
-    """Counts of connections, updated when one opens or is closed, never per token."""
+    """Counts of connections and of their requests, never updated per token."""
 
     def __init__(self, registry: Registry) -> None:
         self.open = 0
@@ -37,6 +41,14 @@ class ConnectionMetrics:
                 tuple(reason.value for reason in CloseReason),
             )
         )
+        self.requests = registry.add(
+            LabelledCounter(
+                "text_generation_http_requests_total",
+                "HTTP requests by route and by the status of their responses; 499: the client left before",
+                "route",
+                "status",
+            )
+        )
 
     @property
     def everywhere(self) -> int:
@@ -46,3 +58,7 @@ class ConnectionMetrics:
     def closed(self, reason: CloseReason) -> None:
         """Count a connection that the server closed."""
         self._closed.add(reason.value)
+
+    def answered(self, route: str, status: int) -> None:
+        """Count a request that ended; `route` is a path of the table of routes, or "" without one."""
+        self.requests.add(route or NO_ROUTE, str(status))

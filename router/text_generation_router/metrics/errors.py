@@ -11,7 +11,7 @@ from text_generation_router.errors import ServingError
 from text_generation_router.request import TenantId
 
 MAX_ERRORS = 50
-"""Kinds of errors that are remembered. A kind is a route, an error and a tenant: a flood of one leaves the others."""
+"""Kinds of errors that are remembered. A kind is a route, a status, an error and a tenant: a flood of one leaves the others."""
 MAX_ERROR_TEXT = 300
 """Characters of an error's text that are remembered."""
 
@@ -23,6 +23,7 @@ class RecentError:
     route: str
     """The path as it is in the table of routes; "" if there is none."""
     status: int
+    """The status in the dialect of the client."""
     error_type: str
     tenant: TenantId
     count: int
@@ -34,8 +35,8 @@ class RecentError:
     """The id of its request."""
 
 
-_Kinds = dict[tuple[str, str, TenantId], RecentError]
-"""By route, type and tenant."""
+_Kinds = dict[tuple[str, int, str, TenantId], RecentError]
+"""By route, status, type and tenant."""
 
 
 class RecentErrors:
@@ -50,16 +51,17 @@ class RecentErrors:
     def add(
         self,
         error: type[ServingError],
+        status: int,
         text: str,
         route: str,
         tenant: TenantId,
         http_request_id: str | None,
         now: float,
     ) -> None:
-        """Remember an error; `now` is a time of the monotonic clock."""
+        """Remember an error, with its status in the dialect of the client; `now` is a time of the monotonic clock."""
         if error.outcome is Outcome.CANCELLED:
             return
-        _count(self._kinds, RecentError(route, error.status, error.error_type, tenant, 1, now, text, http_request_id))
+        _count(self._kinds, RecentError(route, status, error.error_type, tenant, 1, now, text, http_request_id))
 
     def show(self, worker: int, errors: Sequence[RecentError]) -> None:
         """Include the errors that an HTTP worker remembers now, in place of those that it remembered before."""
@@ -85,7 +87,7 @@ def _merged(errors: Iterable[RecentError]) -> _Kinds:
 
 def _count(kinds: _Kinds, error: RecentError) -> None:
     """Count errors of a kind, the last of which is the latest of all."""
-    key = (error.route, error.error_type, error.tenant)
+    key = (error.route, error.status, error.error_type, error.tenant)
     earlier = kinds.pop(key, None)
     kinds[key] = error if earlier is None else replace(error, count=earlier.count + error.count)
     if len(kinds) > MAX_ERRORS:

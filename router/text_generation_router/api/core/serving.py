@@ -12,6 +12,7 @@ from aiohttp import web
 
 from text_generation_router.api.core.admission import RequestPreparer
 from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.http.bodies import MODEL
 from text_generation_router.api.http.body_reader import PREPARATION
 from text_generation_router.api.http.caller import QosFields, quality_of_service, read_caller
 from text_generation_router.api.http.dialects import ErrorEvent
@@ -99,6 +100,8 @@ class Serving:
 
     def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
         """Record the start of `count` generations. Raises InvalidRequest for an invalid header."""
+        if MODEL not in request:
+            request[MODEL] = self.settings.model_id
         record = request[RECORD]
         records = [record.start(self.metrics) for _ in range(count)]
         caller = read_caller(request.headers, record.started, request[HOLDER])

@@ -174,6 +174,8 @@ MAX_WRITTEN_AT_ONCE = 1 << 20
 """Bytes of a response that is written at once."""
 LARGE_BODY = web.RequestKey("large_body", bool)
 """True if the body is longer than that."""
+MODEL = web.RequestKey("model", str)
+"""The name of the model in the body, else that of the server's model."""
 
 MAX_STEP = 64
 """Characters of a key in an error's path: the client chose it."""
@@ -192,7 +194,10 @@ async def parse_json(request: web.Request, read: Callable[[Any], T]) -> T:
     encoding = encoding_of(request)
     raw = await _read(request, encoding)
     request[LARGE_BODY] = len(raw) > MAX_INLINE
-    return await beside(request, lambda: read(_loads(raw)))
+    body = await beside(request, lambda: read(_loads(raw)))
+    if model := getattr(body, "model", None):
+        request[MODEL] = model
+    return body
 
 
 async def beside(request: web.Request, work: Callable[[], T]) -> T:

@@ -31,6 +31,7 @@ from aiohttp import web
 
 from text_generation_router.api.http.body_errors import BodyTimeout
 from text_generation_router.api.http.connection_limits import ConnectionLimits
+from text_generation_router.api.http.refusals import UnreadableRequests
 from text_generation_router.api.http.slices import Slices
 from text_generation_router.api.http.unread import Unread
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
@@ -48,8 +49,6 @@ WATCH_INTERVAL_S = 0.5
 """Seconds between two checks of all deadlines."""
 CHECKED_AT_ONCE = 32
 """Connections checked before other work runs."""
-BARE_ANSWER = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-"""The answer to headers that do not end in time, or are no HTTP: neither their bytes nor the name of a library."""
 
 
 class Connection(web.RequestHandler):
@@ -135,7 +134,7 @@ class Connection(web.RequestHandler):
         self._connections.count(reason)
         if reason is CloseReason.HEADERS and self._heard and self._wire is not None:
             self._headers_by = math.inf
-            self._wire.write(_bare_answer(HTTPStatus.REQUEST_TIMEOUT))
+            self._connections.unreadable.refuse(self._wire, HTTPStatus.REQUEST_TIMEOUT, "headers arrive too slowly")
             self.force_close()
         elif self._wire is not None:
             self._wire.abort()
@@ -222,7 +221,8 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer malformed HTTP and close the connection; called by aiohttp. Raises ConnectionAbortedError."""
         if self._wire is not None and not self._wire.is_closing() and not request.writer.output_size:
-            self._wire.write(_bare_answer(HTTPStatus(status)))
+            # Not the text of the error: it has bytes of the client, which may be a key.
+            self._connections.unreadable.refuse(self._wire, HTTPStatus(status), type(exc).__name__)
             self._wire.close()
         raise ConnectionAbortedError("malformed HTTP")
 
@@ -262,6 +262,7 @@ class Connections:
         self.limits = limits
         self.management = management
         self._metrics = metrics
+        self.unreadable = UnreadableRequests(metrics)
         self._shared = shared
         self._count, self._replaceable = (
             (SharedCount.MANAGEMENT_CONNECTIONS, SharedCount.REPLACEABLE_MANAGEMENT)
@@ -382,10 +383,6 @@ class Connections:
         del waiting[oldest]
         oldest.hang_up(CloseReason.REPLACED)
         return True
-
-
-def _bare_answer(status: HTTPStatus) -> bytes:
-    return BARE_ANSWER % (status, status.phrase.encode())
 
 
 def connection_of(request: web.BaseRequest) -> Connection:

@@ -19,14 +19,18 @@ import structlog
 from aiohttp import web
 
 from text_generation_proto.values import TraceContext
+from text_generation_router.api.http.bodies import MODEL
 from text_generation_router.api.http.caller import Caller
+from text_generation_router.api.http.dialects import dialect_of, status_of
 from text_generation_router.api.http.keys import ANYONE, HOLDER
 from text_generation_router.api.http.refusals import RefusalLimiter
-from text_generation_router.errors import IncompleteGeneration, ServingError
+from text_generation_router.api.http.tenant import read_tenant
+from text_generation_router.error_attributes import Outcome
+from text_generation_router.errors import IncompleteGeneration, InvalidRequest, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import HttpMetrics, RequestMetrics, Spent
 from text_generation_router.metrics.errors import MAX_ERROR_TEXT
-from text_generation_router.request import Request
+from text_generation_router.request import DEFAULT_TENANT, Request, TenantId
 
 if TYPE_CHECKING:
     from text_generation_proto.tracer import OpenSpan
@@ -141,8 +145,13 @@ RECORD = web.RequestKey("record", Record)
 
 
 def finish(record: Record, request: web.Request, status: int, metrics: HttpMetrics, refusals: RefusalLimiter) -> None:
-    """Count a request that ended; log it, unless it is one of too many refusals."""
+    """Count a request that ended; log it, unless it is one of too many refusals.
+
+    Requests that are not posted are logged at level debug, those that fail excepted.
+    """
     now = time.monotonic()
+    route = route_of(request)
+    metrics.connections.answered(route, status)
     # The error of one generation ends the others of its stream.
     failed = record if record.error else next((each for each in record.generations if each.error), None)
     first_error = failed.error if failed else None
@@ -153,19 +162,48 @@ def finish(record: Record, request: web.Request, status: int, metrics: HttpMetri
             metrics.requests.succeeded(generation.spent(now), generation.ending.reason, generation.trace_id)
         else:
             metrics.requests.failed(error or first_error or IncompleteGeneration)
+    tenant, error_text = _tenant(record, request), ""
     if failed and first_error:
-        resource = request.match_info.route.resource
-        tenant = record.generations[0].caller.tenant if record.generations else request.get(HOLDER, ANYONE).tenant
-        route = resource.canonical if resource else ""
-        metrics.errors.add(first_error, failed.error_text, route, tenant, record.http_request_id, now)
-    write = log.info if request.method == "POST" else log.debug
-    if request.method != "POST" or refusals.admits(status):
-        write("request finished", route=request.path, status=status, **_fields(record, first_error, now))
+        error_text = failed.error_text
+        shown_status = status_of(dialect_of(request), first_error)
+        metrics.errors.add(first_error, shown_status, error_text, route, tenant, record.http_request_id, now)
+    posted = request.method == "POST"
+    if not posted and (first_error is None or first_error.outcome is Outcome.CANCELLED):
+        write = log.debug
+    elif refusals.admits(status):
+        write = log.info
+    else:
+        return
+    fields: dict[str, object] = {"route": request.path, "status": status, "total_s": round(now - record.started, 6)}
+    if not posted:
+        fields["method"] = request.method
+    adapter = next((each.request.adapter for each in record.generations if each.request), "")
+    named = {"client": request.remote, "model": adapter or request.get(MODEL), "tenant": tenant}
+    fields |= {name: value for name, value in named.items() if value}
+    if first_error is not None:
+        fields |= {"error_type": first_error.error_type, "error": error_text}
+    write("request finished", **fields, **_fields(record))
 
 
-def _fields(record: Record, error: type[ServingError] | None, now: float) -> dict[str, object]:
-    """The fields of the log line that are known."""
-    fields: dict[str, object] = {"total_s": round(now - record.started, 6)}
+def route_of(request: web.Request) -> str:
+    """The path of a request as it is in the table of routes; "" without one."""
+    resource = request.match_info.route.resource
+    return "" if resource is None else resource.canonical
+
+
+def _tenant(record: Record, request: web.Request) -> TenantId:
+    """The tenant of a request, also of one that was refused."""
+    if record.generations:
+        return record.generations[0].caller.tenant
+    try:
+        return read_tenant(request.headers, request.get(HOLDER, ANYONE))
+    except InvalidRequest:
+        return DEFAULT_TENANT
+
+
+def _fields(record: Record) -> dict[str, object]:
+    """The further fields of the log line that are known."""
+    fields: dict[str, object] = {}
     if record.http_request_id is not None:
         fields["http_request_id"] = record.http_request_id
     if record.trace_id is not None:
@@ -185,8 +223,6 @@ def _fields(record: Record, error: type[ServingError] | None, now: float) -> dic
         fields["cached_tokens"] = sum(generation.cached_tokens for generation in generations)
     if first_tokens := [generation.first_token for generation in generations if generation.first_token]:
         fields["first_token_s"] = round(min(first_tokens) - record.started, 6)
-    if error is not None:
-        fields["error_type"] = error.error_type
     return fields
 
 

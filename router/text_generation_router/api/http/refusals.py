@@ -1,16 +1,24 @@
-"""Limit of the log lines of refused requests: callers without a key must not be able to fill a disk."""
+"""Refused requests: the limit of their log lines, and the answer to those that cannot be read.
+
+Callers without a key must not be able to fill a disk.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from http import HTTPStatus
 
 import structlog
+
+from text_generation_router.metrics.connections import ConnectionMetrics
 
 WINDOW_S = 10.0
 """Seconds over which log lines of refusals are counted."""
 MAX_REFUSALS_LOGGED = 50
 """Log lines per window for refusals with the same status. Further ones are counted, in one line at the end of the window."""
+BARE_ANSWER = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+"""The answer to headers that do not end in time, or are no HTTP: neither their bytes nor the name of a library."""
 
 log = structlog.get_logger()
 
@@ -37,3 +45,19 @@ class RefusalLimiter:
             if refused > MAX_REFUSALS_LOGGED:
                 log.info("refusals not logged", status=status, requests=refused - MAX_REFUSALS_LOGGED)
         self._refused.clear()
+
+
+class UnreadableRequests:
+    """Answers requests without a readable head; counts and logs them."""
+
+    def __init__(self, metrics: ConnectionMetrics) -> None:
+        self._metrics = metrics
+        self._limiter = RefusalLimiter()
+
+    def refuse(self, wire: asyncio.Transport, status: HTTPStatus, error: str) -> None:
+        """Write the answer to a client; `error` is the reason, for the log."""
+        wire.write(BARE_ANSWER % (status, status.phrase.encode()))
+        self._metrics.answered("", status)
+        if self._limiter.admits(status):
+            client = (wire.get_extra_info("peername") or ("",))[0]
+            log.info("request not readable", status=status.value, client=client, error=error)

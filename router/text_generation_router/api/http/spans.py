@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from text_generation_proto.values import SAMPLING_PARAMETERS, FinishReason, Sampling, TraceContext
-from text_generation_router.api.http.record import GenerationRecord, Record
+from text_generation_router.api.http.record import GenerationRecord, Record, route_of
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.generation import GenerationTimes
 
@@ -45,7 +45,7 @@ class RequestSpans:
         """Decide if a request is traced here; `context` is its client's trace."""
         if request.method != hdrs.METH_POST:
             return
-        record.span = self._tracer.begin(f"POST {_route(request)}", record.started, context)
+        record.span = self._tracer.begin(f"POST {route_of(request)}", record.started, context)
         record.trace = None
         if record.span is not None:
             record.trace, record.trace_id = record.span.carried, record.span.carried.trace_id
@@ -53,7 +53,7 @@ class RequestSpans:
     def end(self, record: Record, span: OpenSpan, request: web.Request, status: int) -> None:
         """Record the spans of a request that is over."""
         now = time.monotonic()
-        route = _route(request)
+        route = route_of(request)
         attributes = _of_http(request, route, status)
         if record.http_request_id is not None:
             attributes["text_generation.request_id"] = record.http_request_id
@@ -143,12 +143,6 @@ def _generated(generation: GenerationRecord) -> int:
     if generation.ending is not None:
         return generation.ending.generated_tokens
     return sum(times.generated_tokens for times in generation.sequences)
-
-
-def _route(request: web.Request) -> str:
-    """The route of a request; "" if there is none."""
-    resource = request.match_info.route.resource
-    return "" if resource is None else resource.canonical
 
 
 def _of_http(request: web.Request, route: str, status: int) -> dict[str, AttributeValue]:

@@ -118,5 +118,5 @@ export function showTables(sample) {
   if (!sample.tenants) return;
   const all = sample.tenants.reduce((total, each) => total + each.running, 0);
   tenants.show(sample.tenants.map((each) => ({ ...each, all_running: all })), (each) => each.name);
-  errors.show(sample.errors, (each) => JSON.stringify([each.route, each.type, each.tenant]));
+  errors.show(sample.errors, (each) => JSON.stringify([each.route, each.status, each.type, each.tenant]));
 }

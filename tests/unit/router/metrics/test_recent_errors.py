@@ -11,7 +11,7 @@ def test_a_flood_of_one_kind_leaves_the_others() -> None:
     errors = RecentErrors()
 
     def add(error: type[ServingError], route: str, now: float) -> None:
-        errors.add(error, f"text {now}", route, TenantId("a"), "id", now)
+        errors.add(error, error.open_status, f"text {now}", route, TenantId("a"), "id", now)
 
     add(InvalidRequest, "/generate", 1.0)
     for now in range(2, 1000):
@@ -19,7 +19,7 @@ def test_a_flood_of_one_kind_leaves_the_others() -> None:
     add(ClientLeft, "/generate", 1000)
     assert [(kind.status, kind.count, kind.at, kind.text) for kind in errors] == [
         (429, 998, 999, "text 999"),
-        (422, 1, 1.0, "text 1.0"),
+        (400, 1, 1.0, "text 1.0"),
     ]
     for number in range(MAX_ERRORS):
         add(Overloaded, f"/{number}", 2000 + number)

@@ -37,6 +37,7 @@ class Process:
         """Count a request on a new connection."""
         self.requests.started()
         self.connections.open += 1
+        self.connections.answered("/generate", event.error.status if event.error else 200)
         self.requests.input_length.observe(event.tokens)
         if event.error is None:
             seconds = event.tokens / 64  # exact in binary, so that sums are equal in any order
@@ -45,7 +46,7 @@ class Process:
         else:
             self.requests.failed(event.error)
             self.connections.closed(CloseReason.STALLED)
-            self.errors.add(event.error, f"at {now}", "/generate", TenantId("a"), None, now)
+            self.errors.add(event.error, event.error.status, f"at {now}", "/generate", TenantId("a"), None, now)
 
     def shown(self) -> dict[tuple[str, str], float]:
         """The samples of a scrape, by name and labels."""

@@ -62,6 +62,7 @@ def test_each_generation_counts_and_the_log_has_one_line(metrics: Metrics) -> No
         'text_generation_requests_finished_total{reason="eos_token"}': 1,
     }
     [line] = logs
+    assert [*line][:3] == ["route", "status", "total_s"]
     assert line.pop("total_s") >= 0
     assert line == {
         "event": "request finished",
