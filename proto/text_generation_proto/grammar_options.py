@@ -8,6 +8,12 @@ MAX_GRAMMAR_TEXT: Final = 256 << 10
 """Characters of a grammar. Compile time grows with the square of its patterns: at worst such a text takes 2 s."""
 
 
+JUDGE_STACK_BYTES: Final = 4 << 20
+"""Stack of the proof. llguidance's compiler takes about 3.5 kB of it for each rule inside another one."""
+STACK_BYTES: Final = 4 * JUDGE_STACK_BYTES
+"""Stack of a shard's threads: a grammar that passed the proof does not exhaust it. Only used pages take memory."""
+
+
 class JsonOptions(TypedDict):
     """The part of llguidance's JsonCompileOptions that is set here."""
 

@@ -6,12 +6,14 @@ import asyncio
 import faulthandler
 import os
 import sys
+import threading
 
 import structlog
 
 from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.effective import print_own_config
 from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.grammar_options import STACK_BYTES
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging, drain_logs, share_dropped_lines
 from text_generation_proto.secrets import erase
@@ -50,6 +52,7 @@ def main() -> None:
 
     faulthandler.enable(2)  # sys.stderr may be None; the launcher ends a shard that hangs with SIGABRT
     sys.setswitchinterval(SWITCH_INTERVAL)
+    threading.stack_size(STACK_BYTES)  # the default depends on `ulimit -s`
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
     raise_descriptor_limit()
     configure_logging(config, config.process_name)

@@ -149,9 +149,15 @@ class Stack:
 
 
 @contextmanager
-def running(model: Path, *args: str, engine: str = "echo", environ: Mapping[str, str] | None = None) -> Iterator[Stack]:
+def running(
+    model: Path,
+    *args: str,
+    engine: str = "echo",
+    environ: Mapping[str, str] | None = None,
+    within: Sequence[str] = (),
+) -> Iterator[Stack]:
     """Run a stack and yield it once it is ready."""
-    stack = Stack(model, *args, engine=engine, environ=environ)
+    stack = Stack(model, *args, engine=engine, environ=environ, within=within)
     try:
         stack.wait_for("ready")
         yield stack

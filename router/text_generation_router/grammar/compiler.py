@@ -24,6 +24,7 @@ from text_generation_router.sandbox.pool import (
     SandboxBroken,
     SandboxError,
     SandboxOutOfMemory,
+    SandboxStackOverflow,
     SandboxTimeout,
 )
 
@@ -106,6 +107,8 @@ class GrammarCompiler:
             return self._refuse_for_now("it takes too long")
         except SandboxOutOfMemory:
             return self._refuse_for_now("it takes too much memory")
+        except SandboxStackOverflow:
+            return self._refuse_for_now("its rules are nested too deeply")
         except SandboxBroken as error:
             log.error("grammars cannot be compiled", reason=str(error))
             raise Unhealthy("grammars cannot be compiled now") from error

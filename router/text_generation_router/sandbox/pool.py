@@ -67,8 +67,12 @@ class SandboxBroken(SandboxError):
     """No worker can do the job: none can be started, or the sandbox is closed."""
 
 
+class SandboxStackOverflow(SandboxError):
+    """The job needed more stack than a worker has; its worker died."""
+
+
 class _Crashed(SandboxError):
-    """The worker died, because of the job or for another reason."""
+    """The worker was killed, because of the job or for another reason."""
 
 
 class Sandbox:
@@ -308,6 +312,8 @@ class _Worker:
             code = await self._exit_code()
             if code == -signal.SIGPROF:
                 return SandboxTimeout("took too much CPU time")
+            if code == -signal.SIGSEGV:
+                return SandboxStackOverflow("the worker died of SIGSEGV")
             if late:
                 return _Stalled(f"did not end within {self._timeout_s:g} s")
             return _Crashed(f"the worker died of {signal.Signals(-code).name}" if code < 0 else "the worker ended")

@@ -21,6 +21,7 @@ import sys
 from enum import IntEnum
 from typing import BinaryIO
 
+from text_generation_proto.grammar_options import JUDGE_STACK_BYTES
 from text_generation_proto.one_line import one_line
 from text_generation_router.sandbox.confine import confine
 
@@ -92,13 +93,18 @@ def _take_channel() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _limit(memory_bytes: int, niceness: int) -> None:
-    """RLIMIT_DATA counts written memory (heap, private maps, stacks). RLIMIT_AS would also count libraries and reserved
+    """Limit memory, stack and priority.
+
+    RLIMIT_DATA counts written memory (heap, private maps, stacks). RLIMIT_AS would also count libraries and reserved
     addresses: about a gigabyte that is never used."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if most != resource.RLIM_INFINITY:
         memory_bytes = min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    stack_bytes = JUDGE_STACK_BYTES if most == resource.RLIM_INFINITY else min(JUDGE_STACK_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, stack_bytes))
     os.nice(niceness)
 
 
