@@ -153,7 +153,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Longest time of a request in the queue, in seconds; 0: no limit."""
     request_timeout: NonNegativeFloat = 0.0
     """Longest time from the arrival of a request to its end, in seconds; 0: no limit."""
-    max_request_moves: NonNegativeInt = 3
+    max_request_moves: NonNegativeInt = 2
     """Most consecutive replica losses, without a new token in between, that a running request survives."""
     max_client_batch_size: PositiveInt = 128
     """Most prompts in one OpenAI completion request."""

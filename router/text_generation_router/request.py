@@ -89,6 +89,11 @@ class Moves(NamedTuple):
         # A request that never gets a token may be what makes shards fail.
         return Moves(self.total + 1, 1 if advanced else self.fruitless + 1)
 
+    @property
+    def is_suspect(self) -> bool:
+        """True if the request may be the cause of these losses. One of two such requests waits for the other's token."""
+        return self.fruitless > 1
+
 
 NO_MOVES = Moves()
 

@@ -127,6 +127,11 @@ class PendingPrompts:
         """Number of sequences that run already."""
         return sum(1 for sequence in self._sequences.values() if sequence.state is State.RUNNING)
 
+    @property
+    def suspect(self) -> ScheduledSequence | None:
+        """The sequence that may have been the cause of losses of replicas; None if there is none."""
+        return next((each for each in self._sequences.values() if each.moves.is_suspect), None)
+
     def add(self, sequence: ScheduledSequence) -> None:
         """Add a sequence that was placed."""
         self._sequences[sequence.id] = sequence

@@ -8,11 +8,13 @@ replica. Ties go to the replica chosen longest ago.
 
 A sequence is skipped, and those behind it go first, if the best replica lacks room only because of prompts it has yet to
 compute (the score counts that work already), if another sequence is computing its prefix there, or if no replica with room
-holds its LoRA adapter.
+holds its LoRA adapter. A suspect, which lost two replicas in a row without a new token, waits until no replica is computing
+the prompt of another one: if it loses a third one, no other suspect does.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections.abc import Iterator, Mapping, Set
 
@@ -133,13 +135,13 @@ class Dispatcher:
             if not self.has_room(len(self._queue)):
                 break
             ranked, reason = self._rank_with_reason(sequence)
-            if not ranked and self.can_hold(sequence):
-                self._queue.skip(sequence)
-                insort(self._without_adapter.setdefault(sequence.request.adapter, []), sequence, key=_urgency)
-            elif reason is not None:
+            if reason is not None:
                 self._queue.skip(sequence)
                 self._skipped.setdefault(reason, []).append(sequence)
                 skipped += 1
+            elif not ranked and self.can_hold(sequence):
+                self._queue.skip(sequence)
+                insort(self._without_adapter.setdefault(sequence.request.adapter, []), sequence, key=_urgency)
             elif replica := next((each for each in ranked if each.place(sequence)), None):
                 self._placed(sequence, replica.replica)
                 yield sequence, replica
@@ -168,6 +170,11 @@ class Dispatcher:
         ranked, better = self._rank(sequence)
         if better is not None:
             return ranked, (better, None, 0)
+        if ranked and sequence.moves.is_suspect:
+            first, suspect = ranked[0], ranked[0].prompts.suspect
+            ranked = [replica for replica in ranked if replica.prompts.suspect is None]
+            if not ranked:
+                return ranked, (first, suspect, sys.maxsize)
         if ranked and ranked[0].reuses_prefixes and not sequence.request.logprobs.prompt:
             tokens, leader = ranked[0].prompts.longest_shared(sequence)
             if leader and tokens - ranked[0].cache.cached_tokens(sequence) >= MIN_SHARED_TOKENS:

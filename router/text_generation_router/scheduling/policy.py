@@ -44,7 +44,7 @@ class Policy:
     """Tokens of work that may wait; None: no limit."""
     max_queued_caches: int | None = None
     """The same, in sizes of the KV caches of all replicas, and in place of it; None: no such limit."""
-    max_request_moves: int = 3
+    max_request_moves: int = 2
     """Consecutive replica losses without a new token in between that a request survives."""
     growth_tokens: int = 40
     """Free positions that a block allocation restores if the pool has enough blocks."""

@@ -88,6 +88,26 @@ def test_a_request_fails_after_losing_replicas_without_a_new_token() -> None:
     assert_idle(rig.scheduler)
 
 
+def test_a_request_that_ends_its_replicas_fails_alone() -> None:
+    rig = Rig(a_policy(max_request_moves=2))
+    requests = [rig.submit() for _ in range(6)]
+    for _ in range(2):
+        assert len(rig.order().placements) == 6
+        rig.lose(0)
+        rig.open(0)
+    [suspect] = rig.order().placements
+    later = rig.submit()
+    rig.scheduler.dispatch()
+    waiting = {sequence.id for sequence in rig.scheduler.queue}
+    assert waiting == set(requests) - {suspect.request.id}, "only suspects wait for the suspect"
+    rig.lose(0)
+    assert list(rig.failed) == [suspect.request.id]
+    rig.open(0)
+    rig.until_idle()
+    assert sorted(rig.finished) == sorted({*requests, later} - {suspect.request.id})
+    assert_idle(rig.scheduler)
+
+
 def test_a_request_with_new_tokens_between_moves_may_move_often() -> None:
     rig = Rig(a_policy(max_request_moves=1))
     rig.submit(new=100)
