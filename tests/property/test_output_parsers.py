@@ -109,11 +109,25 @@ def test_every_cut_of_an_answer_tells_the_same(kind: str, answer: str, cuts: lis
     assert parts_of(kind, list(answer)) == whole
 
 
+def without_markers(kind: str, parts: list[Part]) -> str:
+    """Return the text without whitespace, markers and, at its end, starts of markers: a parser drops openings of calls."""
+    markers = make(kind).markers
+    text = "".join("".join(map(str, parts)).split())
+    for marker in markers:
+        text = text.replace(marker, "")
+    starts = {marker[:end] for marker in markers for end in range(1, len(marker))}
+    while start := next((start for start in starts if text.endswith(start)), ""):
+        text = text.removesuffix(start)
+    return text
+
+
 @pytest.mark.parametrize("kind", [name for name, form in FORMATS.items() if not form.has_channels])
 @given(answer=answers())
 def test_without_a_call_the_answer_is_the_text(kind: str, answer: str) -> None:
     parts = parts_of(kind, [answer])
-    assert any(isinstance(part, Call) for part in parts) or parts == [answer] * bool(answer)
+    assert any(isinstance(part, Call) for part in parts) or without_markers(kind, parts) == without_markers(
+        kind, [answer]
+    )
 
 
 FORMS = {

@@ -75,7 +75,9 @@ HERMES: Table = {
     "a brace too many": (f"<tool_call>{WEATHER}}}</tool_call>", [LOOK, "}"]),
     "unknown tool": ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None),
     "no JSON": ("<tool_call>\nsearch(q=1)\n</tool_call>", None),
-    "an opening too many": (f"<tool_call><tool_call>{WEATHER}", ["<tool_call>", LOOK]),
+    "an opening too many": (f"<tool_call>\n<tool_call>{WEATHER}", [LOOK]),
+    "an empty block": ("a <tool_call>\n</tool_call> b", ["a  b"]),
+    "cut in the opening": ("I look.\n<tool_call>\n", ["I look.\n"]),
     "a number for a name": ('<tool_call>{"name": 5}', None),
     "a list of arguments, before the name": ('<tool_call>{"arguments": [1], "name": "stop"}</tool_call>', None),
     "a list of arguments, after the name": (
@@ -173,9 +175,10 @@ THINKS: Table = {
     "blank before no thought": (" \nHi", None),
     "empty thought": ("<think>\n\n</think>\n\nHi", ["Hi"]),
     "a call in the thought": (
-        f"<think>I write <tool_call>{{</think><tool_call>{WEATHER}</tool_call>",
-        [Thought("I write <tool_call>{"), LOOK],
+        f"<think>I look.\n\n<tool_call>{WEATHER}</tool_call> Well.",
+        [Thought("I look."), LOOK, " Well."],
     ),
+    "no call in the thought": ("<think>I write <tool_call>{</think>", [Thought("I write "), "<tool_call>{</think>"]),
     "a second thought": ("<think>a</think>b<think>c</think>", [Thought("a"), "b<think>c</think>"]),
     "cut": ("<think>a\n</thi", [Thought("a\n</thi")]),
     "cut start": ("<thi", None),

@@ -104,6 +104,11 @@ QWEN: Table = {
     "cut in a tag": (qwen(("q", "a")).partition("ameter>\n</f")[0], [Call("search", '{"q": "a\\n</par')]),
     "cut after the call": (QWEN_LOOK.removesuffix("call>"), [LOOK]),
     "a stray end": ("a </tool_call> b", None),
+    "an empty block": ("<tool_call>\n</tool_call>", []),
+    "cut in the opening": ("I look.\n<tool_call>\n<functio", ["I look.\n"]),
+}
+QWEN_THINKS: Table = {
+    "a call in the thought": (f"I look.\n{QWEN_LOOK}", [Thought("I look."), LOOK]),
 }
 GLM_LOOK = (
     "<tool_call>get_weather\n<arg_key>location</arg_key>\n<arg_value>Brooklyn, NY</arg_value>\n<arg_key>unit</arg_key>\n"
@@ -123,6 +128,7 @@ GLM: Table = {
     "no value": ("<tool_call>search<arg_key>q</arg_key>!</tool_call>", [STOP._replace(name="search"), "!"]),
     "unknown tool": ("<tool_call>rm\n</tool_call>", None),
     "cut in the name": ("<tool_call>sto", None),
+    "an empty block": ("<tool_call>\n</tool_call>", []),
 }
 MINIMAX_LOOK = (
     '<invoke name="get_weather">\n<parameter name="location">Brooklyn, NY</parameter>\n<parameter name="unit">celsius'
@@ -133,6 +139,10 @@ MINIMAX: Table = {
     "two in a block": (
         f'Yes.<minimax:tool_call>\n{MINIMAX_LOOK}<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
         ["Yes.", LOOK, STOP],
+    ),
+    "newlines around a value": (
+        '<minimax:tool_call><invoke name="search"><parameter name="q">\na\n</parameter></invoke></minimax:tool_call>',
+        [Call("search", '{"q": "\\na\\n"}')],
     ),
     "unknown tool": ('<minimax:tool_call>\n<invoke name="rm">\n</invoke>\n</minimax:tool_call>', None),
 }
@@ -164,6 +174,17 @@ KIMI: Table = {
         "<|tool_call_end|><|tool_call_begin|>stop<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
         ["Yes.", LOOK, STOP],
     ),
+    "text before the calls": (
+        "<|tool_calls_section_begin|> so <|tool_call_begin|>stop<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        [STOP],
+    ),
+    "an empty section": ("Yes.<|tool_calls_section_begin|>\n<|tool_calls_section_end|> No.", ["Yes. No."]),
+    "a call without arguments": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>stop<|tool_call_end|><|tool_call_begin|>stop:1"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        ["<|tool_calls_section_begin|><|tool_call_begin|>stop<|tool_call_end|>", STOP],
+    ),
+    "cut in the opening": ("Yes.<|tool_calls_section_begin|><|tool_call_begin|>", ["Yes."]),
 }
 GEMMA_LOOK = '<|tool_call>call:get_weather{location:<|"|>Brooklyn, NY<|"|>,unit:<|"|>celsius<|"|>}<tool_call|>'
 GEMMA: Table = {
@@ -198,6 +219,12 @@ GEMMA: Table = {
     "unknown tool": ("<|tool_call>call:rm{}<tool_call|>", None),
     "cut in a text": (GEMMA_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
     "cut in the name": ("<|tool_call>call:get_", None),
+    "no word before the name": (GEMMA_LOOK.replace("call:get", ":get"), [LOOK]),
+    "a call after a broken one": (f"<|tool_call>call:search q{GEMMA_LOOK}", ["<|tool_call>call:search q", LOOK]),
+    "a call after a broken one that ends": (
+        f"<|tool_call>call:search q<tool_call|>{GEMMA_LOOK}",
+        ["<|tool_call>call:search q<tool_call|>", LOOK],
+    ),
 }
 PYTHON_LOOK = "get_weather(location='Brooklyn, NY', unit=\"celsius\")"
 PYTHONIC: Table = {
@@ -274,6 +301,17 @@ HARMONY: Table = {
     "a long header": ("to=" + "x" * 500, None),
     "cut in the analysis": ("<|channel|>analysis<|message|>a <|en", [Thought("a <|en")]),
     "cut in the header": ("<|channel|>analy", []),
+    "no message marker": (f'{THINKING}<|channel|>final {{"ok": 1}}<|return|>', [LOOKED, '{"ok": 1}']),
+    "no message marker, a thought, then a start": (
+        "<|channel|>analysis So.<|start|>assistant<|channel|>final<|message|>b",
+        [Thought("So."), "b"],
+    ),
+    "no message marker, long": (f"<|channel|>final {'word ' * 99}<|return|>", ["word " * 99]),
+    "no message marker, calls": (
+        HARMONY_LOOK.replace("<|message|>", "") + HARMONY_LOOK.replace("<|constrain|>json<|message|>", ""),
+        [LOOK, LOOK],
+    ),
+    "no message marker, cut in the type": ("<|channel|>commentary to=functions.stop js", []),
     "cut in the arguments": (HARMONY_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
 }
 MISTRAL_THINKS: Table = {
@@ -294,6 +332,7 @@ TABLES = {
     "hermes+outside": THINKS,
     "hermes+inside": THINKS_INSIDE,
     "qwen3_coder": QWEN,
+    "qwen3_coder+inside": QWEN_THINKS,
     "glm45": GLM,
     "minimax_m2": MINIMAX,
     "seed_oss": SEED,

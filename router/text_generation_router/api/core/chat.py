@@ -199,12 +199,10 @@ class AnswerForm:
         if any(isinstance(event, ToolCallStart) for event in inner.feed(self.begun)):
             # The prompt has calls of its own, which are not the answer's: those are numbered from 0.
             inner = create_parser(self.format, tools=self.tools)
-        if self.one_call:
-            inner = FirstCall(inner)
-        if self.reasoning is None:
-            return inner
-        start, end = self.reasoning
-        return ReasoningParser(inner, start=start, end=end, starts_inside=self.starts_inside)
+        if self.reasoning is not None:
+            start, end = self.reasoning
+            inner = ReasoningParser(inner, start=start, end=end, starts_inside=self.starts_inside)
+        return FirstCall(inner) if self.one_call else inner
 
 
 class FirstCall:

@@ -63,6 +63,10 @@ class CallParser:
     """Markers in the text in front of calls."""
     RAW_MARKERS: ClassVar[Markers] = Markers(())
     """Markers that end broken arguments."""
+    ENDS: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that end a call or a block of calls."""
+    ENDS_OF_REASONING: ClassVar[tuple[str, ...]] = ()
+    """Markers of calls that also end the reasoning before the answer."""
     SPECIAL: ClassVar[frozenset[str]] = frozenset()
     READER: ClassVar[type[JsonCallReader]] = JsonCallReader
     CALLS: ClassVar[Sequence[CallSyntax]]
@@ -100,7 +104,7 @@ class CallParser:
             assert self._reader is not None, "a call is being read"
             if not self._reader.started:
                 self._events.text(self._reader.raw)
-        elif self._phase != self._after:
+        elif self._phase != self._after and not (self._is_bare and self._rest_is_bare):
             self._events.text("".join(self._opening) + self._rest)
         self._events.finish()
         return self._events.drain()
@@ -113,8 +117,24 @@ class CallParser:
         self._on_marker(text[start:end])
         return end
 
+    @property
+    def _rest_is_bare(self) -> bool:
+        return any(token.startswith(self._rest.strip()) for token in self.SPECIAL)
+
+    @property
+    def _is_bare(self) -> bool:
+        """Nothing but special tokens was read of a call."""
+        opening = "".join(self._opening)
+        for token in self.SPECIAL:
+            opening = opening.replace(token, "")
+        return self._opening[:1] != [] and self._opening[0] in self.SPECIAL and not opening.strip()
+
     def _on_marker(self, marker: str) -> None:
         """Handle a marker in the text."""
+        if marker in self.ENDS:
+            self._on_end(marker)
+            return
+        self._awaits_end = False
         self._opening = [marker]
         self._phase = self._head
 
@@ -132,7 +152,18 @@ class CallParser:
         if char == "{":
             self._begin()
             return at
-        return self._skip(char, at) if char in SPACE else self._not_a_call(at)
+        return self._skip(char, at) if char in SPACE else self._no_call(text, at)
+
+    def _no_call(self, text: str, at: int) -> int:
+        """Drop an opening that a marker follows, and the end of its empty block; without a marker it is text."""
+        end = self.RAW_MARKERS.at(text, at) if self._is_bare else -1
+        if end == at:
+            return self._hold(text, at)
+        if end < at:
+            return self._not_a_call(at)
+        self._opening.clear()
+        self._phase = self._text
+        return end if text[at:end] in self.ENDS else at
 
     def _after(self, text: str, at: int) -> int:
         """Read on after a call; characters skipped here are dropped if the answer ends."""
@@ -152,6 +183,9 @@ class CallParser:
         """Read a name up to the object of its arguments."""
         char = text[at]
         if char != "{":
+            end = self.RAW_MARKERS.at(text, at)
+            if end >= at:
+                return self._hold(text, at) if end == at else self._no_call(text, at)
             self._skip(char, at)
             return at + 1 if len(self._opening) < 2 * MAX_NAME else self._not_a_call(at + 1)
         name = self._call_name("".join(self._opening))
@@ -181,6 +215,7 @@ class CallParser:
 
     def _read(self, reader: CallReader) -> None:
         self._opening.clear()
+        self._awaits_end = True
         self._reader = reader
         self._phase = self._call
 
@@ -200,6 +235,7 @@ class CallParser:
     def _break_off(self, reader: CallReader) -> None:
         if not reader.started:
             self._events.text(reader.raw)
+            self._awaits_end = False
             self._phase = self._text
         elif reader.complete:
             self._phase = self._after

@@ -28,19 +28,10 @@ class HermesParser(CallParser):
     """
 
     TEXT_MARKERS = RAW_MARKERS = Markers((HERMES_START, HERMES_END))
+    ENDS = frozenset({HERMES_END})
+    ENDS_OF_REASONING = (HERMES_START,)
     SPECIAL = frozenset({HERMES_START, HERMES_END})
     CALLS = (CallSyntax((HERMES_START, Slot.GAP, JsonCall(), Slot.GAP, HERMES_END), blocks=True),)
-
-    def _on_marker(self, marker: str) -> None:
-        if marker == HERMES_START:
-            self._awaits_end = False
-            super()._on_marker(marker)
-        else:
-            self._on_end(marker)
-
-    def _after(self, text: str, at: int) -> int:
-        self._awaits_end = True
-        return super()._after(text, at)
 
 
 class Llama3JsonParser(CallParser):

@@ -24,6 +24,7 @@ class Gemma4Parser(CallParser):
 
     TEXT_MARKERS = Markers((GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END))
     RAW_MARKERS = TEXT_MARKERS
+    ENDS = frozenset({_CALL_END})
     SPECIAL = frozenset({GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END, GEMMA.mark})
     CALLS = (CallSyntax((f"{GEMMA_CALL}call:", Slot.NAME, "{", Until(_CALL_END, inside=(GEMMA.mark,))), blocks=True),)
     _ENDS_OF_REASONING = Markers((_CHANNEL_END, GEMMA_CALL))
@@ -42,15 +43,12 @@ class Gemma4Parser(CallParser):
         return super().finish()
 
     def _on_marker(self, marker: str) -> None:
-        if marker == GEMMA_CALL:
-            self._awaits_end = False
-            super()._on_marker(marker)
-        elif marker == _CHANNEL:
+        if marker == _CHANNEL:
             self._held = ""
             self._in_thought = False
             self._phase = self._reasoning
-        elif marker == _CALL_END:
-            self._on_end(marker)
+        elif marker != _CHANNEL_END:
+            super()._on_marker(marker)
 
     def _reasoning(self, text: str, at: int) -> int:
         start, end = self._ENDS_OF_REASONING.find(text, at)
@@ -86,11 +84,7 @@ class Gemma4Parser(CallParser):
         return self._named(text, at)
 
     def _call_name(self, opening: str) -> str:
-        return opening.removeprefix(GEMMA_CALL).strip().removeprefix("call:").strip()
+        return opening.removeprefix(GEMMA_CALL).strip().removeprefix("call:").removeprefix(":").strip()
 
     def _arguments_reader(self) -> CallReader:
         return LiteralCallReader(self._events, GEMMA)
-
-    def _after(self, text: str, at: int) -> int:
-        self._awaits_end = True
-        return super()._after(text, at)

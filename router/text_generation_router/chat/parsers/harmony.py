@@ -32,13 +32,20 @@ _HEADERS: Final = (_START, HARMONY_CHANNEL, _MESSAGE, "to=")
 """Starts of a header."""
 _MAX_HEADER: Final = MAX_NAME + 128
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
-_ANALYSIS: Final = re.compile(r"<\|channel\|>\s*analysis\b")
+_ANALYSIS: Final = re.compile(r"<\|channel\|>\s*analysis")
+_WHOLE_HEADER: Final = re.compile(
+    r"\s*(?:<\|start\|>\w*)?\s*(?:to=[^\s<]+)?\s*<\|channel\|>\s*(?:analysis|commentary|final)"
+    r"(?:\s*to=[^\s<{]+)?\s*(?:<\|constrain\|>\s*\w+|json\b|code\b)?\s*"
+)
+_PARTS: Final = ("to=", "<|constrain|>", "json", "code")
+"""Starts of the parts of a header after the channel."""
 
 
 class HarmonyParser(CallParser):
     """Reads messages. A message to an unknown recipient, and text without a header, are text of the answer.
 
-    Messages of one kind that follow each other are separated by a newline. An incomplete header is dropped.
+    Messages of one kind that follow each other are separated by a newline. `<|message|>` may be missing. An incomplete header
+    is dropped.
     """
 
     TEXT_MARKERS = RAW_MARKERS = Markers((*_ENDS, _START, HARMONY_CHANNEL))
@@ -52,7 +59,7 @@ class HarmonyParser(CallParser):
             (" to=functions.", Slot.NAME, "<|channel|>commentary"),
         )
     )
-    _HEADER_ENDS = Markers((_MESSAGE, *_ENDS))
+    _HEADER_ENDS = Markers((_MESSAGE, *_ENDS, _START))
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
@@ -67,7 +74,8 @@ class HarmonyParser(CallParser):
 
     def finish(self) -> Sequence[Event]:
         if self._phase == self._header:
-            self._no_message(self._written + self._rest)
+            if not self._is_message(self._written + self._rest):
+                self._no_message(self._written + self._rest)
             self._phase = self._after
         elif self._phase == self._text:
             self._content(self._rest)
@@ -82,14 +90,17 @@ class HarmonyParser(CallParser):
         if not any(known.startswith(header[: len(known)]) for known in _HEADERS):
             return self._no_header(before, at)
         if len(self._written) > _MAX_HEADER:
-            return self._no_header(self._written[:_MAX_HEADER], at + _MAX_HEADER - len(before))
+            at += _MAX_HEADER - len(before)
+            written = self._written[:_MAX_HEADER]
+            return at if self._is_message(written) else self._no_header(written, at)
         if start == end:
             return self._hold(text, start)
         if text[start:end] == _MESSAGE:
             self._message(header)
         else:
-            self._no_message(self._written)
-            self._written = ""
+            if not self._is_message(self._written):
+                self._no_message(self._written)
+            self._on_marker(text[start:end])
         return end
 
     def _no_header(self, text: str, at: int) -> int:
@@ -114,6 +125,20 @@ class HarmonyParser(CallParser):
         self._separator = "\n" if self._last == emit else ""
         self._emit = emit
         self._phase = self._text
+
+    def _is_message(self, header: str) -> bool:
+        """Read a header without `<|message|>`, after whose parts the content follows; False if there is none."""
+        parts = _WHOLE_HEADER.match(header)
+        body = header[parts.end() :] if parts else ""
+        if not body or any(part.startswith(body) for part in _PARTS):
+            return False
+        self._message(header[: len(header) - len(body)])
+        at = self._call(body, 0) if self._phase == self._call else 0
+        if self._phase == self._raw:
+            self._events.arguments(body[at:])
+        else:
+            self._content(body[at:])
+        return True
 
     def _no_message(self, header: str) -> None:
         """Handle a header without a message: text, unless special tokens show that it is none."""

@@ -22,6 +22,7 @@ class PythonicParser(Llama3JsonParser):
     objects, as the templates of Llama 4 ask for."""
 
     TEXT_MARKERS = RAW_MARKERS = Markers((PYTHON_START, PYTHON_END))
+    ENDS = frozenset({PYTHON_END})
     SPECIAL = frozenset({PYTHON_START, PYTHON_END})
     CALLS = tuple(
         CallSyntax((Slot.NAME, "(", Slot.PYTHON_ARGUMENTS, ")"), (start, "["), (", ",), ("]", end))
@@ -37,13 +38,6 @@ class PythonicParser(Llama3JsonParser):
         if self._phase == self._python_name and not self._name and self._events.calls:
             self._phase = self._after
         return super().finish()
-
-    def _on_marker(self, marker: str) -> None:
-        if marker == PYTHON_END:
-            self._on_end(marker)
-        else:
-            self._awaits_end = False
-            super()._on_marker(marker)
 
     def _head(self, text: str, at: int) -> int:
         if text[at] != "[":
@@ -68,7 +62,6 @@ class PythonicParser(Llama3JsonParser):
         return self._skip(char, at)
 
     def _after(self, text: str, at: int) -> int:
-        self._awaits_end = True
         if not self._in_list:
             return super()._after(text, at)
         char = text[at]

@@ -19,7 +19,7 @@ class ReasoningParser:
     with the marker (`starts_inside`): then the answer starts in the reasoning and may repeat the marker.
     Dropped are whitespace before the start marker; newlines, no other whitespace, right after it (or at the start of the
     answer if the prompt has it); and newlines right before and after the end marker. Without an end marker nothing is
-    dropped at the end.
+    dropped at the end. A marker that starts the calls of the inner parser's format may end the reasoning too.
     """
 
     def __init__(
@@ -29,7 +29,8 @@ class ReasoningParser:
             raise ValueError("the markers of the reasoning must not be empty")
         self._inner = inner
         self._start = start
-        self._end = Markers((end,))
+        self._end = end
+        self._ends = Markers((end, *getattr(inner, "ENDS_OF_REASONING", ())))
         self._markers = inner.markers | {start, end}
         self._starts_inside = starts_inside
         self._rest = ""
@@ -82,11 +83,14 @@ class ReasoningParser:
         return self._phase(text)
 
     def _inside(self, text: str) -> list[Event]:
-        start, end = self._end.find(text, 0)
+        start, end = self._ends.find(text, 0)
         events = self._reason(text[:start])
         if start == end:
             self._rest = text[start:]
             return events
+        if text[start:end] != self._end:
+            self._phase = self._answer
+            return events + self._answer(text[start:])
         self._phase = self._after
         return events + self._after(text[end:])
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
-from text_generation_router.chat.parsers.readers import CallReader
+from text_generation_router.chat.parsers.readers import MAX_NAME, CallReader
 from text_generation_router.chat.parsers.syntax import CallSyntax, Pattern, Slot
 
 DEEPSEEK_CALLS: Final = "<｜tool▁calls▁begin｜>"
@@ -32,6 +32,7 @@ class SectionParser(CallParser):
 
     def __init_subclass__(cls) -> None:
         cls.TEXT_MARKERS = cls.RAW_MARKERS = Markers((*cls.SECTION, *cls.CALL))
+        cls.ENDS = frozenset((cls.SECTION[1], cls.CALL[1]))
         cls.SPECIAL = frozenset((*cls.SECTION, *cls.CALL, cls.SEPARATOR))
 
     def __init__(self, tools: Tools) -> None:
@@ -50,15 +51,15 @@ class SectionParser(CallParser):
             self._events.text(marker)
 
     def _head(self, text: str, at: int) -> int:
-        """Expect a call in its section."""
-        char = text[at]
-        if char in SPACE:
-            return self._skip(char, at)
+        """Expect a call in its section. Text before it is dropped."""
         end = self.TEXT_MARKERS.at(text, at)
         if end == at:
             return self._hold(text, at)
+        if end < at:
+            self._skip(text[at], at)
+            return at + 1 if len(self._opening) < MAX_NAME else self._not_a_call(at + 1)
         if text[at:end] != self.CALL[0]:
-            return self._not_a_call(at)
+            return self._no_call(text, at)
         self._opening.append(self.CALL[0])
         self._phase = self._named
         return end
@@ -105,6 +106,7 @@ class KimiParser(SectionParser):
     """Kimi K2, whose calls have an id: `functions.NAME:0`."""
 
     SECTION = (KIMI_CALLS, "<|tool_calls_section_end|>")
+    ENDS_OF_REASONING = (KIMI_CALLS,)
     CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
     SEPARATOR = "<|tool_call_argument_begin|>"
     CALLS = (

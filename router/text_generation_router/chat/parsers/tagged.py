@@ -95,7 +95,9 @@ class TaggedParser(CallParser):
     TAGS: ClassVar[Tags]
 
     def __init_subclass__(cls) -> None:
-        cls.TEXT_MARKERS = cls.TAGS.in_text
+        cls.TEXT_MARKERS = cls.RAW_MARKERS = cls.TAGS.in_text
+        cls.ENDS = frozenset({cls.TAGS.block_end})
+        cls.ENDS_OF_REASONING = (cls.TAGS.block,)
         cls.SPECIAL = cls.TAGS.all
         cls.CALLS = (cls.TAGS.syntax,)
 
@@ -127,15 +129,10 @@ class TaggedParser(CallParser):
         return super().finish()
 
     def _on_marker(self, marker: str) -> None:
-        tags = self.TAGS
-        if marker == tags.block_end:
-            self._on_end(marker)
-            return
-        if marker == tags.block:
-            self._awaits_end = False
-        self._opening = [marker]
         self._word = ""
-        self._phase = self._name if marker == tags.call or not tags.call else self._head
+        super()._on_marker(marker)
+        if marker == (self.TAGS.call or self.TAGS.block):
+            self._phase = self._name
 
     def _head(self, text: str, at: int) -> int:
         """Expect the tag of a call in its block."""
@@ -145,7 +142,7 @@ class TaggedParser(CallParser):
         if end == at:
             return self._hold(text, at)
         if end < 0:
-            return self._not_a_call(at)
+            return self._no_call(text, at)
         self._opening.append(text[at:end])
         self._phase = self._name
         return end
@@ -162,7 +159,7 @@ class TaggedParser(CallParser):
             return self._hold(text, start)
         name = _unquoted(self._word)
         if name not in self._tools:
-            return self._not_a_call(start)
+            return self._no_call(text, start)
         self._opening.clear()
         self._events.start(name)
         self._schema = self._tools[name]
@@ -339,7 +336,6 @@ class MiniMaxParser(TaggedParser):
         call=("<invoke name=", ">", "</invoke>"),
         key=("<parameter name=", ">"),
         value=("", "</parameter>"),
-        lines=True,
         quote='"',
     )
 
