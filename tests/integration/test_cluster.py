@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from bisect import bisect_left
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Replicas:
     cluster: Cluster
     shards: list[ServedShard]
     engines: list[EchoEngine]
+    metrics: StepMetrics
     requests: int = 0
 
     def submit(self, new: int, **service: float) -> Listener:
@@ -73,7 +75,8 @@ class Replicas:
 async def two_replicas(
     folder: Path, max_batch_size: int = 64, hang_timeout_s: float = HANG_TIMEOUT_S
 ) -> AsyncIterator[Replicas]:
-    cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=0), StepMetrics(Registry()), hang_timeout_s)
+    metrics = StepMetrics(Registry())
+    cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=0), metrics, hang_timeout_s)
     engines = [EchoEngine.build(ShardConfig(engine="echo", echo_step_ms=2)) for _ in range(2)]
     addresses = [f"unix://{folder}/shard-{number}" for number in range(2)]
     limits = WarmUpLimits()
@@ -89,7 +92,7 @@ async def two_replicas(
         async with asyncio.timeout(20):
             while cluster.scheduler.stats().serving_replicas < 2:  # noqa: ASYNC110 - `opened` waits for the first one only
                 await asyncio.sleep(0)
-        yield Replicas(cluster, shards, engines)
+        yield Replicas(cluster, shards, engines, metrics)
 
 
 async def test_requests_are_spread_by_load(tmp_path: Path) -> None:
@@ -128,6 +131,7 @@ async def test_requests_of_a_lost_shard_continue_with_their_next_token(tmp_path:
             await listener.over.wait()
         assert [listener.tokens for listener in listeners] == [[1, 2, 3] * 100] * 8
         assert replicas.cluster.scheduler.stats().moves == 4
+        assert sum(replicas.metrics.token_gaps.of().counts) == 8 * 299
 
 
 async def test_a_shard_that_drains_keeps_its_requests_and_is_left_after_the_last(tmp_path: Path) -> None:
@@ -172,6 +176,9 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
         await first[0].over.wait()
         assert stats().moves == 1
         resume.set()
+        gaps = replicas.metrics.token_gaps.of()
+        long = sum(gaps.counts[bisect_left(gaps.bounds, replica.HANGS_AFTER_S) :])
+        assert (sum(gaps.counts), long) == (2 * 299 + 3 * 19, 1), "the gap of the request that moved"
         assert [listener.tokens for listener in first] == [[1, 2, 3] * 100] * 2
 
 

@@ -27,7 +27,9 @@ TOKEN_GAP_BUCKETS = (
     *(0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
-"""Seconds. Above a tenth a sequence was held up: a long prompt, a full KV cache, a preemption."""
+"""Seconds. Above a tenth a sequence was held up: a long prompt, a full KV cache, a preemption, a lost replica."""
+MIN_SWEEP = 1024
+"""Requests without a token in the last step above which those that ended are looked for."""
 
 _DRAFTING = (
     (
@@ -96,8 +98,7 @@ class StepMetrics:
         self.prompt_tokens = registry.add(Counter("text_generation_prompt_tokens_total", "Prompt tokens computed"))
         self.new_tokens = registry.add(Counter("text_generation_generated_tokens_total", "New tokens delivered"))
         self._drafting = [registry.add(Counter(name, documentation)) for documentation, name in _DRAFTING]
-        self._gaps: dict[int, TokenGaps] = {}
-        """By replica."""
+        self._gaps = TokenGaps(self.token_gaps)
         self._engine_queued: dict[int, int] = {}
         """By replica: requests in the queue of its engine, as of its last report."""
         registry.add(
@@ -110,19 +111,17 @@ class StepMetrics:
 
         self.gpus = registry.add(GpuMetrics())
 
-    def on_session(self, replica: int) -> None:
-        self._gaps.setdefault(replica, TokenGaps(self.token_gaps))
-
     def on_loss(self, replica: int) -> None:
+        self._gaps.lost(replica)
         self._engine_queued.pop(replica, None)
         self.gpus.remove(replica)
-
-    def on_removal(self, replica: int) -> None:
-        self._gaps.pop(replica, None)
 
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
         if orders.placements:
             self._next_size.observe(len(orders.placements))
+            for placement in orders.placements:
+                if placement.generated:
+                    self._gaps.leave_out(placement.request.id)
         if orders.join_reason is not None:
             self._concat.add(orders.join_reason.value)
             self._concat_duration.of(DECODE).observe(seconds)
@@ -140,7 +139,7 @@ class StepMetrics:
         if record.steps:  # 0: the report only acknowledges orders
             self._step(record, PREFILL if report.prefilled_slots else DECODE)
         if tokens := record.deliveries.tokens:
-            self._gaps[record.replica].step(record.received, {token[0] for token in tokens}, record.alive)
+            self._gaps.step(record.replica, record.received, {token[0] for token in tokens}, record.alive)
             self._tokens(record.deliveries, one_each=not report.token_counts)
 
     def _step(self, record: StepRecord, method: str) -> None:
@@ -171,43 +170,49 @@ class StepMetrics:
 
 
 class TokenGaps:
-    """Inter-token latency of the requests of one replica: exact, at a cost per step and not per token.
+    """Inter-token latency: exact, at a cost per step and not per token.
 
-    Requests that got a token in two consecutive steps all waited the time between the two reports, and are counted
-    together. A request left out of a step (no free KV block, preempted) is remembered with the time of its last token
-    until it gets another one, so that long gaps are measured too.
+    Requests that got a token in two consecutive steps of a replica all waited the time between the two reports, and are
+    counted together. A request left out of a step (no free KV block, preempted, its replica lost) is remembered with the
+    time of its last token until it gets another one, on any replica, so that long gaps are measured too.
     """
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
-        self._previous: set[RequestId] = set()
-        """Requests that got a token in the last step."""
-        self._at = 0.0
-        """Time of the last step."""
+        self._last: dict[int, tuple[float, set[RequestId]]] = {}
+        """By replica: the time of its last step, and the requests that got a token in it."""
         self._left_out: dict[RequestId, float] = {}
-        """Time of the last token of running requests that were not in the last step."""
+        """Time of the last token of requests that were not in the last step of their replica. Some may have ended."""
+        self._sweep_above = MIN_SWEEP
 
     @property
     def tracked(self) -> int:
         """Number of requests remembered apart."""
         return len(self._left_out)
 
-    def step(self, now: float, served: set[RequestId], alive: Container[RequestId]) -> None:
+    def step(self, replica: int, now: float, served: set[RequestId], alive: Container[RequestId]) -> None:
         """Record a step with new tokens for `served`; keeps that set. `alive`: requests that continue."""
-        if together := len(served & self._previous):
-            self._histogram.observe(now - self._at, together)
+        at, previous = self._last.get(replica, (now, set()))
+        if together := len(served & previous):
+            self._histogram.observe(now - at, together)
         if self._left_out:
-            self._resume(now, served, alive)
-        if together < len(self._previous):
-            for request_id in self._previous - served:
-                if request_id in alive:
-                    self._left_out[request_id] = self._at
-        self._previous, self._at = served, now
+            for request_id in self._left_out.keys() & served:
+                self._histogram.observe(now - self._left_out.pop(request_id))
+            if len(self._left_out) > self._sweep_above:
+                self._left_out = {each: at for each, at in self._left_out.items() if each in alive}
+                self._sweep_above = max(MIN_SWEEP, 2 * len(self._left_out))
+        if together < len(previous):
+            self._left_out.update((each, at) for each in previous - served if each in alive)
+        self._last[replica] = now, served
 
-    def _resume(self, now: float, served: set[RequestId], alive: Container[RequestId]) -> None:
-        for request_id, at in list(self._left_out.items()):
-            if request_id in served:
-                self._histogram.observe(now - at)
-            elif request_id in alive:
-                continue
-            del self._left_out[request_id]
+    def leave_out(self, request_id: RequestId) -> None:
+        """Remember a request apart: it was preempted, and may get its next token on another replica."""
+        for at, previous in self._last.values():
+            if request_id in previous:
+                previous.remove(request_id)
+                self._left_out[request_id] = at
+
+    def lost(self, replica: int) -> None:
+        """Remember all requests of a replica apart: its session ended."""
+        at, previous = self._last.pop(replica, (0.0, ()))
+        self._left_out.update(dict.fromkeys(previous, at))

@@ -260,7 +260,6 @@ class Cluster(Generic[Receiver]):
         log.info("shard left", replica=member.number, address=member.address)
         del self._members[member.address], self._by_number[member.number]
         self._listeners.failures(self.scheduler.remove(member.number).failed)
-        self._context.observer.on_removal(member.number)
         self.dispatch()
         self._reconcile()  # it may be a member again
 

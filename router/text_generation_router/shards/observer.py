@@ -31,16 +31,8 @@ class StepRecord(NamedTuple):
 class StepObserver(Protocol):
     """Observes sessions, orders and reports of all replicas. Called on the event loop; must neither block nor raise."""
 
-    def on_session(self, replica: int) -> None:
-        """Handle that a session began."""
-        ...
-
     def on_loss(self, replica: int) -> None:
         """Handle that a session ended."""
-        ...
-
-    def on_removal(self, replica: int) -> None:
-        """Handle that a replica, which has no session, will not come back."""
         ...
 
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:

@@ -126,7 +126,6 @@ class ReplicaSession:
         opened = False
         try:
             await client.opened(call)
-            context.observer.on_session(self._number)
             context.listeners.failures(context.scheduler.open(self._number, info.spec).failed)
             opened = True
             if self._unwanted:

@@ -64,7 +64,6 @@ LABELS = {
 def some_metrics() -> Metrics:
     scheduler = Scheduler(Policy(64, 8))
     metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
-    metrics.steps.on_session(0)
     return metrics
 
 

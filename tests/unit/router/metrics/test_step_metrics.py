@@ -21,7 +21,6 @@ def registry() -> Registry:
 @pytest.fixture
 def metrics(registry: Registry) -> StepMetrics:
     metrics = StepMetrics(registry)
-    metrics.on_session(0)
     return metrics
 
 
