@@ -105,7 +105,8 @@ class RouterSettings(SharedSettings, ShardAccess):
     model_id: str = ""
     """Name to report for the model; default: the folder."""
     served_model_name: CommaList = ()
-    """Further names of the model, with commas between. A request for any other model is rejected."""
+    """Further names of the model, with commas between; /v1/models lists them first. A request for any other model is rejected.
+    `*`: none is."""
     revision: str | None = None
     """Revision of the model: a branch, tag or commit."""
     hostname: str = "0.0.0.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -91,10 +92,15 @@ def test_streamed_tools(client: Anthropic) -> None:
 
 
 def test_models(client: Anthropic, server: Server) -> None:
-    (model,) = client.models.list(limit=1)
-    assert (model.id, model.type, model.display_name) == (server.model, "model", server.model)
-    assert client.models.retrieve(server.model) == model
-    with pytest.raises(anthropic.NotFoundError, match="The model `gpt-5` does not exist") as refused:
+    folder = Path(server.model)
+    model, by_path = client.models.list(limit=1)
+    assert (model.id, model.type, model.display_name) == (folder.name, "model", folder.name)
+    assert by_path.id == server.model
+    assert client.models.retrieve(folder.name) == model
+    assert int(model.created_at.timestamp()) == int((folder / "tokenizer.json").stat().st_mtime)
+    with pytest.raises(
+        anthropic.NotFoundError, match=f"`gpt-5` does not exist. This server has `{folder.name}`"
+    ) as refused:
         client.models.retrieve("gpt-5")
     assert refused.value.type == "not_found_error"
 

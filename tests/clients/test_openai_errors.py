@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -39,8 +40,10 @@ def test_overloaded_server(openai_client: OpenAI, server: Server) -> None:
 
 
 def test_models(openai_client: OpenAI, server: Server) -> None:
-    (model,) = openai_client.models.list().data
-    assert (model.id, model.object) == (server.model, "model")
-    assert openai_client.models.retrieve(server.model) == model
-    with pytest.raises(openai.NotFoundError, match="The model `gpt-5` does not exist"):
+    model, by_path = openai_client.models.list().data
+    assert (model.id, model.object, by_path.id) == (Path(server.model).name, "model", server.model)
+    assert model.model_extra is not None
+    assert model.model_extra["max_model_len"] == 1024
+    assert openai_client.models.retrieve(server.model) == by_path
+    with pytest.raises(openai.NotFoundError, match=f"`gpt-5` does not exist. This server has `{model.id}`"):
         openai_client.models.retrieve("gpt-5")

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from api_settings import api_settings
 from every_dialect import VERBATIM
-from http_stack import Stack, serve
+from http_stack import LIMITS, Stack, serve
 
 from text_generation_router.api.tgi.service import MAX_IDS
 
 TEXT = "Grüße, 世界! <|im_end|>\n"
+CREATED = 1767323045
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    settings = {"served_model_name": "nick/name"}
+    settings = {"served_model_name": "nick/name", "created": CREATED}
     async with serve(demo_model, chat_template=VERBATIM, settings=settings) as stack:
         yield stack
 
@@ -82,17 +84,52 @@ async def test_detokenize_takes_known_ids(stack: Stack) -> None:
 
 async def test_models_lists_the_served_model(stack: Stack) -> None:
     def listed(name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "echo", "root": "echo", "parent": None}
+        model = {"id": name, "object": "model", "created": CREATED, "owned_by": "echo", "root": "echo", "parent": None}
+        return model | {"max_model_len": 2048}
 
     async with stack.client.get("/v1/models") as response:
-        assert await response.json() == {"object": "list", "data": [listed("echo"), listed("nick/name")]}
-    for name, model in (("echo", "echo"), ("tgi", "echo"), ("nick/name", "nick/name")):
+        assert await response.json() == {"object": "list", "data": [listed("nick/name"), listed("echo")]}
+    for name, model in (("echo", "echo"), ("tgi", "nick/name"), ("nick/name", "nick/name")):
         async with stack.client.get(f"/v1/models/{name}") as response:
             assert await response.json() == listed(model)
     async with stack.client.get("/v1/models/some/other") as response:
         assert response.status == 404
         error = (await response.json())["error"]
-        assert (error["message"], error["code"]) == ("The model `some/other` does not exist", "model_not_found")
+        said = "The model `some/other` does not exist. This server has `nick/name`, `echo`"
+        assert (error["message"], error["code"]) == (said, "model_not_found")
+
+
+async def test_names_that_are_paths_are_listed_after_those_that_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients take the first name of the list."""
+    monkeypatch.chdir(tmp_path)
+    for model_id, served, names in (
+        ("/data/demo/", "", ["demo"]),
+        ("/data/demo", "gpt-4o,*", ["gpt-4o", "demo"]),
+        ("~/demo", "", ["demo"]),
+        ("models/demo", "", ["demo"]),
+        ("org/demo", "gpt-4o", ["gpt-4o"]),
+    ):
+        folder = str(tmp_path / "models" / "demo")  # as the launcher writes it
+        settings = api_settings(LIMITS, model_id=model_id, model_path=folder, served_model_name=served)
+        assert settings.model_names == (*names, model_id)
+        assert all(map(settings.serves, settings.model_names))
+
+
+async def test_a_server_of_any_name_takes_every_model_and_answers_with_that_name(demo_model: Path) -> None:
+    async with serve(demo_model, settings={"served_model_name": "*,nick/name"}) as stack:
+        for path, body in BY_MODEL.items():
+            for model in ("gpt-4o", "claude-opus-5", "some/other", "nick/name"):
+                status, reply = await post(stack, path, body | {"model": model})
+                assert status == 200, reply
+                if "model" in reply:
+                    assert reply["model"] == model
+        for headers in ({}, {"anthropic-version": "2023-06-01"}):
+            async with stack.client.get("/v1/models", headers=headers) as response:
+                assert [model["id"] for model in (await response.json())["data"]] == ["nick/name", "echo"]
+            async with stack.client.get("/v1/models/gpt-4o", headers=headers) as response:
+                assert (await response.json())["id"] == "gpt-4o"
 
 
 async def test_anthropics_clients_get_the_models_and_errors_in_its_form(stack: Stack) -> None:
@@ -106,20 +143,20 @@ async def test_anthropics_clients_get_the_models_and_errors_in_its_form(stack: S
             "type": "model",
             "id": name,
             "display_name": name,
-            "created_at": "1970-01-01T00:00:00Z",
+            "created_at": "2026-01-02T03:04:05Z",
             "lifecycle": "active",
             "max_input_tokens": 1024,
             "max_tokens": 2048,
         }
 
-    both = {"data": [card("echo"), card("nick/name")], "has_more": False, "first_id": "echo", "last_id": "nick/name"}
-    first = {"data": [card("echo")], "has_more": True, "first_id": "echo", "last_id": "echo"}
-    last = {"data": [card("nick/name")], "has_more": False, "first_id": "nick/name", "last_id": "nick/name"}
+    both = {"data": [card("nick/name"), card("echo")], "has_more": False, "first_id": "nick/name", "last_id": "echo"}
+    first = {"data": [card("nick/name")], "has_more": True, "first_id": "nick/name", "last_id": "nick/name"}
+    last = {"data": [card("echo")], "has_more": False, "first_id": "echo", "last_id": "echo"}
     assert await get("/v1/models") == (200, both)
     assert await get("/v1/models?limit=1") == (200, first)
-    assert await get("/v1/models?limit=1&after_id=echo") == (200, last)
-    assert await get("/v1/models?before_id=nick/name") == (200, first | {"has_more": False})
-    assert await get("/v1/models/tgi") == (200, card("echo"))
+    assert await get("/v1/models?limit=1&after_id=nick/name") == (200, last)
+    assert await get("/v1/models?before_id=echo") == (200, first | {"has_more": False})
+    assert await get("/v1/models/echo") == (200, card("echo"))
     for path, status, kind in (
         ("/v1/models/other", 404, "not_found_error"),
         ("/v1/nowhere", 404, "not_found_error"),

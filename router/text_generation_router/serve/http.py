@@ -201,7 +201,8 @@ def _settings(config: RouterConfig, limits: Limits, rates: RateCounter) -> Setti
         keys = ApiKeys.of(config, rates)
     except ValueError as error:
         raise CannotServe(str(error)) from error
-    return Settings(limits, config, keys, VERSION)
+    created = int((Path(config.model_path) / "tokenizer.json").stat().st_mtime)
+    return Settings(limits, config, keys, VERSION, created=created)
 
 
 def _reload_keys(keys: ApiKeys) -> None:

@@ -97,7 +97,7 @@ await run({
   },
 
   async models() {
-    assert.deepEqual((await all(client.models.list())).map((one) => one.id), [model]);
+    assert.deepEqual((await all(client.models.list())).map((one) => one.id), [model.split("/").at(-1), model]);
     assert.equal((await client.models.retrieve(model)).id, model);
     await assert.rejects(client.models.retrieve("gpt-5"), OpenAI.NotFoundError);
   },

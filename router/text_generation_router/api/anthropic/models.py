@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Literal
 
 from aiohttp import web
@@ -22,7 +23,7 @@ class ModelCard(ResponseBody):
     id: str
     display_name: str
     created_at: str
-    """Anthropic's value for an unknown date: the epoch."""
+    """Time of the model's files."""
     lifecycle: Literal["active"]
     max_input_tokens: int
     max_tokens: int
@@ -59,12 +60,12 @@ class ModelPageRoutes:
         return json_response(self._card(self._serving.listed_name(request.match_info["model"])))
 
     def _card(self, name: str) -> ModelCard:
-        limits = self._serving.settings.limits
+        limits, created = self._serving.settings.limits, self._serving.settings.created
         return {
             "type": "model",
             "id": name,
             "display_name": name,
-            "created_at": "1970-01-01T00:00:00Z",
+            "created_at": f"{datetime.fromtimestamp(created, UTC):%Y-%m-%dT%H:%M:%SZ}",
             "lifecycle": "active",
             "max_input_tokens": limits.max_input_tokens,
             "max_tokens": limits.max_total_tokens,

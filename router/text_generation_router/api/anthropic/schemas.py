@@ -149,7 +149,7 @@ class CountTokensBody(Body):
     """Body of /v1/messages/count_tokens: the fields that shape the prompt."""
 
     model: ModelName | None = None
-    """The name of the model. Every name is accepted: the server has one model."""
+    """The name of the model or of an adapter, as /v1/models lists it."""
     messages: Annotated[list[InputMessage], FailFast(), Field(max_length=MAX_MESSAGES)]
     """The conversation so far. The answer continues the last message if it is the assistant's."""
     system: str | TextBlocks | None = None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import islice, repeat
 
 from aiohttp import web
 
@@ -35,6 +35,9 @@ from text_generation_router.request import LogprobJson, QualityOfService, Reques
 from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
+
+MAX_LISTED = 10
+"""Names that the error for an unknown one lists."""
 
 
 class Collector(Sink):
@@ -115,7 +118,8 @@ class Serving:
         """Return the adapter that a request's model names; "" if it names the model itself. Raises ModelNotFound."""
         if model in self.cluster.adapters:
             return str(model)
-        self.settings.check_model(model)
+        if not self.settings.serves(model):
+            raise _not_found("model", model, self.model_names)
         return ""
 
     @property
@@ -125,15 +129,13 @@ class Serving:
 
     def listed_name(self, name: str) -> str:
         """Return the listed name of the model that a request names. Raises ModelNotFound."""
-        if name in self.model_names:
-            return name
-        self.settings.check_model(name)
-        return self.settings.model_id
+        self.adapter_of(name)
+        return name if name in self.model_names or self.settings.takes_any_name else self.settings.model_names[0]
 
     def check_adapter(self, name: str | None) -> None:
         """Raise ModelNotFound if a request of TGI's dialect names an adapter that is not loaded. "" and None name none."""
         if name and name not in self.cluster.adapters:
-            raise ModelNotFound(f"The adapter `{name}` does not exist")
+            raise _not_found("adapter", name, self.cluster.adapters)
 
     def take_permits(
         self, records: Sequence[GenerationRecord], count: int, *asked: QosFields | None
@@ -197,6 +199,16 @@ class Serving:
         """Return a response that streams events."""
         settings = self.settings
         return EventStream(request, headers, settings.keep_alive_s, settings.config.max_unread_bytes, error_event)
+
+
+def _not_found(kind: str, name: str | None, known: Collection[str]) -> ModelNotFound:
+    """Return the error for a name that is not one of `known`, with the first of those."""
+    text = f"The {kind} `{name}` does not exist"
+    if known:
+        text += ". This server has " + ", ".join(f"`{each}`" for each in islice(known, MAX_LISTED))
+    if len(known) > MAX_LISTED:
+        text += f" and {len(known) - MAX_LISTED} more"
+    return ModelNotFound(text)
 
 
 def raise_failure(collectors: Sequence[Collector]) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from text_generation_router.api.http.body_reader import BODY_S
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.config import RouterConfig
-from text_generation_router.errors import ModelNotFound
 
 MODEL_ALIAS = "tgi"
 """The name that TGI's clients give to any model."""
 PLACEHOLDERS = frozenset({MODEL_ALIAS, "dummy", "default", "model"})
 """Names that clients send where a server has one model: TGI's clients, huggingface_hub, SGLang's and other examples."""
+ANY_NAME = "*"
+"""As one of `--served-model-name`: requests may name any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Settings:
     """Seconds of silence on a stream after which a comment is sent."""
     body_s: float = BODY_S
     """Seconds by which a request body may be late."""
+    created: int = 0
+    """Time of the model's files, in seconds since 1970."""
 
     @property
     def separate_tenants(self) -> bool:
@@ -65,21 +69,38 @@ class Settings:
         """Name of the model in responses."""
         return self.config.model_id or self.config.model_path
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound if a request names a model that is not served.
+    @property
+    def takes_any_name(self) -> bool:
+        """True if a request may name any model, and this one answers."""
+        return ANY_NAME in self.config.served_model_name
+
+    def serves(self, name: str | None) -> bool:
+        """Return True if a request that names this model is for it.
 
         None, "", placeholders, single letters, as load generators send them, and the URL of the server, as
         @huggingface/inference sends it, name no model. The last part of the model's name may stand for it.
         """
         if not name or len(name) == 1 or name in PLACEHOLDERS or name.startswith(("http://", "https://")):
-            return
-        if name not in (*self.model_names, self.config.model_path, self.model_id.rstrip("/").rpartition("/")[2]):
-            raise ModelNotFound(f"The model `{name}` does not exist")
+            return True
+        config = self.config
+        names = (self.model_id, self._short_name, config.model_path, *config.served_model_name)
+        return name in names or self.takes_any_name
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The model's own name and the operator's others."""
-        return (self.model_id, *self.config.served_model_name)
+        """The operator's names of the model, then its own; before one that is a path, the last part of it.
+
+        Clients take the first one of a list.
+        """
+        names = [name for name in self.config.served_model_name if name != ANY_NAME]
+        folder = Path(self.config.model_path).absolute()
+        if self.model_id.startswith(("/", "~")) or Path(self.model_id).absolute() == folder:
+            names.append(self._short_name)
+        return (*names, self.model_id)
+
+    @property
+    def _short_name(self) -> str:
+        return self.model_id.rstrip("/").rpartition("/")[2]
 
     @property
     def fingerprint(self) -> str:

@@ -16,12 +16,14 @@ class ModelAnswer(ResponseBody):
     id: str
     object: Literal["model"]
     created: int
-    """0, as in TGI."""
+    """Time of the model's files, in seconds since 1970."""
     owned_by: str
     root: str
     """The model that computes it."""
     parent: str | None
     """The model that an adapter changes; null for the model itself."""
+    max_model_len: int
+    """The most tokens of a prompt and its answer; vLLM's name."""
 
 
 class ModelsAnswer(ResponseBody):
@@ -47,6 +49,14 @@ class ModelRoutes:
         return json_response(self._listed(self._serving.listed_name(request.match_info["model"])))
 
     def _listed(self, name: str) -> ModelAnswer:
-        base = self._serving.settings.model_id
-        parent = base if name in self._serving.cluster.adapters else None
-        return {"id": name, "object": "model", "created": 0, "owned_by": base, "root": base, "parent": parent}
+        settings = self._serving.settings
+        base = settings.model_id
+        return {
+            "id": name,
+            "object": "model",
+            "created": settings.created,
+            "owned_by": base,
+            "root": base,
+            "parent": base if name in self._serving.cluster.adapters else None,
+            "max_model_len": settings.limits.max_total_tokens,
+        }
