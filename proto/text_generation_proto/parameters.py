@@ -43,7 +43,7 @@ class Range:
     def rule(self) -> str:
         """TGI's words for the range."""
         if self.maximum == inf:
-            return "must be strictly positive"
+            return "must be strictly positive" if self.exclusive or self.minimum > 0 else f"must be >= {self.minimum}"
         if self.exclusive:
             return f"must be > {self.minimum} and < {self.maximum}"
         return f"must be >= {self.minimum} and <= {self.maximum}"
@@ -70,12 +70,16 @@ class Parameter:
     """The name in the request bodies of each API that has it."""
     samples: bool
     """True if it shapes the draw of a token: TGI samples if it is set, OpenAI ignores it at temperature 0."""
-    off: Range | None
-    """Values that mean the neutral one in the APIs of OpenAI and Anthropic."""
+    open: Range | None
+    """Allowed values in the APIs of OpenAI and Anthropic; those outside of `range` have a meaning of their own there."""
 
     def allows(self, value: float) -> bool:
         """Return True if `value` is neutral or in range."""
         return value == self.neutral or self.range is None or value in self.range
+
+    def allowed(self, api: Api) -> Range | None:
+        """Return the allowed values in an API; None: any."""
+        return self.range if api is Api.TGI or self.open is None else self.open
 
     def label(self, api: Api) -> str:
         """Return the name as messages to clients of `api` write it."""
@@ -88,7 +92,7 @@ def parameter(
     values: Range | None = None,
     *,
     samples: bool = False,
-    off: Range | None = None,
+    open: Range | None = None,
     **names: str,
 ) -> T:
     """Define a dataclass field that is a request parameter.
@@ -98,7 +102,7 @@ def parameter(
     if (openai := names.pop("openai", None)) is not None:
         names = {"chat": openai, "completions": openai, "responses": openai} | names
     by_api = {Api(api): name for api, name in names.items()}
-    metadata = {"range": values, "names": by_api, "samples": samples, "off": off}
+    metadata = {"range": values, "names": by_api, "samples": samples, "open": open}
     defined: T = field(default=neutral, metadata=metadata)
     return defined
 

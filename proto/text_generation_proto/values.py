@@ -81,14 +81,16 @@ class Sampling:
 
     greedy: bool = True
     temperature: float = parameter(
-        1.0, POSITIVE, samples=True, tgi="temperature", openai="temperature", anthropic="temperature"
+        1.0, POSITIVE, samples=True, open=Range(0.0), tgi="temperature", openai="temperature", anthropic="temperature"
     )
     repetition_penalty: float = parameter(1.0, POSITIVE, tgi="repetition_penalty", openai="repetition_penalty")
     frequency_penalty: float = parameter(0.0, PENALTY, tgi="frequency_penalty")
     """TGI's: minus f · count / length, over prompt and output."""
-    top_p: float = parameter(1.0, SHARE, samples=True, off=Range(1.0), tgi="top_p", openai="top_p", anthropic="top_p")
+    top_p: float = parameter(
+        1.0, SHARE, samples=True, open=Range(0.0, 1.0), tgi="top_p", openai="top_p", anthropic="top_p"
+    )
     typical_p: float = parameter(1.0, SHARE, samples=True, tgi="typical_p")
-    top_k: int = parameter(0, Range(1), samples=True, off=Range(-1, 0), tgi="top_k", openai="top_k", anthropic="top_k")
+    top_k: int = parameter(0, Range(1), samples=True, open=Range(-1), tgi="top_k", openai="top_k", anthropic="top_k")
     watermark: bool = parameter(False, tgi="watermark")  # noqa: FBT003 - its neutral value
     seed: int | None = parameter(0, tgi="seed", openai="seed")
     """None: the engine takes no seed and the client asked for none. The wire has 0 for it."""

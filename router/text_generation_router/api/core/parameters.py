@@ -119,13 +119,18 @@ def open_sampling(
     logit_bias: Mapping[TokenId, float] | None = None,
     allowed_token_ids: Sequence[TokenId] | None = None,
 ) -> Sampling:
-    """Return the sampling of OpenAI and Anthropic: greedy at temperature 0; a filter that keeps all tokens is off."""
+    """Return the sampling of OpenAI and Anthropic: greedy at temperature or `top_p` 0; a filter that keeps all is off."""
     given = {"seed": None, **given_sampling(body, api)}
-    greedy = given.get("temperature") == 0.0
+    greedy = 0.0 in (given.get("temperature"), given.get("top_p"))
     for parameter in SAMPLING_PARAMETERS:
-        is_off = parameter.off is not None and given.get(parameter.field, nan) in parameter.off
-        if is_off or (greedy and parameter.samples):
-            given.pop(parameter.field, None)
+        allowed, value = parameter.allowed(api), given.get(parameter.field, nan)
+        if (
+            allowed
+            and parameter.range
+            and value in allowed
+            and (value not in parameter.range or (greedy and parameter.samples))
+        ):
+            del given[parameter.field]
     if given["seed"] is not None:
         given["seed"] %= 2**64
     biases = logit_bias or {}
@@ -188,7 +193,8 @@ def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, l
 def _check_ranges(options: GenerationOptions, parameters: Sequence[Parameter]) -> None:
     for parameter in parameters:
         if parameter.range is not None and not parameter.allows(getattr(options.sampling, parameter.field)):
-            raise InvalidRequest(f"{parameter.label(options.api)} {parameter.range.rule}")
+            allowed = parameter.allowed(options.api) or parameter.range
+            raise InvalidRequest(f"{parameter.label(options.api)} {allowed.rule}")
 
 
 def check_token_ids(name: str, ids: Sequence[TokenId], limits: Limits) -> None:

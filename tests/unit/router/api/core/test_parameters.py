@@ -174,8 +174,8 @@ def test_every_parameter_of_openais_bodies_reaches_the_options() -> None:
     ("fields", "sampling"),
     [
         ({"temperature": 0, "top_p": 0.5, "top_k": 5, "seed": 3}, Sampling(seed=3)),
-        ({"temperature": 0, "top_p": -1, "top_k": -5}, Sampling(seed=None)),
-        ({"top_p": 1.5, "top_k": -1}, Sampling(greedy=False, seed=None)),
+        ({"top_p": 0, "temperature": 0.5}, Sampling(seed=None)),
+        ({"top_p": 1.0, "top_k": -1}, Sampling(greedy=False, seed=None)),
         ({"top_p": 1.0, "top_k": 0}, Sampling(greedy=False, seed=None)),
         ({"logit_bias": [1.0]}, Sampling(greedy=False, seed=None)),
     ],
@@ -221,10 +221,11 @@ def test_every_parameter_of_anthropics_bodies_reaches_the_options() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.5}, "`temperature` must be strictly positive"),
+        ({"temperature": -0.5}, "`temperature` must be >= 0.0"),
         ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
-        ({"top_p": 0}, "`top_p` must be > 0.0 and < 1.0"),
-        ({"top_k": -2}, "`top_k` must be strictly positive"),
+        ({"top_p": 2, "temperature": 0}, "`top_p` must be >= 0.0 and <= 1.0"),
+        ({"top_p": -1}, "`top_p` must be >= 0.0 and <= 1.0"),
+        ({"top_k": -2}, "`top_k` must be >= -1"),
         ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
         ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
         ({"min_p": 1.5}, "`min_p` must be >= 0.0 and <= 1.0"),
