@@ -1,15 +1,25 @@
-"""Requests that schemathesis makes from the OpenAPI document: no 5xx, no undocumented answer, no valid one refused."""
+"""Requests that schemathesis makes from the OpenAPI document: no 5xx, no undocumented answer, no valid one refused.
+
+The document that it gets has every rule of validation: those of the server's own are for readers and generators.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stack import running
+from strict_document import strict
+from tokenizers import Tokenizer
+
+from text_generation_router.api.core.settings import Limits
 
 pytestmark = [pytest.mark.system, pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -47,11 +57,33 @@ def installed() -> Path:
     return command
 
 
+def strict_document_of(url: str, model: Path) -> dict[str, Any]:
+    """Return the document of a server with the rules that its settings and its tokenizer give."""
+
+    def get(path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(url + path) as answer:
+            value: dict[str, Any] = json.load(answer)
+            return value
+
+    info = get("/info")
+    limits = Limits(
+        max_best_of=info["max_best_of"],
+        max_stop_sequences=info["max_stop_sequences"],
+        max_top_n_tokens=5,
+        max_input_tokens=info["max_input_tokens"],
+        max_total_tokens=info["max_total_tokens"],
+        vocab_size=Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size(),
+    )
+    return strict(get("/openapi.json"), limits, generations=info["max_concurrent_requests"])
+
+
 def test_every_operation_keeps_the_document(demo_model: Path, tmp_path: Path) -> None:
+    document = tmp_path / "openapi.json"
     with running(demo_model, "--max-total-tokens", "4096") as stack:
+        document.write_text(json.dumps(strict_document_of(stack.url, demo_model)))
         done = subprocess.run(
             [
-                *(installed(), "--no-color", "run", f"{stack.url}/openapi.json", "--continue-on-failure"),
+                *(installed(), "--no-color", "run", document, "--url", stack.url, "--continue-on-failure"),
                 *("--phases", "fuzzing", "--max-time", str(SECONDS), "--workers", "2"),
                 *("--checks", ",".join(CHECKS), "--request-timeout", "60"),
             ],

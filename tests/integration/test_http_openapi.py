@@ -38,6 +38,12 @@ async def document_of(stack: Stack, headers: dict[str, str] | None = None) -> Js
         return document
 
 
+def closed(document: Json) -> Json:
+    """Return the components of a document, without fields that it does not list."""
+    schemas = document["components"]["schemas"]
+    return {"schemas": {name: {"additionalProperties": False, **schema} for name, schema in schemas.items()}}
+
+
 async def test_every_reference_resolves_and_every_operation_has_an_id(stack: Stack) -> None:
     document = await document_of(stack)
     for reference in set(re.findall(r"'\$ref': '([^']*)'", str(document))):
@@ -46,8 +52,46 @@ async def test_every_reference_resolves_and_every_operation_has_an_id(stack: Sta
             found = found[part]
         assert isinstance(found, dict)
     operations = [operation for methods in document["paths"].values() for operation in methods.values()]
-    assert len({operation["operationId"] for operation in operations}) == len(operations)
-    assert all(operation["summary"] and operation["tags"] for operation in operations)
+    ids = [operation["operationId"] for operation in operations]
+    assert len(set(ids)) == len(ids)
+    assert {"chat_completions", "completions", "create_response", "create_message", "generate", "list_models"} <= {*ids}
+    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in ids)
+    assert all(operation["summary"] and operation["description"] and operation["tags"] for operation in operations)
+    assert document["servers"] == [{"url": "/", "description": "This server."}]
+
+
+async def test_schemas_are_plain_for_generators_of_clients(stack: Stack) -> None:
+    document = await document_of(stack)
+    schemas = document["components"]["schemas"]
+    assert not [name for name in schemas if not re.fullmatch(r"[A-Za-z]+", name)]
+    bodies = [name for name in schemas if name.endswith("Body")]
+    fields = [field for name in bodies for field in schemas[name]["properties"].values()]
+    assert not [field for field in fields if {"allOf", "title", "default"} & field.keys()]
+    assert "null" not in str(fields)
+    assert all(field.get("description") for field in fields if "$ref" not in field)
+    assert "'allOf'" not in str(document)
+    assert not [field for name in schemas for field in properties(schemas[name]) if field.get("type") == "null"]
+
+
+def properties(schema: Json) -> list[Json]:
+    return list(schema.get("properties", {}).values())
+
+
+async def test_examples_are_valid_and_accepted(stack: Stack) -> None:
+    document = await document_of(stack)
+    tried = 0
+    for path, methods in document["paths"].items():
+        if "post" not in methods:
+            continue
+        media = methods["post"]["requestBody"]["content"]["application/json"]
+        resolvable = {**media["schema"], "components": document["components"]}
+        jsonschema.validate(media["example"], resolvable, cls=jsonschema.Draft202012Validator)
+        url = path.replace("{name}", "a").replace("{version}", "1")
+        async with stack.client.post(url, json=media["example"]) as response:
+            assert (path, response.status) == (path, 200), await response.text()
+            assert len(await response.read()) < 10_000
+        tried += 1
+    assert tried >= 14
 
 
 @pytest.mark.parametrize(
@@ -99,47 +143,8 @@ async def test_responses_match_their_schema(
         assert response.status == status
         schema = described["content"][response.content_type]["schema"]
         if response.content_type == "application/json":
-            resolvable = {**schema, "components": document["components"]}
+            resolvable = {**schema, "components": closed(document)}
             jsonschema.validate(await response.json(), resolvable, cls=jsonschema.Draft202012Validator)
-
-
-USER: Json = {"role": "user", "content": "Hello"}
-REFUSED: list[tuple[str, Json]] = [
-    ("/generate", {"inputs": "a", "parameters": {"best_of": 2}}),
-    ("/generate", {"inputs": "a", "parameters": {"temperature": 1e39}}),
-    ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "yaml", "value": {}}}}),
-    ("/generate_stream", {"inputs": "a", "parameters": {"decoder_input_details": True}}),
-    ("/detokenize", {"ids": [100_000]}),
-    ("/vertex", {"instances": []}),
-    ("/v1/completions", {"prompt": ""}),
-    ("/v1/completions", {"prompt": [[]]}),
-    ("/v1/completions", {"prompt": "a", "logprobs": 21}),
-    ("/v1/completions", {"prompt": "a", "logit_bias": {"a": 1}}),
-    ("/v1/completions", {"prompt": "a", "max_tokens": 2, "min_tokens": 3}),
-    ("/v1/chat/completions", {"messages": [USER], "max_completion_tokens": 2, "min_tokens": 3}),
-    ("/v1/chat/completions", {"messages": [USER], "truncate_prompt_tokens": 1 << 20}),
-    ("/v1/chat/completions", {"messages": [USER], "prompt_logprobs": 0, "stream": True}),
-    ("/v1/chat/completions", {"messages": [USER], "bad_words": [" "]}),
-    ("/v1/chat/completions", {"messages": []}),
-    ("/v1/chat/completions", {"messages": [USER], "max_tokens": 0}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    ("/v1/chat/completions", {"messages": [USER], "tool_choice": "f", "tools": []}),
-    ("/v1/responses", {"input": []}),
-    ("/v1/responses", {"input": [{"type": "function_call", "name": "f"}]}),
-    ("/v1/responses", {"input": "a", "tools": [{"type": "function"}]}),
-    ("/v1/messages", {"messages": [{"role": "tool", "content": "a"}], "max_tokens": 1}),
-    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}], "max_tokens": 1}),
-]
-
-
-@pytest.mark.parametrize(("path", "body"), REFUSED, ids=str)
-async def test_the_document_is_as_strict_as_the_rules(stack: Stack, path: str, body: Json) -> None:
-    document = await document_of(stack)
-    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    resolvable = {**schema, "components": document["components"]}
-    assert not jsonschema.Draft202012Validator(resolvable).is_valid(body)
-    async with stack.client.post(path, json=body) as response:
-        assert response.status in (400, 422)
 
 
 async def test_the_document_has_the_usual_path_too(stack: Stack) -> None:
@@ -163,8 +168,8 @@ async def test_events_match_their_schema(stack: Stack, path: str, body: Json) ->
     document = await document_of(stack)
     answers = document["paths"][path]["post"]["responses"]["200"]["content"]
     schema = {
-        **answers["text/event-stream"]["schema"]["properties"]["data"]["contentSchema"],
-        "components": document["components"],
+        **answers["text/event-stream"]["schema"]["contentSchema"],
+        "components": closed(document),
     }
     async with stack.client.post(path, json=body | {"stream": True}) as response:
         events = [line.removeprefix(b"data: ") async for line in response.content if line.startswith(b"data:")]
@@ -180,7 +185,9 @@ PROBES = ("/", "/ping", *HEALTH, "/v2/models/{name}/versions/{version}/ready")
 
 
 async def test_every_route_except_probes_requires_a_key(demo_model: Path, stack: Stack) -> None:
-    assert "securitySchemes" not in (await document_of(stack))["components"]
+    open_to_all = await document_of(stack)
+    assert set(open_to_all["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
+    assert open_to_all["security"] == [{}, {"bearer": []}, {"x-api-key": []}]
     async with serve(demo_model, settings={"api_key": ["key"]}) as locked:
         document = await document_of(locked, {"x-api-key": "key"})
     assert set(document["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
@@ -240,11 +247,6 @@ async def test_routes_that_generate_document_timeouts_and_retry_after(stack: Sta
         for status in ("429", "503"):
             assert answers[status]["headers"]["Retry-After"] == {"$ref": "#/components/headers/Retry-After"}
     assert "parameters" not in document["paths"]["/tokenize"]["post"]
-    schemas = document["components"]["schemas"]
-    for name in ("GenerateBody", "GenerateParameters", "ChatBody", "CompletionBody", "ResponsesBody", "MessagesBody"):
-        for field in ("timeout", "queue_timeout"):
-            assert schemas[name]["properties"][field]["minimum"] == 60
-    assert "minimum" not in schemas["UnjudgedParameters"]["properties"]["timeout"]
 
 
 async def test_documented_header_values_are_accepted(stack: Stack) -> None:
@@ -252,7 +254,7 @@ async def test_documented_header_values_are_accepted(stack: Stack) -> None:
     body = HELLO | {"parameters": {"max_new_tokens": 1}}
     for name, parameter in described.items():
         schema = parameter["schema"]
-        values = [str(schema[bound]) for bound in ("minimum", "maximum") if bound in schema]
+        values = [str(schema["maximum"])] if "maximum" in schema else []  # the minimum expires at once
         values += schema.get("enum", [])
         values += ["a" * schema["maxLength"]] if "maxLength" in schema else []
         values += ["999H", "9999999S", "1M"] if name == "grpc-timeout" else []

@@ -68,7 +68,7 @@ def create_app(
         table += DashboardRoutes(serving, overview, info.engine, info.dtype, info.device_type).routes()
     docs = DocsRoutes()
     table += docs.routes()
-    docs.describe(table, settings, generations=serving.permits.limit, vocabulary=serving.tokenizer_pool.vocabulary)
+    docs.describe(table, settings)
 
     app = web.Application(client_max_size=settings.config.payload_limit)
     app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s, serving.stage)

@@ -82,6 +82,7 @@ class DashboardRoutes:
                 "/dashboard",
                 _page(page),
                 "Service",
+                name="dashboard",
                 answer=str,
                 content_type="text/html",
                 public=True,

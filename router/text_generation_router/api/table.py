@@ -27,7 +27,7 @@ from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody
 from text_generation_router.api.tgi import service as about
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.replies import GenerateAnswer, StreamEvent
-from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, StreamBody
+from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody
 from text_generation_router.api.tgi.service import ServiceRoutes
 from text_generation_router.error_attributes import Operation
 
@@ -37,11 +37,11 @@ _CHAT = Operation.GENERATE | Operation.TEMPLATE
 def service_routes(service: ServiceRoutes, settings: Settings) -> list[Route]:
     """Routes about the service."""
     return [
-        Route("GET", "/", service.health, "Service", operations=Operation.HEALTH, probe=True),
+        Route("GET", "/", service.health, "Service", name="home", operations=Operation.HEALTH, probe=True),
         Route("GET", "/health", service.health, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/health/live", service.live, "Service", probe=True),
         Route("GET", "/health/ready", service.ready, "Service", operations=Operation.HEALTH, probe=True),
-        Route("GET", "/ping", service.health, "Service", operations=Operation.HEALTH, probe=True),
+        Route("GET", "/ping", service.health, "Service", name="ping", operations=Operation.HEALTH, probe=True),
         Route("GET", "/info", service.info, "Service", answer=about.InfoAnswer),
         Route(
             "GET",
@@ -72,7 +72,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
         Route(
             "POST",
             "/",
-            generate.compat,
+            generate.compat_generate,
             "TGI",
             body=CompatGenerateBody,
             answer=list[GenerateAnswer],
@@ -93,7 +93,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             "/generate_stream",
             generate.generate_stream,
             "TGI",
-            body=StreamBody,
+            body=GenerateBody,
             events=StreamEvent,
             operations=Operation.GENERATE,
         ),
@@ -109,7 +109,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
         Route(
             "POST",
             "/chat_tokenize",
-            chat.tokenize,
+            chat.chat_tokenize,
             "TGI",
             body=ChatTokenizeBody,
             answer=ChatTokenizeAnswer,
@@ -131,7 +131,7 @@ def openai_routes(
         Route(
             "POST",
             "/v1/chat/completions",
-            chat.chat,
+            chat.chat_completions,
             "OpenAI",
             body=ChatBody,
             answer=openai.ChatAnswer,
@@ -151,20 +151,28 @@ def openai_routes(
         Route(
             "POST",
             "/v1/responses",
-            responses.create,
+            responses.create_response,
             "OpenAI",
             body=ResponsesBody,
             answer=ResponseAnswer,
             events=ResponseEvent,
             operations=_CHAT,
         ),
-        Route("GET", "/v1/responses/{id}", responses.stored, "OpenAI", operations=Operation.FIND),
-        Route("DELETE", "/v1/responses/{id}", responses.stored, "OpenAI", operations=Operation.FIND),
+        Route("GET", "/v1/responses/{id}", responses.stored, "OpenAI", name="get_response", operations=Operation.FIND),
+        Route(
+            "DELETE",
+            "/v1/responses/{id}",
+            responses.stored,
+            "OpenAI",
+            name="delete_response",
+            operations=Operation.FIND,
+        ),
         Route(
             "GET",
             "/v1/models",
             by_dialect(models.models, pages.models),
             "OpenAI",
+            name="list_models",
             answer=ModelsAnswer | ModelPage,
             speaks=both,
         ),
@@ -173,6 +181,7 @@ def openai_routes(
             "/v1/models/{model:.+}",
             by_dialect(models.one_model, pages.one_model),
             "OpenAI",
+            name="get_model",
             answer=ModelAnswer | ModelCard,
             speaks=both,
             operations=Operation.FIND,
@@ -186,7 +195,7 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
         Route(
             "POST",
             "/v1/messages",
-            messages.create,
+            messages.create_message,
             "Anthropic",
             body=MessagesBody,
             answer=anthropic.MessageAnswer,
@@ -196,7 +205,7 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
         Route(
             "POST",
             "/v1/messages/count_tokens",
-            messages.count_tokens,
+            messages.count_message_tokens,
             "Anthropic",
             body=CountTokensBody,
             answer=anthropic.TokenCount,
@@ -228,6 +237,7 @@ def cloud_routes(
                 path,
                 vertex.predict,
                 "Vertex AI",
+                name="predict" if path == "/vertex" else "predict_route",
                 body=VertexBody,
                 answer=VertexAnswer,
                 speaks=(Dialect.TGI,),
@@ -237,27 +247,31 @@ def cloud_routes(
             if path
         ),
         *(
-            Route("GET", path, service.health, "Vertex AI", operations=Operation.HEALTH, probe=True)
+            Route(
+                "GET", path, service.health, "Vertex AI", name="vertex_health", operations=Operation.HEALTH, probe=True
+            )
             for path in (settings.config.aip_health_route,)
             if path not in ("", "/", "/health", "/ping")
         ),
-        Route("GET", "/v2", kserve.server, "KServe", answer=ServerMetadata),
-        Route("GET", "/v2/health/live", kserve.live, "KServe", answer=LiveAnswer, probe=True),
+        Route("GET", "/v2", kserve.server, "KServe", name="kserve_server", answer=ServerMetadata),
+        Route("GET", "/v2/health/live", kserve.live, "KServe", name="kserve_live", answer=LiveAnswer, probe=True),
         Route(
             "GET",
             "/v2/health/ready",
             kserve.ready,
             "KServe",
+            name="kserve_ready",
             answer=LiveAnswer,
             operations=Operation.HEALTH,
             probe=True,
         ),
-        Route("GET", model, kserve.model, "KServe", answer=ServerMetadata),
+        Route("GET", model, kserve.model, "KServe", name="kserve_model", answer=ServerMetadata),
         Route(
             "GET",
             f"{model}/ready",
             kserve.ready,
             "KServe",
+            name="kserve_model_ready",
             answer=LiveAnswer,
             operations=Operation.HEALTH,
             probe=True,
@@ -267,6 +281,7 @@ def cloud_routes(
             f"{model}/infer",
             kserve.infer,
             "KServe",
+            name="kserve_infer",
             body=InferBody,
             answer=InferAnswer,
             operations=Operation.GENERATE | Operation.INFER,

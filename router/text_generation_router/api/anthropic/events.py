@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import orjson
 from pydantic import ConfigDict, with_config
+from typing_extensions import TypeAliasType
 
 from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.core.chat import AnswerEnd, Finish
@@ -49,7 +50,7 @@ class ToolUseContentBlock(ResponseBody):
 
 
 Block = TextContentBlock | ThinkingContentBlock | ToolUseContentBlock
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = TypeAliasType("StopReason", Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"])
 
 
 class MessageUsage(ResponseBody):

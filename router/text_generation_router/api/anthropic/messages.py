@@ -27,8 +27,11 @@ class MessagesRoutes:
         self._serving = serving
         self._chats = chats
 
-    async def create(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/messages: answer a conversation, whole or in events."""
+    async def create_message(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages: answer a conversation, whole or in events.
+
+        With `stream` the data of each event is a `MessageEvent`.
+        """
         body = await parse_body(request, MessagesBody)
         adapter = self._serving.adapter_of(body.model)
 
@@ -41,8 +44,11 @@ class MessagesRoutes:
 
         return await answer(request, self._serving, self._chats, read, script, fields=body, stream=bool(body.stream))
 
-    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/messages/count_tokens: count the prompt tokens of a conversation."""
+    async def count_message_tokens(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages/count_tokens: count the prompt tokens of a conversation.
+
+        Tools and the chat template are counted, too. Nothing is generated.
+        """
         tenant = tenant_of(request)
         body = await parse_body(request, CountTokensBody)
         self._serving.adapter_of(body.model)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import FailFast, Field
+from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
 from text_generation_router.api.http.bodies import (
-    MAX_NAME,
-    NULL,
-    OBJECT,
     AnyMetadata,
     Body,
     Float32,
@@ -19,8 +17,6 @@ from text_generation_router.api.http.bodies import (
     Name,
     StopTexts,
     UInt32,
-    form,
-    words,
 )
 from text_generation_router.api.http.caller import TieredFields
 from text_generation_router.grammar.tools import MAX_TOOLS
@@ -34,7 +30,7 @@ MAX_BLOCKS = 10_000
 class TextBlock(Body):
     """A block of a system prompt or of a tool result."""
 
-    type: Annotated[Name, words("text")]
+    type: Name
     """`text`; others are refused."""
     text: str | None = None
     """The text."""
@@ -43,25 +39,10 @@ class TextBlock(Body):
 TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast(), Field(max_length=MAX_BLOCKS)])
 
 
-_WORD = {"type": "string", "maxLength": MAX_NAME}
-_ASSISTANT = {
-    "anyOf": [
-        {"properties": {"type": {"enum": ["text", "thinking", "redacted_thinking"]}}},
-        form("tool_use", id=_WORD, name=_WORD),
-    ]
-}
-_OTHERS = {"anyOf": [{"properties": {"type": {"const": "text"}}}, form("tool_result", tool_use_id=_WORD)]}
-
-
-def _message(roles: list[str], block: dict[str, Any]) -> dict[str, Any]:
-    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": block, "minItems": 1}]}
-    return {"properties": {"role": {"enum": roles}, "content": content}}
-
-
 class ContentBlock(Body):
     """A block of a message. Its type decides which fields are read."""
 
-    type: Annotated[Name, words("text", "tool_use", "tool_result", "thinking", "redacted_thinking")]
+    type: Name
     """`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`; others are refused."""
     text: str | None = None
     """The text."""
@@ -87,11 +68,7 @@ ContentBlocks = TypeAliasType("ContentBlocks", Annotated[list[ContentBlock], Fai
 class InputMessage(Body):
     """One message of a conversation."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"anyOf": [_message(["assistant"], _ASSISTANT), _message(["user", "system"], _OTHERS)]}
-    )
-
-    role: Annotated[Name, words("user", "assistant", "system")]
+    role: Name
     """`user`, `assistant` or `system`."""
     content: str | ContentBlocks
     """A text, or blocks."""
@@ -100,7 +77,7 @@ class InputMessage(Body):
 class ClientTool(Body):
     """A tool the model may use."""
 
-    type: Annotated[Name | None, words("custom", optional=True)] = None
+    type: Name | None = None
     """`custom`; tools that a server would run are refused."""
     name: Annotated[str, Field(min_length=1, max_length=256)]
     """The name of the tool."""
@@ -118,7 +95,7 @@ ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast(
 class ToolUseChoice(Body):
     """The model's freedom to use tools."""
 
-    type: Annotated[Name, words("auto", "any", "none")]
+    type: Name
     """`auto`, `any`, `none`, or `tool` with a name."""
     name: Name | None = None
     """With `tool`: the tool that must be used."""
@@ -133,13 +110,10 @@ class Thinking(Body):
     """`disabled` sets `enable_thinking` of the chat template to false, any other word to true."""
 
 
-FORMAT = form("json_schema", schema=OBJECT)
-
-
 class OutputConfig(Body):
     """Constraints on the answer."""
 
-    format: Annotated[dict[str, Any], WithJsonSchema(FORMAT)] | None = None
+    format: dict[str, Any] | None = None
     """`{"type": "json_schema", "schema": …}`."""
     effort: Name | None = None
     """A variable of the chat template (`reasoning_effort`)."""
@@ -162,9 +136,9 @@ class CountTokensBody(Body):
     """Reasoning before the answer."""
     output_config: OutputConfig | None = None
     """Constraints on the answer."""
-    output_format: Annotated[dict[str, Any], WithJsonSchema(FORMAT)] | None = None
+    output_format: dict[str, Any] | None = None
     """The older name of `output_config.format`."""
-    thread: Annotated[Any, WithJsonSchema(NULL)] = None
+    thread: SkipJsonSchema[Any] = None
     """Refused: nothing is stored. Anthropic's client then sends the whole conversation."""
 
 

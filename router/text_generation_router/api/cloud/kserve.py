@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from aiohttp import web
-from pydantic import ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
 from text_generation_router.api.cloud.parallel import all_of
@@ -27,8 +27,7 @@ MAX_INPUTS = 1024
 MAX_DIMENSIONS = 16
 """Numbers of a `shape`."""
 
-Byte = Annotated[int, Field(ge=0, le=255), WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 127})]
-"""A byte of UTF-8. The OpenAPI document promises those of ASCII, which are whole characters."""
+Byte = Annotated[int, Field(ge=0, le=255)]
 Bytes = TypeAliasType("Bytes", Annotated[list[Byte], FailFast()])
 Strings = TypeAliasType("Strings", Annotated[list[str], FailFast(), Field(max_length=MAX_INPUTS)])
 
@@ -72,19 +71,6 @@ RequestedOutputs = TypeAliasType(
 
 class InferBody(QosFields):
     """Body of an inference request."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"outputs": {"type": "null"}}},
-                {
-                    "properties": {
-                        name: {"type": "array", "minItems": 1, "maxItems": 1} for name in ("inputs", "outputs")
-                    }
-                },
-            ]
-        }
-    )
 
     id: Name | None = None
     """The id of the answer; default: the request's id."""

@@ -32,7 +32,10 @@ class SageMakerRoutes:
         self._completions = completions
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        """POST /invocations: answer as /, /v1/chat/completions or /v1/completions, by the keys of the body."""
+        """POST /invocations: answer as /, /v1/chat/completions or /v1/completions, by the keys of the body.
+
+        `inputs`, `messages` or `prompt` selects the route.
+        """
         body = await parse_json(request, _invocation)
         if isinstance(body, CompatGenerateBody):
             return await self._generate.answer_compat(request, body)

@@ -82,7 +82,10 @@ class VertexRoutes:
         self._chat = chat
 
     async def predict(self, request: web.Request) -> web.StreamResponse:
-        """POST /vertex: generate a text per instance, in order; one failure fails all."""
+        """POST /vertex: generate a text per instance, in order; one failure fails all.
+
+        An instance is a prompt with parameters, or the body of a chat.
+        """
         body = await parse_body(request, VertexBody)
         instances = body.instances
         if not instances:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from inspect import getdoc
 from typing import Any
 
 from pydantic import TypeAdapter
-from pydantic.json_schema import JsonSchemaMode
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+from pydantic_core import core_schema
 
+from text_generation_proto.parameters import Api
+from text_generation_proto.values import SAMPLING_PARAMETERS
+from text_generation_router.api.document.examples import EXAMPLES
 from text_generation_router.api.document.parameters import CALLER_HEADERS
 from text_generation_router.api.http.bodies import JSON
 from text_generation_router.api.http.dialects import ANTHROPIC_VERSION, ERROR_ANSWERS, Dialect, error_answer, status_of
@@ -49,19 +53,23 @@ _ANTHROPIC_VERSION: Json = {
     "schema": {"type": "string"},
 }
 _VARIABLE = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
-_NAME = r"\1"
-_NO_WORD = re.compile(r"\W+")
+_APIS = {
+    "GenerateParameters": Api.TGI,
+    "VertexParameters": Api.TGI,
+    "ChatBody": Api.CHAT,
+    "CompletionBody": Api.COMPLETIONS,
+    "ResponsesBody": Api.RESPONSES,
+    "MessagesBody": Api.MESSAGES,
+}
+"""The bodies whose sampling parameters have ranges."""
+_INT32 = 2**31
+"""End of the range that generated clients use for integers without a format."""
 
 
-def document(table: Iterable[Route], version: str, *, keys: bool, rules: Callable[[Json], None] | None = None) -> Json:
-    """The document of the routes in `table`; `keys`: routes other than probes require an API key.
-
-    `rules` adds those of the server's settings to the schemas.
-    """
+def document(table: Iterable[Route], version: str, *, keys: bool) -> Json:
+    """The document of the routes in `table`; `keys`: routes other than probes require an API key."""
     routes = [route for route in table if route.documented]
     schemas, components = _schemas(routes)
-    if rules is not None:
-        rules(components)
     paths: dict[str, Json] = {}
     for route in routes:
         path = _VARIABLE.sub(r"{\1}", route.path)
@@ -75,13 +83,18 @@ def document(table: Iterable[Route], version: str, *, keys: bool, rules: Callabl
             "version": version,
             "license": {"name": "Apache 2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
         },
+        "servers": [{"url": "/", "description": "This server."}],
         "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes if route.tag)],
         "paths": paths,
-        "components": {"schemas": components, "headers": _HEADERS | _OWN_HEADERS, "parameters": CALLER_HEADERS},
+        "components": {
+            "schemas": components,
+            "headers": _HEADERS | _OWN_HEADERS,
+            "parameters": CALLER_HEADERS,
+            "securitySchemes": _SECURITY,
+        },
+        # Without keys of its own, a server may stand behind a proxy that asks for one.
+        "security": [*([] if keys else [{}]), *({name: []} for name in _SECURITY)],
     }
-    if keys:
-        result["components"]["securitySchemes"] = _SECURITY
-        result["security"] = [{name: []} for name in _SECURITY]
     return result
 
 
@@ -103,28 +116,67 @@ def _schemas(routes: Sequence[Route]) -> tuple[_Schemas, Json]:
     answered = dict.fromkeys(ERROR_ANSWERS.values())
     for route in routes:
         answered |= dict.fromkeys(model for model in (route.answer, route.events) if model is not None)
-    schemas, definitions = _schemas_of(tuple(taken), tuple(answered))
-    # The caller adds the limits of its server.
-    return _Schemas(schemas), deepcopy(definitions)
+    bodies, body_parts = _schemas_of(tuple(taken), "validation")
+    answers, answer_parts = _schemas_of(tuple(answered), "serialization")
+    assert not body_parts.keys() & answer_parts.keys(), "two schemas of one name"
+    return _Schemas({**bodies, **answers}), body_parts | answer_parts
 
 
 @cache
 def _schemas_of(
-    taken: tuple[Any, ...], answered: tuple[Any, ...]
+    models: tuple[Any, ...], mode: JsonSchemaMode
 ) -> tuple[Mapping[tuple[str, JsonSchemaMode], Json], Json]:
-    """Return the schemas of the bodies and answers. Reading the docstrings of their fields takes 0.2 s."""
-    inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
-        *((repr(model), "validation", TypeAdapter(model)) for model in taken),
-        *((repr(model), "serialization", TypeAdapter(model)) for model in answered),
-    ]
-    schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMAS)
-    return schemas, definitions.get("$defs", {})
+    """Return the schemas of the bodies or answers. Reading the docstrings of their fields takes 0.2 s."""
+    inputs = [(repr(model), mode, TypeAdapter(model)) for model in models]
+    schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMAS, schema_generator=_PlainSchemas)
+    parts = definitions.get("$defs", {})
+    for name, api in _APIS.items():
+        fields = parts.get(name, {}).get("properties", {})
+        for parameter in SAMPLING_PARAMETERS:
+            if (field := parameter.names.get(api)) in fields and (allowed := parameter.allowed(api)) is not None:
+                fields[field] |= allowed.json_schema
+    return schemas, parts
+
+
+class _PlainSchemas(GenerateJsonSchema):
+    """Schemas that generators of clients can use: without titles of fields, defaults, which some generators take for
+    required, and ranges of wide integers.
+
+    In requests null is absence, and no client needs it. Answers may get further fields, so that no client refuses them.
+    """
+
+    def field_title_should_be_set(self, schema: core_schema.CoreSchema) -> bool:
+        return False
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> Json:
+        return self.generate_inner(schema["schema"]) if self.mode == "validation" else super().nullable_schema(schema)
+
+    def none_schema(self, schema: core_schema.NoneSchema) -> Json:
+        return {"type": ["string", "null"], "description": "Always null."}
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> Json:
+        return {name: value for name, value in super().default_schema(schema).items() if name != "default"}
+
+    def int_schema(self, schema: core_schema.IntSchema) -> Json:
+        plain = super().int_schema(schema)
+        bounds = {name: value for name, value in plain.items() if name != "type"}
+        narrow = {name: value for name, value in bounds.items() if abs(value) < _INT32}
+        large = any(abs(value) > _INT32 for value in bounds.values())
+        return {"type": "integer", **({"format": "int64"} if large else {}), **narrow}
+
+    def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> Json:
+        plain = super().typed_dict_schema(schema)
+        if plain.get("additionalProperties") is False:
+            del plain["additionalProperties"]
+        return plain
 
 
 def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:
+    summary, description = _texts(route)
     operation: Json = {
-        "operationId": _NO_WORD.sub("_", f"{route.method}{_VARIABLE.sub(_NAME, route.path)}".lower()).rstrip("_"),
-        "summary": _summary(route),
+        "operationId": route.name or route.handler.__name__,
+        "summary": summary,
+        "description": description or summary,
         "responses": {str(status): answer for status, answer in sorted(_responses(route, schemas, needs_key).items())},
     }
     if route.tag:
@@ -132,7 +184,10 @@ def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:
     if parameters := _parameters(route):
         operation["parameters"] = parameters
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas.request(route.body)}}}
+        media: Json = {"schema": schemas.request(route.body)}
+        if (example := EXAMPLES.get(operation["operationId"])) is not None:
+            media["example"] = example
+        operation["requestBody"] = {"required": True, "content": {JSON: media}}
     if not needs_key:
         operation["security"] = []
     return operation
@@ -150,11 +205,11 @@ def _parameters(route: Route) -> list[Json]:
     return [*variables, *({"$ref": f"#/components/parameters/{name}"} for name in headers)]
 
 
-def _summary(route: Route) -> str:
-    """The first line of the handler's docstring, without the path before it."""
-    first = (route.handler.__doc__ or "").partition("\n")[0]
+def _texts(route: Route) -> tuple[str, str]:
+    """The first line of the handler's docstring, without the path before it, and the rest."""
+    first, _, rest = (getdoc(route.handler) or "").partition("\n")
     text = first.partition(": ")[2] if re.match(r"[A-Z]+ \S", first) and ": " in first else first
-    return text[:1].upper() + text[1:]
+    return text[:1].upper() + text[1:], rest.strip()
 
 
 def _responses(route: Route, schemas: _Schemas, needs_key: bool) -> dict[int, Json]:  # noqa: FBT001 - one caller
@@ -174,14 +229,9 @@ def _good(route: Route, schemas: _Schemas) -> Json:
     if route.answer is not None:
         content[route.content_type] = {"schema": schemas.response(route.answer)}
     if route.events is not None:
-        data = {"type": "string", "contentMediaType": JSON, "contentSchema": schemas.response(route.events)}
+        text = "Server-sent events: lines `data: …` with JSON of `contentSchema`, a blank line after each."
         content[_EVENTS] = {
-            "schema": {
-                "type": "object",
-                "description": "One of the server-sent events.",
-                "properties": {"event": {"type": "string"}, "data": data},
-                "required": ["data"],
-            }
+            "schema": {"type": "string", "description": text, "contentSchema": schemas.response(route.events)}
         }
     if content:
         response["content"] = content

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from aiohttp import hdrs, web
 
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.document.openapi import document
-from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import JSON
 from text_generation_router.api.http.routes import Handler, Route
 from text_generation_router.errors import NotFound
@@ -74,29 +71,19 @@ class DocsRoutes:
         self._document: bytes | None = None
         self._making = asyncio.Lock()
 
-    def describe(self, table: list[Route], settings: Settings, *, generations: int, vocabulary: int) -> None:
-        """Document `table`, which includes these routes.
-
-        `generations`: the most of one request; `vocabulary`: the tokens that the tokenizer knows.
-        """
-        known = min(settings.limits.vocab_size, vocabulary)
-        rules = partial(
-            document_rules,
-            limits=replace(settings.limits, vocab_size=known),
-            prompts=settings.config.max_client_batch_size,
-            generations=generations,
-        )
+    def describe(self, table: list[Route], settings: Settings) -> None:
+        """Document `table`, which includes these routes."""
         keys = bool(settings.api_keys)
-        self._make = lambda: orjson.dumps(document(table, settings.version, keys=keys, rules=rules))
+        self._make = lambda: orjson.dumps(document(table, settings.version, keys=keys))
 
     def routes(self) -> list[Route]:
         """The routes of the documentation."""
         return [
             *(
-                Route("GET", path, self.openapi, tag="Documentation", answer=dict[str, Any])
-                for path in ("/api-doc/openapi.json", "/openapi.json")
+                Route("GET", path, self.openapi, "Documentation", name=name, answer=dict[str, Any])
+                for name, path in (("openapi_as_in_tgi", "/api-doc/openapi.json"), ("openapi", "/openapi.json"))
             ),
-            Route("GET", "/docs", self.page, tag="Documentation", answer=str, content_type="text/html"),
+            Route("GET", "/docs", self.page, "Documentation", name="docs", answer=str, content_type="text/html"),
             Route("GET", "/docs/", self.page, documented=False),
             Route("GET", "/docs/start.js", self.start, documented=False),
             *(Route("GET", f"/docs/{name}", _file(name), documented=False) for name in _FILES),

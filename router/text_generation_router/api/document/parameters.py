@@ -17,11 +17,7 @@ from text_generation_router.request import Priority
 
 Json = dict[str, Any]
 
-PROMISED_S = 60
-"""Shortest documented timeout. Shorter ones are accepted, but a request may expire, which is no fault of its form."""
-_TIMEOUT = {"type": "integer", "minimum": PROMISED_S * 1000, "maximum": int(MAX_TIMEOUT_S * 1e3)}
-_TARGET = {"type": "integer", "minimum": 1, "maximum": int(MAX_TIMEOUT_S * 1e3)}
-_SHORTER = "Shorter ones are accepted: the request may expire then."
+_TIMEOUT = {"type": "integer", "minimum": 1, "maximum": int(MAX_TIMEOUT_S * 1e3)}
 _TENANT = {"type": "string", "maxLength": LONGEST_TENANT, "pattern": "^[ -~]*$"}
 
 
@@ -39,14 +35,14 @@ CALLER_HEADERS: Json = {
             "The priority of the request; wins over the body's.",
             {"type": "string", "enum": [priority.name.lower() for priority in Priority]},
         ),
-        _header(FIRST_TOKEN[0], "Milliseconds until the first token is wanted.", _TARGET),
-        _header(FIRST_TOKEN[1], "Another name of the header above.", _TARGET),
-        _header(QUEUE_TIMEOUT, f"Milliseconds that the request may wait in the queue. {_SHORTER}", _TIMEOUT),
-        _header(REQUEST_TIMEOUT, f"Milliseconds until the answer must be whole. {_SHORTER}", _TIMEOUT),
+        _header(FIRST_TOKEN[0], "Milliseconds until the first token is wanted.", _TIMEOUT),
+        _header(FIRST_TOKEN[1], "Another name of the header above.", _TIMEOUT),
+        _header(QUEUE_TIMEOUT, "Milliseconds that the request may wait in the queue.", _TIMEOUT),
+        _header(REQUEST_TIMEOUT, "Milliseconds until the answer must be whole.", _TIMEOUT),
         _header(
             GRPC_TIMEOUT,
-            f"The request timeout in gRPC's form: digits and one of H, M, S, m, u, n. {_SHORTER}",
-            {"type": "string", "pattern": "^[1-9][0-9]{2,6}S$|^[1-9][0-9]{0,2}[HM]$"},
+            "The request timeout in gRPC's form: digits and one of H, M, S, m, u, n.",
+            {"type": "string", "pattern": "^[0-9]{1,8}[HMSmun]$"},
         ),
     )
 }

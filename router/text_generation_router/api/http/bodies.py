@@ -78,12 +78,7 @@ def _to_float32(value: float) -> float:
     return rounded
 
 
-MAX_FLOAT32 = 3.4028234663852886e38
-Float32 = Annotated[
-    float,
-    AfterValidator(_to_float32),
-    WithJsonSchema({"type": "number", "minimum": -MAX_FLOAT32, "maximum": MAX_FLOAT32}),
-]
+Float32 = Annotated[float, AfterValidator(_to_float32)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
@@ -106,27 +101,8 @@ def _short_as_json(name: str) -> str:
     return name
 
 
-NULL: dict[str, Any] = {"type": "null"}
-OBJECT: dict[str, Any] = {"type": "object"}
-
-
-def words(*known: str, optional: bool = False) -> WithJsonSchema:
-    """The words that a text may be, for the OpenAPI document. Others are refused by name later than other types are."""
-    return WithJsonSchema({"anyOf": [{"enum": [*known]}, NULL]} if optional else {"enum": [*known]})
-
-
-def form(kind: str, **fields: object) -> dict[str, Any]:
-    """The schema of an object with this `type` and these fields, for the OpenAPI document."""
-    return {
-        "type": "object",
-        "properties": {"type": {"const": kind}, **fields},
-        "required": ["type", *fields],
-    }
-
-
-REGEX = {"type": "string", "format": "regex"}
-ObjectOrText = Annotated[dict[str, Any] | str, WithJsonSchema(OBJECT)]
-"""An object, or its JSON as text, which the OpenAPI document leaves out: no schema describes such a text."""
+ObjectOrText = Annotated[dict[str, Any] | str, WithJsonSchema({"type": "object", "additionalProperties": True})]
+"""An object, or its JSON as text, which the OpenAPI document leaves out."""
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 ModelName = Annotated[Name, AfterValidator(_short_as_json)]
 StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]

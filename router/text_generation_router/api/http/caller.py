@@ -128,11 +128,9 @@ class QosFields(Body):
     """Base of the bodies of generating routes: fields that every dialect takes beside its own."""
 
     queue_timeout: float | None = None
-    """Seconds from its arrival that the request may wait in the queue; then it fails with 408. Also less than the
-    document's minimum."""
+    """Seconds from its arrival that the request may wait in the queue; then it fails with 408."""
     timeout: float | None = None
-    """Seconds from its arrival until the answer must be whole; then it fails with 408, or its stream with an error. Also
-    less than the document's minimum."""
+    """Seconds from its arrival until the answer must be whole; then it fails with 408, or its stream with an error."""
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """vLLM's: below 0 it is served sooner, above 0 later than by default."""
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None

@@ -21,7 +21,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Route:
     """A method and a path with their request, responses and errors.
 
-    The first line of the handler's docstring is the summary of the route, after `GET /path: `.
+    The first line of the handler's docstring is the summary of the route, after `GET /path: `; the rest describes it.
     """
 
     method: str
@@ -29,6 +29,8 @@ class Route:
     """In aiohttp's syntax: `/v1/models/{model:.+}`."""
     handler: Handler
     tag: str = ""
+    name: str = ""
+    """Its operation id in the OpenAPI document, the name of a method in generated clients; default: the handler's name."""
     operations: Operation = Operation.NONE
     """From these follow the errors of the route."""
     body: Any = None

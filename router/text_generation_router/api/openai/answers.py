@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NotRequired
 
 import orjson
 from pydantic import GetPydanticSchema
+from typing_extensions import TypeAliasType
 
 from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
@@ -108,7 +109,7 @@ class AssistantMessage(ResponseBody):
     """In place of `tool_calls`, if the request has `functions`."""
 
 
-ChatFinish = Literal["stop", "length", "tool_calls", "function_call"]
+ChatFinish = TypeAliasType("ChatFinish", Literal["stop", "length", "tool_calls", "function_call"])
 CHAT_FINISH: dict[Finish, ChatFinish] = {
     Finish.STOP: "stop",
     Finish.LENGTH: "length",
@@ -121,7 +122,7 @@ def chat_finish(finish: Finish, *, functions: bool) -> ChatFinish:
     return "function_call" if functions and finish is Finish.TOOL_CALLS else CHAT_FINISH[finish]
 
 
-CompletionFinish = Literal["stop", "length"]
+CompletionFinish = TypeAliasType("CompletionFinish", Literal["stop", "length"])
 
 
 class ChatChoice(ResponseBody):

@@ -44,8 +44,11 @@ class ChatRoutes:
         self._serving = serving
         self._chats = chats
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions: answer a conversation, whole or in chunks."""
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions: answer a conversation, whole or in chunks.
+
+        With `stream` the data of each event is a `ChatChunk`, and `[DONE]` ends the stream.
+        """
         return await self.answer(request, await parse_body(request, ChatBody))
 
     async def answer(self, request: web.Request, body: ChatBody) -> web.StreamResponse:
@@ -71,8 +74,11 @@ class ChatRoutes:
         # There is no place for calls: with tools the text is as the model wrote it.
         return ending.text if chat.form.tools else (await chat.answer(ending)).text
 
-    async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """POST /chat_tokenize: return the prompt text of a conversation and its tokens."""
+    async def chat_tokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /chat_tokenize: return the prompt text of a conversation and its tokens.
+
+        The body is that of `/v1/chat/completions`. Nothing is generated.
+        """
         tenant = tenant_of(request)
         body = await parse_body(request, ChatTokenizeBody)
         self._serving.adapter_of(body.model)

@@ -45,7 +45,11 @@ class CompletionRoutes:
         self._serving = serving
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions: continue prompts, whole or in chunks."""
+        """POST /v1/completions: continue prompts, whole or in chunks.
+
+        Several prompts have their answers one after the other in `choices`. With `stream` the data of each event is a
+        `CompletionAnswer`, and `[DONE]` ends the stream.
+        """
         return await self.answer(request, await parse_body(request, CompletionBody))
 
     async def answer(self, request: web.Request, body: CompletionBody) -> web.StreamResponse:

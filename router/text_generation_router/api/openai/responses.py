@@ -30,8 +30,12 @@ class ResponsesRoutes:
         self._serving = serving
         self._chats = chats
 
-    async def create(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses: answer a conversation, whole or in events."""
+    async def create_response(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses: answer a conversation, whole or in events.
+
+        Responses are not stored: send the whole conversation each time. With `stream` the data of each event is a
+        `ResponseEvent`.
+        """
         body = await parse_body(request, ResponsesBody)
         adapter = self._serving.adapter_of(body.model)
 

@@ -23,7 +23,7 @@ from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
 from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
 from text_generation_router.api.openai.answers import ContentLogprob, WrittenLogprobs, tokens_of
-from text_generation_router.api.openai.responses_schemas import ResponsesBody
+from text_generation_router.api.openai.responses_schemas import ItemStatus, ResponsesBody, ResponseStatus
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import TokenOutput
@@ -45,9 +45,6 @@ class ReasoningText(ResponseBody):
 
     type: Literal["reasoning_text"]
     text: str
-
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class MessageItem(ResponseBody):
@@ -111,7 +108,7 @@ class ResponseUsage(ResponseBody):
     total_tokens: int
 
 
-class ResponseError(ResponseBody):
+class FailedResponse(ResponseBody):
     """The error of a failed response."""
 
     code: str
@@ -137,10 +134,10 @@ class ResponseAnswer(ResponseBody):
     id: str
     object: Literal["response"]
     created_at: float
-    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    status: ResponseStatus
     background: Literal[False]
     completed_at: int | None
-    error: ResponseError | None
+    error: FailedResponse | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None

@@ -7,21 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import ConfigDict, FailFast, Field
+from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.bodies import (
-    MAX_NAME,
-    NULL,
-    Body,
-    Float32,
-    ModelName,
-    Name,
-    TextMetadata,
-    UInt32,
-    form,
-    words,
-)
+from text_generation_router.api.http.bodies import Body, Float32, ModelName, Name, TextMetadata, UInt32
 from text_generation_router.api.http.caller import TieredFields
 from text_generation_router.api.openai.schemas import ContentPart
 from text_generation_router.grammar.tools import MAX_TOOLS
@@ -36,27 +26,12 @@ MAX_PARTS = 10_000
 ItemParts = TypeAliasType("ItemParts", Annotated[list[ContentPart], FailFast(), Field(max_length=MAX_PARTS)])
 
 
-_TEXT = {"type": "string", "maxLength": MAX_NAME}
-_ITEMS: dict[str, Any] = {
-    "anyOf": [
-        {
-            "properties": {
-                "type": {"enum": [None, "message"]},
-                "role": {"enum": ["user", "assistant", "system", "developer"]},
-            },
-            "required": ["role"],
-        },
-        form("function_call", call_id=_TEXT, name=_TEXT),
-        form("function_call_output", call_id=_TEXT),
-        form("reasoning"),
-    ]
-}
+ResponseStatus = TypeAliasType("ResponseStatus", Literal["completed", "incomplete", "failed", "in_progress"])
+ItemStatus = TypeAliasType("ItemStatus", Literal["in_progress", "completed", "incomplete"])
 
 
 class InputItem(Body):
     """One item of the input: a message, a call, its output, or reasoning. Its type decides which fields are read."""
-
-    model_config = ConfigDict(json_schema_extra=_ITEMS)
 
     type: Name | None = None
     """`message` (also if absent), `function_call`, `function_call_output` or `reasoning`; others are refused."""
@@ -103,13 +78,12 @@ HOSTED = (
     "web_search_preview_2025_03_11",
 )
 """Types of tools that are left out. Unknown types are refused: they may be misspelled."""
-_TOOLS: dict[str, Any] = {"anyOf": [form("function", name=_TEXT), {"properties": {"type": {"enum": [*HOSTED]}}}]}
 
 
 class FunctionTool(Body):
     """A function that the model may call."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=_TOOLS)  # the answer repeats it
+    model_config = ConfigDict(extra="allow")  # the answer repeats it
 
     type: Name
     """`function`; tools that OpenAI would run are left out, other types refused."""
@@ -128,8 +102,6 @@ FunctionTools = TypeAliasType("FunctionTools", Annotated[list[FunctionTool], Fai
 
 class AnyTool(FunctionTool):
     """A function that the model may call, or a `namespace` of several."""
-
-    model_config = ConfigDict(json_schema_extra={"anyOf": [*_TOOLS["anyOf"], form("namespace", name=_TEXT)]})
 
     tools: FunctionTools | None = None
     """The functions of a namespace."""
@@ -158,13 +130,10 @@ class AllowedFunctions(Body):
     """Their names. Names of other tools, and tools without a name, are ignored."""
 
 
-FORMAT = {"anyOf": [form("text"), form("json_object"), form("json_schema", schema={"type": "object"})]}
-
-
 class TextOptions(Body):
     """Constraints on the text."""
 
-    format: Annotated[dict[str, Any], WithJsonSchema(FORMAT)] | None = None
+    format: dict[str, Any] | None = None
     """`{"type": "text"}`, `{"type": "json_object"}` or `{"type": "json_schema", "name": …, "schema": …}`."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """Accepted; not used."""
@@ -182,21 +151,8 @@ class ReasoningOptions(Body):
 Included = TypeAliasType("Included", Annotated[list[Name], FailFast(), Field(max_length=MAX_INCLUDED)])
 
 
-_TOOL_CHOICE: dict[str, Any] = {
-    "anyOf": [
-        {"properties": {"tool_choice": {"enum": [None, "auto", "none"]}}},
-        {
-            "properties": {"tools": {"contains": {"properties": {"type": {"const": "function"}}}, "type": "array"}},
-            "required": ["tools"],
-        },
-    ]
-}
-
-
 class ResponsesBody(TieredFields):
     """Body of /v1/responses."""
-
-    model_config = ConfigDict(json_schema_extra=_TOOL_CHOICE)
 
     model: ModelName | None = None
     """The name of the model: one of /v1/models, or `tgi`. Any other is rejected."""
@@ -214,10 +170,7 @@ class ResponsesBody(TieredFields):
     """Answer as server-sent events."""
     tools: AnyTools | None = None
     """The tools that the model may call."""
-    tool_choice: Annotated[
-        Literal["auto", "none", "required"] | AllowedFunctions | NamedFunction | None,
-        words("auto", "none", "required", optional=True),
-    ] = None
+    tool_choice: Literal["auto", "none", "required"] | AllowedFunctions | NamedFunction | None = None
     """The model's freedom to call them, or some of them."""
     parallel_tool_calls: bool | None = None
     """Allow several calls in one answer."""
@@ -237,11 +190,11 @@ class ResponsesBody(TieredFields):
     """Report the log-probabilities of the text, and those of so many most probable tokens at each position."""
     user: Name | None = None
     """Repeated in the answer."""
-    background: Annotated[bool | None, WithJsonSchema({"enum": [None, False]})] = None
+    background: SkipJsonSchema[bool | None] = None
     """True is refused: nothing is stored."""
-    previous_response_id: Annotated[Name | None, WithJsonSchema(NULL)] = None
+    previous_response_id: SkipJsonSchema[Name | None] = None
     """Refused: nothing is stored."""
-    conversation: Annotated[str | dict[str, Any] | None, WithJsonSchema(NULL)] = None
+    conversation: SkipJsonSchema[str | dict[str, Any] | None] = None
     """Refused: nothing is stored."""
-    prompt: Annotated[dict[str, Any] | None, WithJsonSchema(NULL)] = None
+    prompt: SkipJsonSchema[dict[str, Any] | None] = None
     """Refused: nothing is stored."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import BeforeValidator, FailFast, Field
+from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from text_generation_router.api.http.bodies import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
-    NULL,
     Body,
     Float32,
     Int32,
@@ -28,10 +28,9 @@ from text_generation_router.api.http.bodies import (
     UInt32,
     UInt64,
     at_most,
-    words,
 )
 from text_generation_router.api.http.caller import TieredFields
-from text_generation_router.api.openai.shared_fields import ConstraintFields, Off, UnservedFields, at_most_one
+from text_generation_router.api.openai.shared_fields import ConstraintFields, Off, UnservedFields
 from text_generation_router.grammar.tools import MAX_TOOLS
 
 MAX_MESSAGES = MAX_PARTS = 10_000
@@ -62,9 +61,7 @@ StopTokenIds = TypeAliasType("StopTokenIds", Annotated[list[UInt32], FailFast(),
 AllowedTokenIds = TypeAliasType(
     "AllowedTokenIds", Annotated[list[UInt32], FailFast(), Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
 )
-BadWord = Annotated[
-    str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS, json_schema_extra={"pattern": "\\S"})  # not blank
-]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 BadWords = TypeAliasType("BadWords", Annotated[list[BadWord], FailFast(), Field(max_length=MAX_BAD_WORDS // 2)])
 Documents = TypeAliasType("Documents", Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_DOCUMENTS)])
 TemplateArguments = TypeAliasType(
@@ -157,7 +154,7 @@ class FunctionDefinition(Body):
 class ToolDefinition(Body):
     """A tool; only functions are supported."""
 
-    type: Annotated[Name, words("function")] = "function"
+    type: Name = "function"
     """`function`."""
     function: FunctionDefinition
     """The function."""
@@ -189,6 +186,9 @@ class NamedToolChoice(Body):
     """The function that must be called."""
 
 
+FunctionCallMode = TypeAliasType("FunctionCallMode", Literal["auto", "none"])
+
+
 class AllowedTools(Body):
     """The tools that the model may call, of those in the prompt."""
 
@@ -210,8 +210,8 @@ class AllowedToolsChoice(Body):
 class ContentPart(Body):
     """A part of a message."""
 
-    type: Annotated[Name, words("text", "input_text", "output_text", "refusal")]
-    """Images and audio are refused."""
+    type: Name
+    """`text`, `input_text`, `output_text` or `refusal`; images and audio are refused."""
     text: str | None = None
     """The text."""
 
@@ -276,14 +276,11 @@ class ChatBody(OpenAIBody):
     """Report also the log-probabilities of so many most probable tokens at each position."""
     tools: ToolDefinitions | None = None
     """The tools that the model may call."""
-    tool_choice: Annotated[
-        Literal["auto", "none", "required"] | Name | NamedToolChoice | AllowedToolsChoice | None,
-        words("auto", "none", "required", optional=True),
-    ] = None
-    """The model's freedom to call them, or some of them; a name, or an object with one, forces that function."""
+    tool_choice: Name | NamedToolChoice | AllowedToolsChoice | None = None
+    """`auto`, `none` or `required`; a function's name, or an object with one, forces that function."""
     functions: FunctionDefinitions | None = None
     """The older form of `tools`: the answer has one `function_call`."""
-    function_call: Annotated[Literal["auto", "none"] | FunctionName | None, words("auto", "none", optional=True)] = None
+    function_call: FunctionCallMode | FunctionName | None = None
     """The older form of `tool_choice`, for `functions`."""
     tool_prompt: str | None = None
     """TGI's: the text that introduces the tools."""
@@ -305,30 +302,20 @@ class ChatBody(OpenAIBody):
     """vLLM's: true is refused in chats."""
 
 
-def _one_or_many(schema: dict[str, Any]) -> None:
-    """Add the rule that a request has a limited number of answers, by prompts and choices, to the schema of a body."""
-    one = {"properties": {"n": {"enum": [None, 1]}}}
-    many = {"properties": {"prompt": {"type": "string"}, "echo": {"enum": [None, False]}}}
-    at_most_one(schema)
-    schema["allOf"].append({"anyOf": [one, many]})
-
-
 class CompletionBody(OpenAIBody):
     """Body of /v1/completions."""
-
-    model_config = ConfigDict(json_schema_extra=_one_or_many)
 
     prompt: str | PromptTexts | TokenIds | PromptIds
     """A text, several, or token ids."""
     max_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt. 0 only with `echo`."""
-    suffix: Annotated[str | None, WithJsonSchema(NULL)] = None
+    suffix: SkipJsonSchema[str | None] = None
     """Refused."""
     echo: bool | None = None
     """Repeat the prompt before the text."""
     logprobs: Annotated[UInt32 | None, BeforeValidator(_as_count)] = None
     """Report the log-probabilities of the tokens and of so many most probable ones at each position; true: of one."""
-    best_of: Annotated[UInt64 | None, WithJsonSchema({"enum": [None, 1]})] = None
+    best_of: UInt64 | None = None
     """Must be 1 or equal `n`."""
     add_special_tokens: bool | None = None
     """Have the tokenizer add its special tokens, such as the first one; default: true."""

@@ -7,48 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast, Field, WithJsonSchema, WrapValidator
+from pydantic import FailFast, Field, WrapValidator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.bodies import NULL, OBJECT, REGEX, Body, Name, form
+from text_generation_router.api.http.bodies import Body, Name
 
 MAX_CHOICE_TEXTS = 10_000
 """Texts of `guided_choice` that are read; a grammar has fewer."""
 
 ChoiceTexts = TypeAliasType("ChoiceTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_CHOICE_TEXTS)])
-_WITH_SCHEMA = {"type": "object", "properties": {"schema": OBJECT}, "required": ["schema"]}
-RESPONSE_FORMAT = {
-    "anyOf": [
-        form("text"),
-        form("json_object"),
-        form("json_schema", json_schema=_WITH_SCHEMA),
-        form("regex", value=REGEX),
-    ]
-}
-"""The forms of `response_format` that a schema describes, for the OpenAPI document. TGI's `json` and others are taken too."""
-_STRUCTURED = {
-    "type": "object",
-    "anyOf": [
-        {"properties": {"json": OBJECT}, "required": ["json"]},
-        {"properties": {"regex": REGEX}, "required": ["regex"]},
-        {
-            "properties": {"choice": {"type": "array", "items": {"type": "string"}, "minItems": 1}},
-            "required": ["choice"],
-        },
-        {"properties": {"json_object": {"const": True}}, "required": ["json_object"]},
-    ],
-    "maxProperties": 1,
-}
-_DESCRIBED = ("response_format", "structured_outputs")
-
-
-def at_most_one(schema: dict[str, Any]) -> None:
-    """Add the rule that at most one constraint may be given to the schema of a body."""
-    schema.setdefault("allOf", []).append(
-        {"anyOf": [{"properties": {name: NULL for name in _DESCRIBED if name != given}} for given in _DESCRIBED]}
-    )
 
 
 class ConstraintFields(Body):
@@ -57,11 +26,9 @@ class ConstraintFields(Body):
     The OpenAPI document has the first two. It leaves out the older ones of vLLM and those of SGLang, which mean the same.
     """
 
-    model_config = ConfigDict(json_schema_extra=at_most_one)
-
-    response_format: Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)] | None = None
-    """OpenAI's; also TGI's, and `structural_tag` of vLLM and SGLang."""
-    structured_outputs: Annotated[dict[str, Any], WithJsonSchema(_STRUCTURED)] | None = None
+    response_format: dict[str, Any] | None = None
+    """OpenAI's `text`, `json_object` and `json_schema`; also TGI's forms, and `structural_tag` of vLLM and SGLang."""
+    structured_outputs: dict[str, Any] | None = None
     """vLLM's: one of `json`, `regex`, `choice`, `grammar`, `structural_tag`, `json_object`."""
     guided_json: SkipJsonSchema[dict[str, Any] | str | None] = None
     """vLLM's: a JSON schema for the answer."""
@@ -96,19 +63,22 @@ def _named(value: Any, check: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 _Unserved = WrapValidator(_named)
-Nothing = TypeAliasType("Nothing", Annotated[None, _Unserved])
+Nothing = Annotated[None, _Unserved, SkipJsonSchema()]
 """Only null, which asks for nothing."""
-Off = TypeAliasType("Off", Annotated[Literal[False] | None, _Unserved])
+Off = Annotated[Literal[False] | None, _Unserved, SkipJsonSchema()]
 TextModality = TypeAliasType(
     "TextModality", Annotated[list[Literal["text"]], FailFast(), Field(max_length=1), _Unserved]
 )
-On = TypeAliasType("On", Annotated[Literal[True] | None, _Unserved])
+On = Annotated[Literal[True] | None, _Unserved, SkipJsonSchema()]
 
 
 class UnservedFields(Body):
-    """Fields with a known meaning that is not served. A value that asks for nothing is accepted."""
+    """Fields with a known meaning that is not served. A value that asks for nothing is accepted.
 
-    modalities: TextModality | None = None
+    The OpenAPI document leaves them out.
+    """
+
+    modalities: SkipJsonSchema[TextModality | None] = None
     """OpenAI's: `["text"]`; audio is refused."""
     audio: Nothing = None
     """OpenAI's: refused."""

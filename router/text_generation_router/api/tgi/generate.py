@@ -19,7 +19,7 @@ from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.api.tgi.replies import GenerateAnswer, TokenEvents, whole_reply
-from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters, StreamBody
+from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
 from text_generation_router.errors import InvalidRequest
 
 
@@ -30,7 +30,10 @@ class GenerateRoutes:
         self._serving = serving
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /generate: return the whole reply."""
+        """POST /generate: return the whole reply.
+
+        `inputs` is the prompt as the model reads it, without a chat template.
+        """
         body = await parse_body(request, GenerateBody)
         [record] = self._serving.start(request)
         reply = await self.reply(body, record)
@@ -39,11 +42,18 @@ class GenerateRoutes:
         )
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        """POST /generate_stream: stream an event per token."""
-        return await self._streamed(request, await parse_body(request, StreamBody))
+        """POST /generate_stream: stream an event per token.
 
-    async def compat(self, request: web.Request) -> web.StreamResponse:
-        """POST /: whole or streamed, as in Hugging Face's hosted API."""
+        The data of each event is a `StreamEvent`. An error after the first event is an `ErrorAnswer`, the last one.
+        """
+        return await self._streamed(request, await parse_body(request, GenerateBody))
+
+    async def compat_generate(self, request: web.Request) -> web.StreamResponse:
+        """POST /: whole or streamed, as in Hugging Face's hosted API.
+
+        The same as `/generate`, in a list, or with `stream` as `/generate_stream`. The text has the prompt before it unless
+        `return_full_text` is false.
+        """
         return await self.answer_compat(request, await parse_body(request, CompatGenerateBody))
 
     async def answer_compat(self, request: web.Request, body: CompatGenerateBody) -> web.StreamResponse:

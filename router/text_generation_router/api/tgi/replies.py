@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NotRequired
 
 import orjson
+from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.serving import Collector
@@ -38,7 +39,7 @@ class PrefillToken(ResponseBody):
     """Null for the first token, and if the engine does not know it."""
 
 
-TgiFinishReason = Literal["length", "eos_token", "stop_sequence"]
+TgiFinishReason = TypeAliasType("TgiFinishReason", Literal["length", "eos_token", "stop_sequence"])
 
 
 class BestOfSequence(ResponseBody):

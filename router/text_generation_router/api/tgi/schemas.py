@@ -7,51 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import FailFast, Field
 
-from text_generation_router.api.http.bodies import (
-    MAX_STOPS,
-    NULL,
-    OBJECT,
-    REGEX,
-    Float32,
-    Int32,
-    Name,
-    StopText,
-    UInt32,
-    UInt64,
-    form,
-)
+from text_generation_router.api.http.bodies import MAX_STOPS, Float32, Int32, Name, StopText, UInt32, UInt64
 from text_generation_router.api.http.caller import QosFields
-
-_PROPERTIES: dict[str, Any] = {
-    "type": "object",
-    "properties": {"properties": {"type": "object", "additionalProperties": OBJECT}},
-    "required": ["properties"],
-}
-GRAMMAR = {
-    "anyOf": [
-        form("json", value=_PROPERTIES),
-        form("json_object", value=_PROPERTIES),
-        form("json_schema", value={"type": "object", "properties": {"schema": _PROPERTIES}, "required": ["schema"]}),
-        form("regex", value=REGEX),
-    ]
-}
-"""The forms of a grammar, for the OpenAPI document. A JSON schema may be a text, too."""
-_ONE: dict[str, Any] = {"properties": {"best_of": {"enum": [None, 1]}}}
-_SAMPLED: dict[str, Any] = {"properties": {"do_sample": {"const": True}, "seed": NULL}, "required": ["do_sample"]}
-STREAMED: dict[str, Any] = {
-    "properties": {
-        "parameters": {"properties": {"best_of": {"enum": [None, 1]}, "decoder_input_details": {"const": False}}}
-    }
-}
-"""The rules of a streamed reply, for the OpenAPI document."""
 
 
 class GenerateParameters(QosFields):
     """Parameters of a generation: types and defaults; their ranges are checked in tgi/generate.py."""
-
-    model_config = ConfigDict(json_schema_extra={"anyOf": [_ONE, _SAMPLED]})
 
     best_of: UInt64 | None = None
     """Generate this many sequences, return the one with the highest mean log-probability."""
@@ -87,8 +50,8 @@ class GenerateParameters(QosFields):
     """Seed of the sampling; random if absent."""
     top_n_tokens: UInt32 | None = None
     """Report so many most probable tokens of every step."""
-    grammar: Annotated[dict[str, Any], WithJsonSchema(GRAMMAR)] | None = None
-    """Constrain the text to a grammar."""
+    grammar: dict[str, Any] | None = None
+    """Constrain the text: `type` is `json`, `json_schema` or `regex`, `value` the schema or the expression."""
     adapter_id: Name | None = None
     """LoRA adapter to use, one of --lora-adapters. A name that is not loaded is rejected."""
 
@@ -101,16 +64,8 @@ class GenerateBody(QosFields):
     parameters: GenerateParameters = GenerateParameters(do_sample=True)
 
 
-class StreamBody(GenerateBody):
-    """Body of /generate_stream: that of /generate without `best_of` and `decoder_input_details`."""
-
-    model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED]})
-
-
 class CompatGenerateBody(GenerateBody):
     """Body of POST /."""
-
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"properties": {"stream": {"const": False}}}, STREAMED]})
 
     stream: bool = False
     """Answer as /generate_stream does."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from aiohttp import web
 from pydantic import BaseModel
 
-from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.openapi import document
-from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import Body
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route, add_routes
+from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.api.tgi.schemas import GenerateBody
 from text_generation_router.error_attributes import Operation
 
@@ -71,17 +68,9 @@ def test_a_route_of_two_dialects_lists_the_errors_of_both() -> None:
     assert len(described["application/json"]["schema"]["anyOf"]) == 2
 
 
-def test_validation_rules_are_in_the_schemas() -> None:
-    limits = Limits(max_best_of=3, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=10, max_total_tokens=20)
-    route = Route("POST", "/generate", handler, "TGI", body=GenerateBody)
-    rules = partial(document_rules, limits=limits, prompts=1, generations=1)
-    schemas = document([route], "1", keys=False, rules=rules)["components"]["schemas"]
-    properties = schemas["GenerateParameters"]["properties"]
-    for name, rule in {
-        "best_of": {"maximum": 3},
-        "max_new_tokens": {"minimum": 1},
-        "truncate": {"minimum": 1, "maximum": 10},
-        "top_p": {"minimum": 1.2e-38, "maximum": 0.9999999},
-    }.items():
-        assert rule.items() <= properties[name].items()
-    assert schemas["GenerateBody"]["properties"]["inputs"]["minLength"] == 1
+def test_ranges_are_those_of_the_dialect() -> None:
+    routes = [Route("POST", f"/{body.__name__}", handler, "TGI", body=body) for body in (GenerateBody, ChatBody)]
+    schemas = document(routes, "1", keys=False)["components"]["schemas"]
+    top_p = {name: schemas[name]["properties"]["top_p"] for name in ("GenerateParameters", "ChatBody")}
+    assert {"exclusiveMinimum": 0, "exclusiveMaximum": 1}.items() <= top_p["GenerateParameters"].items()
+    assert {"minimum": 0, "maximum": 1}.items() <= top_p["ChatBody"].items()
