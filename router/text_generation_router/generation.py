@@ -29,6 +29,8 @@ class GenerationResult:
     generated_tokens: int
     stop: str | None = None
     """The stop sequence that ended it, if one did."""
+    deltas: Sequence[str] = ()
+    """The text by token."""
 
 
 class TokenOutput(NamedTuple):
@@ -164,7 +166,7 @@ class Generation:
         ending = None
         if reason is not None:
             self.times.ended = time.monotonic()
-            ending = GenerationResult(reason, "".join(texts), number, stop)
+            ending = GenerationResult(reason, "".join(texts), number, stop, texts)
         text = delta if special is None else special
         self._sink.on_output(TokenOutput(number, token_id, text, delta, logprob, special is not None, top, ending))
         return ending is None

@@ -40,6 +40,26 @@ class ToolCallArguments:
 Event = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
+class ReasoningTokens:
+    """Counts the tokens of an answer that are reasoning, without its markers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._open = False
+        """The last event was reasoning."""
+        self._held = 0
+        """Tokens since then without an event: their text is held back."""
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Count a token, by its events."""
+        if not events:
+            self._held += 1
+            return
+        if isinstance(events[0], ReasoningDelta):
+            self.count += 1 + self._held * self._open
+        self._held, self._open = 0, isinstance(events[-1], ReasoningDelta)
+
+
 class OutputParser(Protocol):
     """Turns the text of one answer, piece by piece, into events. The joined events do not depend on how the text is cut."""
 

@@ -27,6 +27,7 @@ from text_generation_router.chat.events import (
     Event,
     OutputParser,
     ReasoningDelta,
+    ReasoningTokens,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
@@ -71,6 +72,7 @@ class AnswerEnd:
 
     finish: Finish
     ending: GenerationResult
+    reasoning_tokens: int = 0
 
 
 class EventSink(Protocol):
@@ -94,15 +96,19 @@ class Reader(Sink):
         self._parser = parser
         self._sink = sink
         self._calls = False
+        self._reasoning = ReasoningTokens()
 
     def on_output(self, output: TokenOutput) -> None:
         events: Sequence[Event] = self._parser.feed(output.delta) if output.delta else ()
         if output.ending is not None:
             events = [*events, *self._parser.finish()]
-        self._calls = self._calls or any(isinstance(event, ToolCallStart) for event in events)
+        if events:
+            self._calls = self._calls or any(isinstance(event, ToolCallStart) for event in events)
+        self._reasoning.add(events)
         self._sink.on_events(events, output)
         if output.ending is not None:
-            self._sink.on_end(AnswerEnd(finish_of(output.ending, calls=self._calls), output.ending))
+            finish = finish_of(output.ending, calls=self._calls)
+            self._sink.on_end(AnswerEnd(finish, output.ending, self._reasoning.count))
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         raise AssertionError("chats request no prompt logprobs")
@@ -128,6 +134,7 @@ class ParsedAnswer:
     text: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,19 @@ class ChatRequest:
             events += parser.feed(ending.text[start : start + PARSED_AT_ONCE])
         events += parser.finish()
         calls = any(isinstance(event, ToolCallStart) for event in events)
-        return events, AnswerEnd(finish_of(ending, calls=calls), ending)
+        thought = any(isinstance(event, ReasoningDelta) for event in events)
+        tokens = await self._reasoning_tokens(ending.deltas) if thought else 0
+        return events, AnswerEnd(finish_of(ending, calls=calls), ending, tokens)
+
+    async def _reasoning_tokens(self, deltas: Sequence[str]) -> int:
+        """Count the reasoning tokens of a finished text, as a stream of it does."""
+        parser, tokens = self.form.parser(), ReasoningTokens()
+        for number, delta in enumerate(deltas, 1):
+            if number % PARSED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            events = parser.feed(delta) if delta else ()
+            tokens.add([*events, *parser.finish()] if number == len(deltas) else events)
+        return tokens.count
 
     async def answer(self, ending: GenerationResult) -> ParsedAnswer:
         """Return a finished text as an answer."""
@@ -169,7 +188,7 @@ class ChatRequest:
                 case ToolCallArguments(index, fragment):
                     calls[index][1].append(fragment)
         joined = [Call(name, "".join(fragments)) for name, fragments in calls]
-        return ParsedAnswer(end.finish, ending, "".join(texts), "".join(thoughts), joined)
+        return ParsedAnswer(end.finish, ending, "".join(texts), "".join(thoughts), joined, end.reasoning_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,12 @@ class PromptTokensDetails(ResponseBody):
     """Tokens found in the prefix cache."""
 
 
+class ReasoningDetails(ResponseBody):
+    """The reasoning among the new tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(ResponseBody):
     """Token counts."""
 
@@ -35,6 +41,8 @@ class Usage(ResponseBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[ReasoningDetails]
+    """In chats."""
 
 
 class TokenLogprob(ResponseBody):
@@ -228,14 +236,17 @@ class CompletionAnswer(Headed):
     usage: Usage | None
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None) -> Usage:
     """Token counts of one or several choices; the prompt counts once for all choices."""
-    return {
+    counts: Usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return counts
 
 
 def tokens_of(text: str, outputs: list[TokenOutput]) -> list[TokenOutput]:

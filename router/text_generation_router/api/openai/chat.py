@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import orjson
@@ -115,16 +115,19 @@ class ChatRoutes:
         self, body: ChatBody, chat: ChatRequest, collectors: Sequence[Collector], cached: int
     ) -> list[bytes]:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
-        choices = (
-            self._choice(index, body, await chat.answer(collector.ended.result()), collector)
-            for index, collector in enumerate(collectors)
-        )
+        counts = usage(chat.prompt_tokens, generated, cached, 0)
+
+        async def choices() -> AsyncIterator[ChatChoice]:
+            for index, collector in enumerate(collectors):
+                answer = await chat.answer(collector.ended.result())
+                counts["completion_tokens_details"]["reasoning_tokens"] += answer.reasoning_tokens
+                yield self._choice(index, body, answer, collector)
+
         head = named("chatcmpl-", body.model, self._serving.settings)
         scores = None
         if body.prompt_logprobs is not None:
             scores = await written_prompt_scores(collectors[0], self._serving.tokenizer, body.prompt_logprobs)
-        counts = usage(chat.prompt_tokens, generated, cached)
-        return await whole_answer(head, "chat.completion", choices, counts, scores)
+        return await whole_answer(head, "chat.completion", choices(), counts, scores)
 
     def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> ChatChoice:
         message: AssistantMessage = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from text_generation_router.api.core.chat import AnswerEnd, ChatRequest, Finish, Reader, finish_of
+from text_generation_router.api.core.chat import AnswerEnd, ChatRequest, Reader, finish_of
 from text_generation_router.api.core.ids import Named, new_call_id
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
@@ -27,7 +27,7 @@ from text_generation_router.api.openai.answers import (
 )
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import GenerationResult, Sink, TokenOutput
+from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.request import LogprobJson, TokenId, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ class ChatStream:
         self._records = records
         self._head = named.head("chat.completion.chunk")
         self._open = len(chat.requests)
-        self._generated = 0
+        self._generated = self._reasoning = 0
 
     def sinks(self) -> list[Sink]:
         """The sink of each choice."""
@@ -83,19 +83,24 @@ class ChatStream:
         """The log-probabilities of tokens."""
         return content_logprobs(outputs, self._tokenizer, self._chat.requests[0].logprobs.top_n)
 
-    def usage(self, generated: int) -> bytes:
-        """The token counts as JSON."""
-        return orjson.dumps(usage(self._chat.prompt_tokens, generated, cached_tokens(self._records)))
+    def usage(self, generated: int, reasoning: int | None = None) -> bytes:
+        """The token counts as JSON; without those of the reasoning before the end."""
+        return orjson.dumps(usage(self._chat.prompt_tokens, generated, cached_tokens(self._records), reasoning))
 
-    def ended(self, generated: int) -> bytes:
+    def ended(self, generated: int, reasoning: int) -> bytes:
         """Count the end of a choice; return the events that follow the last one."""
         self._open -= 1
         self._generated += generated
+        self._reasoning += reasoning
         if self._open:
             return b""
         if not self.shown.usage:
             return DONE
-        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, self.usage(self._generated), DONE)
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (
+            self._head,
+            self.usage(self._generated, self._reasoning),
+            DONE,
+        )
 
     def close(self) -> None:
         """Close the stream if every choice has ended."""
@@ -156,7 +161,7 @@ class ChatChoiceStream(Sink):
         delta: Delta = {"content": output.delta}
         self._hold_logprobs(output)
         if ending is not None:
-            self._end(delta, finish_of(ending, calls=False), ending)
+            self._end(delta, AnswerEnd(finish_of(ending, calls=False), ending))
         elif output.delta or self._unscored:
             self._stream.send(self._opening() + self._chunk(delta))
 
@@ -170,16 +175,16 @@ class ChatChoiceStream(Sink):
             self._stream.send(self._opening() + b"".join(self._chunk(self._delta(event)) for event in events))
 
     def on_end(self, end: AnswerEnd) -> None:
-        self._end({}, end.finish, end.ending)
+        self._end({}, end)
 
     def on_failure(self, error: ServingError) -> None:
         self._record.failed(error)
         self._chat.stream.fail(error)
 
-    def _end(self, delta: Delta, finish: Finish, ending: GenerationResult) -> None:
-        self._record.ending = ending
-        chunk = self._opening() + self._chunk(delta, chat_finish(finish, functions=self._chat.shown.functions))
-        self._stream.send(chunk + self._chat.ended(ending.generated_tokens))
+    def _end(self, delta: Delta, end: AnswerEnd) -> None:
+        self._record.ending = end.ending
+        chunk = self._opening() + self._chunk(delta, chat_finish(end.finish, functions=self._chat.shown.functions))
+        self._stream.send(chunk + self._chat.ended(end.ending.generated_tokens, end.reasoning_tokens))
         self._chat.close()
 
     def _hold_logprobs(self, output: TokenOutput) -> None:

@@ -22,7 +22,7 @@ from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
 from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
-from text_generation_router.api.openai.answers import ContentLogprob, WrittenLogprobs, tokens_of
+from text_generation_router.api.openai.answers import ContentLogprob, ReasoningDetails, WrittenLogprobs, tokens_of
 from text_generation_router.api.openai.responses_schemas import ItemStatus, ResponsesBody, ResponseStatus
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import ServingError
@@ -91,20 +91,13 @@ class InputTokensDetails(ResponseBody):
     cache_write_tokens: int
 
 
-class OutputTokensDetails(ResponseBody):
-    """Details of the new tokens."""
-
-    reasoning_tokens: int
-    """0: not counted."""
-
-
 class ResponseUsage(ResponseBody):
     """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ReasoningDetails
     total_tokens: int
 
 
@@ -286,7 +279,7 @@ class ResponseScript(Script[OutputItem]):
         else:
             response["completed_at"] = now()
         response["output"] = self.blocks
-        response["usage"] = _usage(self._prompt_tokens, end.ending.generated_tokens, self._cached_tokens())
+        response["usage"] = _usage(self._prompt_tokens, end, self._cached_tokens())
         return self._named(f"response.{response['status']}", response=response)
 
     def failure(self, error: ServingError) -> bytes:
@@ -333,13 +326,14 @@ class ResponseScript(Script[OutputItem]):
         return b"event: %b\ndata: %b\n\n" % (name.encode(), event)
 
 
-def _usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> ResponseUsage:
+def _usage(prompt_tokens: int, end: AnswerEnd, cached_tokens: int) -> ResponseUsage:
     """Token counts; a count that is not kept is 0."""
+    generated_tokens = end.ending.generated_tokens
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
         "output_tokens": generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
         "total_tokens": prompt_tokens + generated_tokens,
     }
 
