@@ -127,3 +127,37 @@ async def test_every_dialect_has_reasoning_text_and_calls_apart() -> None:
         says, _ = TABLES["openai"]["answer"]
         reply = await post(stack.client, "/vertex", {"instances": [asking(stack, says)]})
         assert reply == {"predictions": ["Hi."]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reasoning(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, chat_template=template(""), tool_call_parser="hermes", reasoning=True) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("thought", "says"),
+    [
+        ("One two three", "Four five six"),
+        ("One two three", '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'),
+        ("One two three", ""),
+        ("", "Four"),
+    ],
+)
+async def test_reasoning_tokens_are_counted(reasoning: Stack, thought: str, says: str) -> None:
+    stack = reasoning
+    end = "</think>" if says else ""
+    body = asking(stack, f"<think>{thought}{end}{says}" if thought else says, tools=ASKED)
+    usages = [(await post(stack.client, CHAT, body))["usage"]]
+    usages.append((await chunks(stack.client, CHAT, body | {"stream_options": {"include_usage": True}}))[-1]["usage"])
+    counts = [(usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"]) for usage in usages]
+    tools = [{"type": "function", **tool["function"]} for tool in ASKED]
+    body = {"input": body["messages"], "max_output_tokens": body["max_tokens"], "tools": tools}
+    usage = (await post(stack.client, "/v1/responses", body))["usage"]
+    counts.append((usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"]))
+    async with stack.client.post("/v1/responses", json=body | {"stream": True}) as response:
+        usage = orjson.loads((await response.read()).rstrip().rpartition(b"\ndata: ")[2])["response"]["usage"]
+    counts.append((usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"]))
+    assert len(set(counts)) == 1, counts
+    tokens = len(stack.tokenizer.encode_ids(thought, add_special_tokens=False))
+    assert tokens <= counts[0][1] <= tokens + bool(thought), "a marker may share a token with the reasoning"
