@@ -4,12 +4,13 @@
       ├── prefill chunk   each step that computed a part of its prompt
       └── decode          from the step of its first new token to its end
 
-Only sequences whose orders carry a trace have spans. A step without one of their chunks or ends costs nothing more.
+Only sequences whose orders carry a trace have spans. While one runs, the tokens of each step are counted by slot.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ class _Traced:
 
     sequence: NewSequence
     span: OpenSpan
+    tokens_before: int
+    """New tokens of its slot before it was admitted."""
     chunks: list[tuple[float, float, int]] = field(default_factory=list)
     """Begin and end of the steps, and prompt tokens computed in them."""
     prefilled: int = 0
@@ -44,6 +47,8 @@ class SequenceSpans:
         self._engine = engine
         self._traced: dict[int, _Traced] = {}
         """By slot."""
+        self._tokens = Counter[int]()
+        """New tokens by slot, of all its sequences, while any is traced."""
 
     def ordered(self, orders: Orders, failures: Sequence[Failure]) -> None:
         """Follow the new sequences of orders that were applied, and end those that they release or that failed."""
@@ -54,7 +59,7 @@ class SequenceSpans:
             self._end(slot, now, "released")
         for sequence in orders.admit:
             if sequence.trace is not None and (span := self._tracer.begin("shard", now, sequence.trace)) is not None:
-                self._traced[sequence.slot] = _Traced(sequence, span)
+                self._traced[sequence.slot] = _Traced(sequence, span, self._tokens[sequence.slot])
         self._fail(failures, now)
 
     def stepped(self, result: StepResult, took_ns: int) -> None:
@@ -64,6 +69,11 @@ class SequenceSpans:
             return
         end = time.monotonic()
         start = end - took_ns / 1e9
+        if result.token_counts:
+            for slot, tokens in zip(result.slots, result.token_counts, strict=True):
+                self._tokens[slot] += tokens
+        else:
+            self._tokens.update(result.slots)
         for slot, tokens in result.prefilled:
             if (one := traced.get(slot)) is not None:
                 one.prefilled += tokens
@@ -100,6 +110,7 @@ class SequenceSpans:
             "text_generation.end": reason,
             "text_generation.prompt_tokens": len(sequence.prompt),
             "text_generation.computed_tokens": sequence.computed_tokens,
-            "text_generation.generated_tokens": sequence.generated_tokens,
+            "text_generation.resumed_tokens": sequence.generated_tokens,
+            "text_generation.generated_tokens": sequence.generated_tokens + self._tokens[slot] - one.tokens_before,
         }
         self._tracer.end(one.span, now, attributes, failed=failed)

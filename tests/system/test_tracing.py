@@ -61,7 +61,7 @@ async def post_bytes(url: str, headers: dict[str, str], body: bytes, agent: byte
 async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_move(
     demo_model: Path, session: aiohttp.ClientSession
 ) -> None:
-    chat, lost, refused, unsampled, foreign = (f"{number:032x}" for number in range(1, 6))
+    chat, lost, refused, unsampled, foreign, unknown = (f"{number:032x}" for number in range(1, 7))
     with collecting() as collector:
         flags = (
             "--num-replicas",
@@ -75,7 +75,8 @@ async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_
         )
         with running(demo_model, *flags, environ=ENVIRON) as stack:
             messages = [{"role": "user", "content": "one two three"}]
-            body = {"model": "tgi", "messages": messages, "max_tokens": 5, "temperature": 0.5, "stream": True}
+            body = {"model": "tgi", "messages": messages, "max_tokens": 5, "stream": True}
+            body |= {"temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["STOP"]}
             assert await post(session, f"{stack.url}/v1/chat/completions", headers(chat), body) == 200
             finished = await asyncio.to_thread(stack.wait_for, "request finished", "router")
             assert finished["trace_id"] == chat
@@ -84,6 +85,7 @@ async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_
             assert await post(session, f"{stack.url}/generate", headers(refused), body) == 422
             body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
             assert await post(session, f"{stack.url}/generate", headers(unsampled, "00"), body) == 200
+            assert await post(session, f"{stack.url}/no/such", headers(unknown), {}) == 404
             async with session.get(f"{stack.url}/info", headers=headers(unsampled)) as response:
                 assert response.status == 200
             assert b" 200 " in await post_bytes(
@@ -102,17 +104,19 @@ async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_
             assert [task.result() for task in both] == [200, 200]
             await arrived(collector, lambda: len(collector.of(lost).get("POST /generate_stream", ())) == 2)
             await arrived(collector, lambda: len(collector.of(lost).get("shard", ())) >= 2)
-        _check_chat(collector.of(chat))
+        _check_chat(collector.of(chat), str(demo_model))
         _check_move(collector.of(lost))
         (request,) = collector.of(refused)["POST /generate"]
         assert request.attributes["http.response.status_code"] == 422
         assert request.attributes["error.type"] == "validation"
+        assert "gen_ai.response.model" not in request.attributes
+        assert collector.of(unknown).keys() == {"POST"}
         assert request.status != ERROR, "the client's error is not the server's"
         assert collector.of(unsampled) == {}
         assert collector.headers["x-scope"] == "team"
 
 
-def _check_chat(spans: dict[str, list[CollectedSpan]]) -> None:
+def _check_chat(spans: dict[str, list[CollectedSpan]], model: str) -> None:
     names = {"POST /v1/chat/completions", "tokenize", "queue", "prefill", "decode", "shard", "prefill chunk"}
     assert spans.keys() == names
     (request,), (shard,), (chunk,) = spans["POST /v1/chat/completions"], spans["shard"], spans["prefill chunk"]
@@ -129,10 +133,18 @@ def _check_chat(spans: dict[str, list[CollectedSpan]]) -> None:
         "gen_ai.operation.name": "chat",
         "gen_ai.request.max_tokens": 5,
         "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.seed": 7,
+        "gen_ai.request.stop_sequences": ["STOP"],
+        "gen_ai.request.model": "tgi",
+        "gen_ai.response.model": model,
+        "server.address": "127.0.0.1",
         "gen_ai.usage.output_tokens": 5,
         "gen_ai.response.finish_reasons": ["length"],
     }
     assert {name: request.attributes.get(name) for name in expected} == expected
+    assert isinstance(request.attributes["server.port"], int)
+    assert shard.attributes["text_generation.generated_tokens"] == 5
     prompt = request.attributes["gen_ai.usage.input_tokens"]
     assert (
         prompt == chunk.attributes["text_generation.prompt_tokens"] == shard.attributes["text_generation.prompt_tokens"]
@@ -164,5 +176,7 @@ def _check_move(spans: dict[str, list[CollectedSpan]]) -> None:
     assert parent.start < move.start <= move.end < parent.end
     assert parent.attributes["gen_ai.usage.output_tokens"] == 100
     # The killed shard sent nothing; the next one continued with the tokens generated before.
-    (resumed,) = (shard for shard in spans["shard"] if shard.attributes["text_generation.generated_tokens"])
+    (resumed,) = (shard for shard in spans["shard"] if shard.attributes["text_generation.resumed_tokens"])
+    assert 0 < resumed.attributes["text_generation.resumed_tokens"] < 100
+    assert resumed.attributes["text_generation.generated_tokens"] == 100
     assert resumed.parent == parent.span_id

@@ -113,7 +113,7 @@ class RequestPreparer:
         sampling = options.sampling
         if sampling.seed is not None or "seed" in self._limits.unsupported:
             return sampling
-        return replace(sampling, seed=self._random.getrandbits(64))
+        return replace(sampling, seed=self._random.getrandbits(63))  # a span has signed numbers
 
     async def _grammar(self, options: GenerationOptions, tenant: TenantId) -> Grammar | None:
         """Check rules 17 to 19 and return the grammar. Raises InvalidRequest."""

@@ -10,12 +10,14 @@ Times are those that the log line and the metrics use. No attribute contains tex
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
 from text_generation_proto.values import SAMPLING_PARAMETERS, FinishReason, Sampling, TraceContext
+from text_generation_router.api.http.bodies import MODEL
 from text_generation_router.api.http.record import GenerationRecord, Record, route_of
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.generation import GenerationTimes
@@ -30,6 +32,8 @@ MAX_MOVES = 16
 MAX_USER_AGENT_LENGTH = 256
 
 _FINISH = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
+_HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::([0-9]{1,5}))?")
+"""A Host header: name or address, and port. An IPv6 address is in brackets."""
 _CHAT_ROUTES = ("chat", "messages", "responses")
 """Parts of the paths of routes whose prompts are conversations."""
 
@@ -45,7 +49,7 @@ class RequestSpans:
         """Decide if a request is traced here; `context` is its client's trace."""
         if request.method != hdrs.METH_POST:
             return
-        record.span = self._tracer.begin(f"POST {route_of(request)}", record.started, context)
+        record.span = self._tracer.begin(f"POST {route_of(request)}".rstrip(), record.started, context)
         record.trace = None
         if record.span is not None:
             record.trace, record.trace_id = record.span.carried, record.span.carried.trace_id
@@ -61,7 +65,7 @@ class RequestSpans:
         if error is not None:
             attributes["error.type"] = error.error_type
         if record.generations:
-            attributes |= self._of_generations(record, route)
+            attributes |= self._of_generations(record, route, request.get(MODEL))
         sequences = [times for generation in record.generations for times in generation.sequences]
         tokenized = {generation.request.tokenized for generation in record.generations if generation.request}
         for began, ended in tokenized:
@@ -71,15 +75,14 @@ class RequestSpans:
         failed = status >= 500 or (error is not None and error.outcome is Outcome.ERROR)
         self._tracer.end(span, now, attributes, failed=failed)
 
-    def _of_generations(self, record: Record, route: str) -> dict[str, AttributeValue]:
+    def _of_generations(self, record: Record, route: str, asked: str | None) -> dict[str, AttributeValue]:
         generations = record.generations
         requests = [generation.request for generation in generations if generation.request is not None]
         model = next((request.adapter for request in requests if request.adapter), self._model)
         found: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "chat" if any(part in route for part in _CHAT_ROUTES) else "text_completion",
             "gen_ai.provider.name": "text-generation-inference",
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
+            "gen_ai.request.model": asked or model,
         }
         if len(generations) > 1:
             found["gen_ai.request.choice.count"] = len(generations)
@@ -87,6 +90,8 @@ class RequestSpans:
             return found
         first = requests[0]
         found["gen_ai.request.max_tokens"] = first.max_new_tokens
+        if first.stop_sequences:
+            found["gen_ai.request.stop_sequences"] = first.stop_sequences
         if not first.sampling.greedy:
             found |= _sampling(first.sampling)
         found["gen_ai.usage.input_tokens"] = sum(len(request.prompt) for request in requests)
@@ -94,6 +99,7 @@ class RequestSpans:
         found["gen_ai.usage.cache_read.input_tokens"] = sum(generation.cached_tokens for generation in generations)
         if reasons := [_FINISH[generation.ending.reason] for generation in generations if generation.ending]:
             found["gen_ai.response.finish_reasons"] = tuple(reasons)
+            found["gen_ai.response.model"] = model
         if first_tokens := [generation.first_token for generation in generations if generation.first_token]:
             found["gen_ai.server.time_to_first_token"] = min(first_tokens) - record.started
         times = generations[0].times
@@ -130,12 +136,12 @@ class RequestSpans:
 
 def _sampling(sampling: Sampling) -> dict[str, AttributeValue]:
     """The numbers that are not neutral. The prefix distinguishes OpenAI's penalties from TGI's in `Sampling` only."""
+    values = {each.field: getattr(sampling, each.field) for each in SAMPLING_PARAMETERS}
     return {
-        f"gen_ai.request.{parameter.field.removeprefix('output_')}": value
-        for parameter in SAMPLING_PARAMETERS
-        if isinstance(value := getattr(sampling, parameter.field), int | float)
-        and value != parameter.neutral
-        and parameter.field != "seed"
+        # A float32 has seven digits.
+        f"gen_ai.request.{each.field.removeprefix('output_')}": float(f"{value:.7g}") if type(value) is float else value
+        for each in SAMPLING_PARAMETERS
+        if isinstance(value := values[each.field], int | float) and value != each.neutral and value < 1 << 63
     }
 
 
@@ -151,8 +157,11 @@ def _of_http(request: web.Request, route: str, status: int) -> dict[str, Attribu
         "http.response.status_code": status,
         "url.path": _utf8(request.path),
         "url.scheme": request.scheme,
-        "server.address": _utf8(request.host),
     }
+    if host := _HOST.fullmatch(request.host):
+        found["server.address"] = _utf8(host[1])
+        if host[2]:
+            found["server.port"] = int(host[2])
     if route:
         found["http.route"] = route
     if request.remote:
