@@ -117,7 +117,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Most concurrent requests, queued ones included; further ones are rejected with 429."""
     max_best_of: PositiveInt = 2
     """Largest value of `best_of`."""
-    max_stop_sequences: NonNegativeInt = 4
+    max_stop_sequences: NonNegativeInt = 16
     """Most stop sequences of a request."""
     max_top_n_tokens: NonNegativeInt | None = None
     """Largest value of `top_n_tokens`, and of OpenAI's `top_logprobs` and `logprobs`. Default: 5 in TGI's dialect, 20 in
@@ -160,7 +160,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Most prompts in one OpenAI completion request."""
     validation_workers: PositiveInt = 2
     """Threads that tokenize, and processes for long texts; at least two of each."""
-    payload_limit: PositiveInt = 2_000_000
+    payload_limit: PositiveInt = 32_000_000
     """Largest request body, in bytes."""
     max_connections: PositiveInt = 4096
     """Most open HTTP connections. Beyond it the longest idle one is closed; if none is idle, only probes are answered."""

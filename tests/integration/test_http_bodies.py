@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import json
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -16,6 +17,8 @@ import pytest
 import pytest_asyncio
 from http_stack import Stack, serve
 
+from text_generation_router.api.http import body_reader
+
 JSON = {"content-type": "application/json"}
 ROUTES = ["/", "/generate", "/generate_stream", "/tokenize"]
 
@@ -25,7 +28,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model) as stack:
+    async with serve(demo_model, settings={"payload_limit": 2_000_000}) as stack:
         yield stack
 
 
@@ -99,6 +102,32 @@ async def test_a_chunked_body_that_is_too_large_is_refused(stack: Stack) -> None
 
     async with stack.client.post("/generate", data=endless(), headers=JSON) as response:
         assert response.status == 413
+
+
+async def test_unfinished_bodies_are_limited_in_all(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound does not grow with the largest body. The body that has stood still longest ends."""
+    monkeypatch.setattr(body_reader, "MAX_UNFINISHED", 2_500_000)
+    head = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 1900000\r\n\r\n"
+    both = [await asyncio.open_connection("127.0.0.1", stack.port) for _ in range(2)]
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:  # sooner than a body is late
+        for _, writer in both:
+            writer.write(head + b" " * 1_500_000)
+        lines = [tasks.create_task(reader.readline()) for reader, _ in both]
+        (refused,), (kept,) = await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
+        assert refused.result().startswith(b"HTTP/1.1 408 ")
+        both[lines.index(kept)][1].write(b" " * 400_000)
+        assert (await kept).startswith(b"HTTP/1.1 400 ")
+    for _, writer in both:
+        writer.close()
+
+
+async def test_a_conversation_of_an_agent_fits(demo_model: Path) -> None:
+    """By default, also where a client escapes each character: such a body has six times as many bytes."""
+    body = json.dumps({"messages": [{"role": "user", "content": "\u4e2d" * 1_000_000}]}).encode()
+    assert len(body) > 6_000_000
+    sent = {"data": io.BytesIO(body), "headers": JSON}
+    async with serve(demo_model) as stack, stack.client.post("/v1/chat/completions", **sent) as response:
+        assert (await response.json())["error"]["code"] == "context_length_exceeded"
 
 
 VALID = b'{"inputs": "a", "parameters": {"max_new_tokens": 1}}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from http_stack import Stack, serve, until
 
 from text_generation_router import preparation
 from text_generation_router.api.http.bodies import Body
-from text_generation_router.api.http.body_reader import MAX_INLINE, MAX_PREPARED
+from text_generation_router.api.http.body_reader import MAX_HUGE, MAX_INLINE, MAX_PREPARED
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import ServingError
@@ -28,13 +29,15 @@ SLOW_TEMPLATE = (
     "{{ messages[0].content }}{% if messages[0].content == 'spin' %}{{ 7 ** (messages | length * 10 ** 8) }}{% endif %}"
 )
 LONG = "words " * 1000
-LARGE_SPIN = SPIN | {"suffix": LONG * 20}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, max_concurrent_requests=4, echo_step_ms=5, chat_template=SLOW_TEMPLATE) as stack:
+    settings = {"payload_limit": 2_900_000}
+    async with serve(
+        demo_model, max_concurrent_requests=4, echo_step_ms=5, chat_template=SLOW_TEMPLATE, settings=settings
+    ) as stack:
         yield stack
 
 
@@ -63,9 +66,9 @@ async def nothing_left() -> AsyncIterator[set[int]]:
 
 
 async def post(stack: Stack, path: str, body: Any, headers: dict[str, str] | None = None) -> int:  # noqa: ANN401
-    sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+    sent = {"data": io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())}
     headers = {"content-type": "application/json", **(headers or {})}
-    async with stack.client.post(path, headers=headers, **sent) as response:  # type: ignore[arg-type]
+    async with stack.client.post(path, headers=headers, **sent) as response:
         await response.read()
         return response.status
 
@@ -124,20 +127,23 @@ async def test_nothing_is_left_when_clients_leave_or_there_are_too_many(stack: S
         await until(lambda: not [each for each in held() if isinstance(each, ServingError) and id(each) not in before])
 
 
-async def test_large_bodies_are_parsed_in_turns_of_tenants(stack: Stack) -> None:
+@pytest.mark.parametrize(("length", "places"), [(20, MAX_PREPARED), (400, MAX_HUGE)])
+async def test_large_bodies_are_parsed_in_turns_of_tenants(stack: Stack, length: int, places: int) -> None:
     """A tenant has few of its large bodies in memory as objects, and another one's is not behind them."""
     quiet = {"x-llm-d-inference-fairness-id": "quiet"}
-    large = {"inputs": "a " * MAX_INLINE}
+    large, spin = {"inputs": "a " * MAX_INLINE}, SPIN | {"suffix": LONG * length}
+    if places == MAX_HUGE:
+        large["pad"] = LONG * length
     assert await post(stack, "/tokenize", large, quiet) == 200
 
     def parsed() -> int:
         return sum(isinstance(each, ChatBody) for each in held())
 
     async with asyncio.TaskGroup() as tasks:
-        noisy = [tasks.create_task(post(stack, "/v1/chat/completions", LARGE_SPIN)) for _ in range(8)]
-        await until(lambda: parsed() >= MAX_PREPARED - 1)
+        noisy = [tasks.create_task(post(stack, "/v1/chat/completions", spin)) for _ in range(8)]
+        await until(lambda: parsed() >= places - 1)
         assert await post(stack, "/tokenize", large, quiet) == 200
-        assert parsed() == MAX_PREPARED - 1
+        assert parsed() == places - 1
         for request in noisy:
             request.cancel()
 

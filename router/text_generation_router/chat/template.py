@@ -75,6 +75,7 @@ class TemplateRenderer:
             stage=stage,
         )
         self._without_templates = not sources
+        self._max_payload = MAX_BYTES_PER_CHARACTER * max_characters
 
     async def __aenter__(self) -> Self:
         """Start the workers, which compile the templates. Calls wait for them."""
@@ -114,7 +115,10 @@ class TemplateRenderer:
 
     def _input(self, conversation: Conversation) -> tuple[TemplateInput, bytes]:
         request = template_input(conversation, self._templates)
-        return request, request.to_json()
+        payload = request.to_json()
+        if len(payload) > self._max_payload:
+            raise TemplateError(f"the messages and tools are longer than {self._max_payload} bytes")
+        return request, payload
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ TIMEOUT_S = 20.0
 """CPU time of one long text."""
 MEMORY_BYTES = 2 << 30
 """Memory of a process, for 2 MB of text a few hundred megabytes."""
+MAX_CHARACTERS = 2_000_000
+"""Characters of a text."""
 MAX_OUTPUT = 1 << 28
 """Bytes of a result: 12 for a token with its offsets."""
 
@@ -149,4 +151,6 @@ def _special(add_special_tokens: bool) -> Flags:  # noqa: FBT001 - the only argu
 
 
 def _payload(flags: Flags, text: str) -> bytes:
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(f"a text must have at most {MAX_CHARACTERS} characters. Given: {len(text)}")
     return bytes([flags]) + text.encode()

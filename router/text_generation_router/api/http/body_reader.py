@@ -22,8 +22,8 @@ MIN_RATE = 10_000
 """Bytes a second at which a body must arrive. It may be late by `BODY_S`."""
 BODY_S = 10.0
 """Seconds by which a body may be late: each second takes one away, each MIN_RATE bytes give one back."""
-MOST_UNFINISHED = 64
-"""Unfinished bodies of the largest size that are kept. Beyond their bytes, the one that has stood still longest ends."""
+MAX_UNFINISHED = 128_000_000
+"""Bytes of unfinished bodies that are kept. Beyond them, the body that has stood still longest ends."""
 
 MAX_INLINE = 1 << 16
 """Bytes of a body that is parsed and validated on the event loop: a millisecond."""
@@ -31,6 +31,10 @@ PAUSE_S = 0.005
 """Pause after a piece of a large body while pieces of others wait: the event loop takes most of its time for other work."""
 MAX_PREPARED = 4
 """Larger bodies that are parsed, rendered and tokenized at a time. One place is kept for the next tenant."""
+HUGE = 2_000_000
+"""Bytes of a body whose objects may take more memory than those of all other prepared bodies together."""
+MAX_HUGE = 2
+"""Bodies above that which are prepared at a time. One place is kept for the next tenant."""
 
 PREPARATION = web.RequestKey("preparation", ExitStack)
 """Held while a request is prepared: closed when it is queued, at the latest when its response begins."""
@@ -44,6 +48,7 @@ class BodyReader:
         self._body_s = body_s
         self._pieces = WorkerQueue(stage, 1, only_long=True)
         self._prepared = WorkerQueue(stage, MAX_PREPARED, only_long=True)
+        self._huge = WorkerQueue(stage, MAX_HUGE, only_long=True)
         self._unfinished: dict[asyncio.Timeout, int] = {}
         """Bytes of each unfinished body, the one that has stood still longest first."""
         self._total = 0
@@ -62,8 +67,9 @@ class BodyReader:
             finally:
                 self._pieces.give_back(turn)
         if len(body) > MAX_INLINE:
-            turn = await self._prepared.take(tenant_of(request), len(body))
-            request[PREPARATION].callback(self._prepared.give_back, turn)
+            queue = self._huge if len(body) > HUGE else self._prepared
+            turn = await queue.take(tenant_of(request), len(body))
+            request[PREPARATION].callback(queue.give_back, turn)
         return body
 
     async def _read(self, request: web.Request) -> bytes | bytearray:
@@ -96,7 +102,7 @@ class BodyReader:
         deadline.reschedule(min((deadline.when() or now) + count / MIN_RATE, now + self._body_s))
         self._unfinished[deadline] = self._unfinished.pop(deadline, 0) + count
         self._total += count
-        if self._total > MOST_UNFINISHED * self._max_body:
+        if self._total > max(MAX_UNFINISHED, self._max_body):
             stillest = next(iter(self._unfinished))
             self._total -= self._unfinished.pop(stillest)
             stillest.reschedule(now)

@@ -16,7 +16,7 @@ from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.preparation import Preparation
 from text_generation_router.request import TenantId
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError, tokenizer_errors
-from text_generation_router.text.tokenizer_pool import TokenizerPool
+from text_generation_router.text.tokenizer_pool import MAX_CHARACTERS, TokenizerPool
 
 
 @pytest.fixture
@@ -34,6 +34,12 @@ async def test_texts_of_any_length_are_encoded_and_decoded(pool: TokenizerPool, 
     assert list(ids) == list(encoding.ids) == expected.ids
     assert list(zip(encoding.starts, encoding.stops, strict=True)) == expected.offsets
     assert await pool.decode(ids) == text
+
+
+async def test_a_text_that_is_too_long_is_refused(pool: TokenizerPool) -> None:
+    for encode in (pool.encode_ids, pool.encode):
+        with pytest.raises(InvalidRequest, match="at most 2000000 characters"):
+            await encode(" " * (MAX_CHARACTERS + 1), add_special_tokens=False)
 
 
 def test_special_tokens_in_a_text_are_recognised(demo_model: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from text_generation_router.api.http.body_errors import InvalidJson
-from text_generation_router.api.http.structure import MAX_CONTAINERS, MAX_DEPTH, check_structure
+from text_generation_router.api.http.structure import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, check_structure
 
 TRICKY = st.text(alphabet='[]{}"\\,:n/u0 é', max_size=12)
 
@@ -29,6 +29,20 @@ def test_brackets_in_strings_do_not_count(values: list[object]) -> None:
     check_structure(b"[" + some + text[1:])
     with pytest.raises(InvalidJson, match="more than 32768 objects and arrays"):
         check_structure(b"[[]," + some + text[1:])
+
+
+def test_values_are_counted_in_a_body_of_any_length() -> None:
+    """Strings of all lengths, longer ones than are searched at once, begin and end anywhere."""
+    texts = [("[,\\" + '"' * (number % 3)) * (number * 20) for number in range(200)]
+    long = json.dumps(texts).encode()
+    values = len(texts)  # the first entry of a list has no comma before it
+    assert len(long) > 1 << 20
+    most = b",1" * (MAX_VALUES - values)
+    check_structure(long[:-1] + most + b"]")
+    with pytest.raises(InvalidJson, match="more than 1048576 values"):
+        check_structure(long[:-1] + most + b",1]")
+    with pytest.raises(InvalidJson, match="more than 1048576 values"):
+        check_structure(b"[" + b"[]," * (MAX_VALUES // 2) + b"1" + b",1" * MAX_VALUES + b"]")
 
 
 def test_depth_is_limited() -> None:
