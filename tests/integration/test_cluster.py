@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
+from text_generation_router.dashboard.events import EventLog
 from text_generation_router.discovery.static import StaticSource
 from text_generation_router.errors import DeadlineExceeded, Unhealthy
 from text_generation_router.metrics.instruments import Registry
@@ -160,6 +161,8 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
     monkeypatch.setattr(replica, "HANGS_AFTER_S", 1.0)
     async with two_replicas(tmp_path, hang_timeout_s=2.0) as replicas:
         silent, stats = replicas.engines[0], replicas.cluster.scheduler.stats
+        members, events = list(replicas.cluster.members), EventLog()
+        events.observe(members, stats())
         first = [replicas.submit(300) for _ in range(2)]
         await replicas.until_running(1, 1)
         resume = threading.Event()
@@ -167,6 +170,8 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
         monkeypatch.setattr(silent, "step", lambda: (resume.wait(), step())[1])
         await replicas.until_draining(0)
         assert stats().serving_replicas == 1
+        assert [member.state.value for member in members] == ["hung", "serving"]
+        events.observe(members, stats())
         more = [replicas.submit(20) for _ in range(3)]
         for listener in (*more, first[1]):
             await listener.over.wait()
@@ -179,6 +184,12 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
         gaps = replicas.metrics.token_gaps.of()
         long = sum(gaps.counts[bisect_left(gaps.bounds, replica.HANGS_AFTER_S) :])
         assert (sum(gaps.counts), long) == (2 * 299 + 3 * 19, 1), "the gap of the request that moved"
+        events.observe(members, stats())
+        shown = [(each["kind"], each["text"], each["count"]) for each in events.after(0.0, reasons=False)]
+        hung, lost, *_, moved = shown
+        assert (hung, lost) == (("hung", "Replica 0 hangs", 0), ("lost", "Replica 0 lost", 0))
+        assert moved == ("moved", "Requests moved from a lost replica", 1)
+        assert "it hangs" in next(each["reason"] for each in events.after(0.0, reasons=True) if each["kind"] == "lost")
         assert [listener.tokens for listener in first] == [[1, 2, 3] * 100] * 2
 
 

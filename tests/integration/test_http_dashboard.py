@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
+import pytest
 from http_stack import Stack, serve, until
 
 from text_generation_router.api.dashboard import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
 from text_generation_router.dashboard.feed import Feed
 from text_generation_router.dashboard.samples import Samples
 from text_generation_router.dashboard.state import Sample
+from text_generation_router.waiting import background
 
 KEYS = """
 keys = [
@@ -43,10 +45,26 @@ async def events(stack: Stack, headers: dict[str, str]) -> AsyncIterator[AsyncIt
         yield read()
 
 
-async def first_two(stack: Stack, headers: dict[str, str]) -> list[dict[str, Any]]:
+async def shown(stack: Stack, headers: dict[str, str], *names: str) -> list[dict[str, Any]]:
+    """The first events with these names, in their order."""
+    found = []
     async with events(stack, headers) as stream:
-        found = [orjson.loads((await anext(stream))[1].removeprefix(b"data: ")) for _ in range(2)]
-        return found
+        for name in names:
+            async for given, data in stream:
+                if given == name:
+                    found.append(orjson.loads(data.removeprefix(b"data: ")))
+                    break
+    return found
+
+
+async def sample_with(stack: Stack, headers: dict[str, str], holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first sample that a condition holds for."""
+    async with asyncio.timeout(20), events(stack, headers) as stream:
+        async for name, data in stream:
+            sample = orjson.loads(data.removeprefix(b"data: "))
+            if name == "sample" and holds(sample):
+                return cast("dict[str, Any]", sample)
+    raise AssertionError("the stream ended")
 
 
 async def test_the_page_needs_no_key_and_its_events_do(demo_model: Path, tmp_path: Path) -> None:
@@ -86,7 +104,8 @@ async def test_the_page_needs_no_key_and_its_events_do(demo_model: Path, tmp_pat
             async with stack.client.post("/generate", json=text, headers=TENANT) as response:
                 assert response.status == 422
 
-        server, sample = await first_two(stack, OPERATOR)
+        [server] = await shown(stack, OPERATOR, "server")
+        sample = await sample_with(stack, OPERATOR, lambda sample: sum(sample["first_token"]) == 1)
         settings = {each["name"]: each["value"] for each in server["settings"]}
         assert (settings["shard_token"], settings["port"]) == ("***", 3000)
         assert "sk-" not in str(server)
@@ -95,11 +114,13 @@ async def test_the_page_needs_no_key_and_its_events_do(demo_model: Path, tmp_pat
         assert ":" in sample["replicas"][0]["address"]
         assert sample["replicas"][0]["looked_up_tokens"] == sample["looked_up_tokens"] > 0
         error = next(each for each in sample["errors"] if each["status"] == 422)
-        assert (error["count"], error["route"], error["tenant"]) == (2, "/generate", "<b>search</b>")
+        assert (error["count"], error["route"], error["tenants"]) == (2, "/generate", ["<b>search</b>"])
         assert "`max_new_tokens` must be strictly positive" in error["text"]
 
-        server, sample = await first_two(stack, TENANT)
+        server, history, sample = await shown(stack, TENANT, "server", "history", "sample")
         assert "settings" not in server
+        assert history["events"]
+        assert not [each for each in (*history["events"], *sample["events"]) if "reason" in each]
         assert not {"tenants", "errors"} & sample.keys()
         assert not {"address", "reason"} & sample["replicas"][0].keys()
 
@@ -128,7 +149,30 @@ async def test_one_tenant_does_not_take_the_streams_of_others(demo_model: Path, 
             for headers, status in ((TENANT, 429), (OPERATOR, 200)):
                 async with stack.client.get("/dashboard/events", headers=headers) as response:
                     assert response.status == status
-        await first_two(stack, TENANT)
+        await shown(stack, TENANT, "server", "sample")
+
+
+@pytest.mark.parametrize("linked", [False, True])
+async def test_a_page_that_opens_late_sees_what_happened_before(demo_model: Path, linked: bool) -> None:
+    async with serve(demo_model, linked=linked, echo_step_ms=2) as stack:
+        await sample_with(stack, {}, lambda sample: sample["states"] == {"serving": 1})
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stack.generate("Hello", max_new_tokens=700))
+            await until(lambda: stack.engine.running == 1)
+            stack.stop_shard()
+        await sample_with(stack, {}, lambda sample: sample["ended"]["length"] == 1)
+        history, sample = await shown(stack, {}, "history", "sample")
+        assert sum(row.get("new_tokens", 0) for row in history["rows"]) == history["last"]["new_tokens"] == 700
+        assert sum(row.get("ended", {}).get("length", 0) for row in history["rows"]) == 1
+        assert sample["now"] >= history["last"]["now"]
+        kinds = [each["kind"] for each in history["events"]]
+        assert kinds[0] == "started"
+        assert [each["count"] for each in history["events"] if each["kind"] == "moved"] == [1]
+        assert kinds.index("back", 1 + kinds.index("lost")) > 0
+        [replica] = sample["replicas"]
+        assert (replica["restarts"], replica["state"], replica["new_tokens"]) == (1, "serving", 700)
+        assert replica["uptime"] < sample["now"] - history["events"][0]["began"]
+        assert 0 < replica["step_seconds"] / replica["steps"] < 1
 
 
 class Seen:
@@ -145,7 +189,7 @@ class Seen:
         self.closed.set()
 
 
-async def test_all_viewers_get_one_sample_and_nothing_is_read_without_one() -> None:
+async def test_all_viewers_get_one_sample() -> None:
     read: list[Sample] = []
     draining = False
 
@@ -156,24 +200,31 @@ async def test_all_viewers_get_one_sample_and_nothing_is_read_without_one() -> N
     samples = Samples(sample, period_s=0.001)
     feeds = [Feed(samples.after, lambda: draining) for _ in range(2)]  # as in two HTTP workers
     viewers = [Seen() for _ in range(4)]
-    with ExitStack() as watching:
-        for number, viewer in enumerate(viewers):
-            watching.enter_context(feeds[number % 2].watched_by(viewer))
-        await until(lambda: min(len(viewer.samples) for viewer in viewers) >= 20)
-        assert len(read) < 1.5 * max(len(viewer.samples) for viewer in viewers), "each has its own samples"
-        late = Seen()
-        with feeds[0].watched_by(late):
-            assert late.samples == [viewers[0].samples[-1]], "the last one at once"
-    taken, clock = len(read), Seen()
-    with Feed(Samples(sample_of_nothing, period_s=0.001).after, lambda: False).watched_by(clock):
-        await until(lambda: len(clock.samples) >= 5)
-    assert len(read) == taken
-    one = Seen()
-    with feeds[0].watched_by(one):
-        draining = True
-        async with asyncio.timeout(5):
-            await one.closed.wait()
+    async with background(samples.run()):
+        with ExitStack() as watching:
+            for number, viewer in enumerate(viewers):
+                watching.enter_context(feeds[number % 2].watched_by(viewer))
+            await until(lambda: min(len(viewer.samples) for viewer in viewers) >= 20)
+            assert len(read) < 1.5 * max(len(viewer.samples) for viewer in viewers), "each has its own samples"
+            late = Seen()
+            with feeds[0].watched_by(late):
+                assert late.samples == [viewers[0].samples[-1]], "the last one at once"
+        one = Seen()
+        with feeds[0].watched_by(one):
+            draining = True
+            async with asyncio.timeout(5):
+                await one.closed.wait()
 
 
-async def sample_of_nothing() -> Sample:
-    return Sample(time.monotonic(), b"", b"")
+async def test_a_sample_that_cannot_be_taken_ends_nothing() -> None:
+    taken: list[Sample] = []
+
+    async def sample() -> Sample:
+        taken.append(Sample(time.monotonic(), b"", b""))
+        if len(taken) == 1:
+            raise ValueError("an unexpected state")
+        return taken[-1]
+
+    samples = Samples(sample, period_s=0.001)
+    async with asyncio.timeout(5), background(samples.run()):
+        assert await samples.after(0.0) in taken[1:]

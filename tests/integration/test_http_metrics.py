@@ -279,7 +279,7 @@ async def test_every_request_counts_by_route_and_status_and_a_refusal_has_its_re
             for (name, labels), number in (await scrape(stack)).items()
             if name == "text_generation_http_requests_total"
         }
-        shown = [(error.status, error.tenant, error.text) for error in reversed(list(stack.metrics.errors))]
+        shown = [(error.status, error.tenants[0], error.text) for error in reversed(list(stack.metrics.errors))]
 
     assert counted == {
         ("/v1/chat/completions", 400): 3,

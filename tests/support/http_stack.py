@@ -42,6 +42,7 @@ from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import join
 from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.waiting import background
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.echo import EchoEngine
@@ -150,6 +151,7 @@ async def serve(
             delivery = WorkerDelivery() if linked else None
             cluster: Cluster[Any] = Cluster(scheduler, metrics.steps, delivery=delivery)
             metrics.add_shards(cluster)
+            overview = OwnOverview(metrics, cluster)
             permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
             front = None if delivery is None else FrontServer(cluster, delivery, permits, joined, max_unread_bytes)
             config = {
@@ -161,6 +163,7 @@ async def serve(
             }
             async with (
                 running(cluster, partial(cluster.run, StaticSource([address]).members(), {address: joined}, warm_up)),
+                background(overview.run()),
                 _linked(front, Path(folder) / "front", cluster, permits) as (seen, seen_permits),
                 assemble(
                     tokenizer,
@@ -175,7 +178,7 @@ async def serve(
                     create_app(
                         serving,
                         chats,
-                        OwnOverview(metrics, cluster),
+                        overview,
                         healthy=healthy,
                         info=ModelInfo(joined.info.engine, joined.info.dtype, joined.info.device),
                     ),

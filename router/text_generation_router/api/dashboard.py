@@ -6,9 +6,10 @@ other tenants, and shows errors, addresses and settings, only to a caller that m
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
@@ -23,7 +24,7 @@ from text_generation_router.api.http.routes import Handler, Route
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.dashboard.feed import Feed
 from text_generation_router.dashboard.state import BUCKETS, Sample, event
-from text_generation_router.errors import Overloaded
+from text_generation_router.errors import Overloaded, ServingError
 from text_generation_router.overview import Overview
 from text_generation_router.request import TenantId
 
@@ -31,6 +32,9 @@ MAX_VIEWERS = 32
 """Most streams of events at a time, of ordinary callers together, and of each one that may act for all tenants."""
 MAX_VIEWERS_OF_TENANT = 8
 """Most streams of one ordinary caller."""
+
+HISTORY_S = 1.0
+"""Longest wait for the last hour."""
 
 _TYPES = {
     ".html": "text/html",
@@ -66,6 +70,7 @@ class DashboardRoutes:
     def __init__(self, serving: Serving, overview: Overview, engine: str, dtype: str, device: str) -> None:
         self._serving = serving
         self._about = {"engine": engine, "dtype": dtype, "device": device}
+        self._overview = overview
         self._feed = Feed(overview.sample_after, lambda: serving.cluster.draining)
         self._watching = Counter[TenantId]()
 
@@ -96,7 +101,7 @@ class DashboardRoutes:
         ]
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """GET /dashboard/events: the server once, then a sample of its state every second."""
+        """GET /dashboard/events: the server and its last hour once, then a sample of its state every second."""
         if request.method == hdrs.METH_HEAD:
             return web.Response(content_type="text/event-stream")
         holder = request[HOLDER]
@@ -104,7 +109,12 @@ class DashboardRoutes:
         with self._counted(holder.tenant, full=full):
             stream = self._serving.stream(request, {}, tgi_error_event)
             stream.send(event("server", self._server() | (self._settings() if full else {})))
-            with self._feed.watched_by(_Viewer(stream, full=full)):
+            viewer = _Viewer(stream, full=full)
+            # A scheduler process that hangs or is away has no history now: the page opens without it.
+            with suppress(ServingError, TimeoutError):
+                async with asyncio.timeout(HISTORY_S):
+                    viewer.show(await self._overview.history())
+            with self._feed.watched_by(viewer):
                 return await stream.run()
 
     @contextmanager
@@ -135,6 +145,7 @@ class DashboardRoutes:
             "max_concurrent_requests": self._serving.permits.limit,
             "top_logprobs": 0 if "logprobs" in limits.unsupported else limits.max_top_n_tokens,
             "buckets": BUCKETS,
+            "targets": {"token_gap": settings.config.target_itl_ms / 1e3},
         }
 
     def _settings(self) -> dict[str, Any]:

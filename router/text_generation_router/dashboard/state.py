@@ -1,4 +1,4 @@
-"""The state of the server as the dashboard shows it, read from what the router counts anyway.
+"""The state of the server as the dashboard shows it, read from what the router counts anyway, and its last hour.
 
 Counters are sent as they are: the page computes rates and distributions over time from their differences.
 """
@@ -6,6 +6,7 @@ Counters are sent as they are: the page computes rates and distributions over ti
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import nlargest
@@ -14,10 +15,14 @@ from typing import Any
 import orjson
 
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.dashboard.events import EventLog
+from text_generation_router.dashboard.history import History
 from text_generation_router.metrics import Metrics
 from text_generation_router.metrics.requests import FIRST_TOKEN_BUCKETS
 from text_generation_router.metrics.steps import TOKEN_GAP_BUCKETS
+from text_generation_router.request import TenantId
 from text_generation_router.scheduling.fairness import Tenant
+from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardMember
 
@@ -25,6 +30,10 @@ MAX_TENANTS = 20
 """Tenants shown: those with most requests."""
 MAX_REPLICAS = 256
 """Replicas shown."""
+WATCHING = ("/health", "/metrics", "/dashboard", "/ping")
+"""Beginnings of routes by which a server is watched."""
+EVENTS_S = 15.0
+"""Seconds for which samples have an event: a viewer may miss some."""
 
 BUCKETS = {"first_token": FIRST_TOKEN_BUCKETS, "token_gap": TOKEN_GAP_BUCKETS}
 """The upper bounds of the histograms in samples, in seconds."""
@@ -49,22 +58,41 @@ def event(name: str, data: Json) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))
 
 
-class StateReader:
-    """Reads the state of the server."""
+class StateKeeper:
+    """Reads the state of the server, and keeps its last hour."""
 
     def __init__(self, metrics: Metrics, cluster: Cluster[Any]) -> None:
+        self.events = EventLog()
         self._metrics = metrics
         self._cluster = cluster
+        self._history = History()
+        self._last: Json = {}
+        """The last sample."""
 
     def sample(self) -> Sample:
-        """Return the state now."""
+        """Return the state now. Called once a second."""
         now = time.monotonic()
-        common = self._common(now)
+        stats = self._cluster.scheduler.stats(now)
+        self.events.observe(self._cluster.members, stats)
+        common = self._last = self._common(now, stats)
+        self._history.add(common)
         full = common | {"replicas": self._with_addresses(common["replicas"]), **self._private(now)}
-        return Sample(now, event("sample", common), event("sample", full))
+        return self._event("sample", now - EVENTS_S, common, full)
 
-    def _common(self, now: float) -> Json:
-        metrics, stats = self._metrics, self._cluster.scheduler.stats(now)
+    def history(self) -> Sample:
+        """Return the last hour and the counters at its end."""
+        shown = {**self._history.shown(), "last": self._last}
+        return self._event("history", 0.0, shown, shown)
+
+    def _event(self, name: str, events_after: float, common: Json, full: Json) -> Sample:
+        return Sample(
+            self._last["now"],
+            event(name, common | {"events": self.events.after(events_after, reasons=False)}),
+            event(name, full | {"events": self.events.after(events_after, reasons=True)}),
+        )
+
+    def _common(self, now: float, stats: SchedulerStats) -> Json:
+        metrics = self._metrics
         requests, steps = metrics.requests, metrics.steps
         return {
             "now": round(now, 3),
@@ -74,27 +102,42 @@ class StateReader:
             "queue_seconds": round(stats.queue_seconds, 3),
             "busy": round(stats.busy_ratio, 3),
             "connections": metrics.connections.everywhere,
-            "ended": requests.finished.counts,
+            "ended": dict(requests.finished.counts),
+            "responses": self._responses(),
             "new_tokens": steps.new_tokens.counts[""],
             "prompt_tokens": steps.prompt_tokens.counts[""],
             "looked_up_tokens": stats.prompt_tokens,
             "hit_tokens": stats.hit_tokens,
             "preemptions": stats.preemptions,
             "moves": stats.moves,
-            "first_token": requests.first_token_times.counts,
-            "token_gap": steps.token_gaps.of().counts,
-            "replicas": [self._replica(member) for member, _ in zip(self._cluster.members, range(MAX_REPLICAS))],  # noqa: B905 - the first ones
-            "replicas_total": len(self._cluster.members),
+            "first_token": list(requests.first_token_times.counts),
+            "token_gap": list(steps.token_gaps.of().counts),
+            "replicas": [self._replica(member, now) for member, _ in zip(self._cluster.members, range(MAX_REPLICAS))],  # noqa: B905 - the first ones
+            "states": Counter(member.state.value for member in self._cluster.members),
         }
 
-    def _replica(self, member: ShardMember) -> Json:
+    def _responses(self) -> Json:
+        """Return the number of responses by the first digit of their statuses, those to probes and pages left out."""
+        counts = Counter[str]()
+        for (route, status), count in self._metrics.connections.requests.counts.items():
+            if not route.startswith(WATCHING):
+                counts[status[0]] += count
+        return counts
+
+    def _replica(self, member: ShardMember, now: float) -> Json:
+        session = member.session
         shown: Json = {
             "number": member.number,
             "state": member.state.value,
+            "restarts": max(0, session.sessions - 1),
+            "new_tokens": session.work.new_tokens,
+            "steps": session.work.steps,
+            "step_seconds": round(session.work.step_seconds, 3),
         }
         if (replica := self._cluster.scheduler.replicas.get(member.number)) is None:
             return shown
         return shown | {
+            "uptime": round(now - session.since),
             "batch": replica.occupied_slots,
             "slots": replica.spec.num_slots,
             "kv_used": replica.cache.used * replica.spec.block_size,
@@ -108,7 +151,7 @@ class StateReader:
     def _with_addresses(self, replicas: list[Json]) -> list[Json]:
         """Return the replicas with their addresses, and with reasons, which name addresses too."""
         return [
-            {**replica, "address": member.address, "reason": member.reason}
+            {**replica, "address": member.address, "reason": member.reason or ("" if member.connected else member.loss)}
             for replica, member in zip(replicas, self._cluster.members, strict=False)
         ]
 
@@ -116,7 +159,11 @@ class StateReader:
         return {"tenants": list(self._tenants()), "errors": list(self._errors(now))}
 
     def _tenants(self) -> Iterator[Json]:
-        tenants = self._cluster.scheduler.queue.tenants
+        scheduler = self._cluster.scheduler
+        tenants, ahead = scheduler.queue.tenants, Counter[TenantId]()
+        for sequence in scheduler.requests.values():
+            if sequence.charged_tokens:  # for all tokens that are expected of it
+                ahead[sequence.request.qos.tenant] += sequence.expected_new_tokens - len(sequence.generated)
         active = (tenant for tenant in tenants if tenant.active)
         for tenant in nlargest(MAX_TENANTS, active, key=_requests):
             yield {
@@ -124,6 +171,7 @@ class StateReader:
                 "running": tenant.running,
                 "waiting": tenant.queued,
                 "queue_tokens": tenant.work,
+                "tokens": tenant.charged - ahead[tenant.name],
                 "weight": tenant.weight,
                 "share": round(tenants.share(tenant.name), 4),
             }
@@ -136,7 +184,8 @@ class StateReader:
                 "status": kind.status,
                 "type": kind.error_type,
                 "route": kind.route,
-                "tenant": kind.tenant,
+                "fault": kind.fault,
+                "tenants": kind.tenants,
                 "text": kind.text,
                 "request_id": kind.http_request_id,
             }

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from itertools import chain
+from operator import attrgetter
 
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.errors import ServingError
 from text_generation_router.request import TenantId
 
 MAX_ERRORS = 50
-"""Kinds of errors that are remembered. A kind is a route, a status, an error and a tenant: a flood of one leaves the others."""
+"""Kinds of errors that are remembered. A kind is a route, a status, a type and a text, whatever numbers are in it."""
+MAX_TENANTS = 50
+"""Tenants that are remembered of a kind."""
 MAX_ERROR_TEXT = 300
 """Characters of an error's text that are remembered."""
 
@@ -25,7 +31,10 @@ class RecentError:
     status: int
     """The status in the dialect of the client."""
     error_type: str
-    tenant: TenantId
+    fault: bool
+    """The server failed, not its caller. A fault is forgotten after all others."""
+    tenants: list[TenantId]
+    """The callers that got it, at most MAX_TENANTS."""
     count: int
     at: float
     """Time of the last one, in seconds of the monotonic clock."""
@@ -35,8 +44,9 @@ class RecentError:
     """The id of its request."""
 
 
-_Kinds = dict[tuple[str, int, str, TenantId], RecentError]
-"""By route, status, type and tenant."""
+_Kinds = dict[tuple[str, int, str, str], RecentError]
+"""By route, status, type and text."""
+_NUMBER = re.compile(r"\d+")
 
 
 class RecentErrors:
@@ -61,7 +71,11 @@ class RecentErrors:
         """Remember an error, with its status in the dialect of the client; `now` is a time of the monotonic clock."""
         if error.outcome is Outcome.CANCELLED:
             return
-        _count(self._kinds, RecentError(route, status, error.error_type, tenant, 1, now, text, http_request_id))
+        text = text.encode(errors="replace").decode()  # a path may have had bytes of any kind
+        fault = error.outcome is Outcome.ERROR or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        _count(
+            self._kinds, RecentError(route, status, error.error_type, fault, [tenant], 1, now, text, http_request_id)
+        )
 
     def show(self, worker: int, errors: Sequence[RecentError]) -> None:
         """Include the errors that an HTTP worker remembers now, in place of those that it remembered before."""
@@ -72,23 +86,29 @@ class RecentErrors:
         self._kinds = _merged((*self._kinds.values(), *self._elsewhere.pop(worker, ())))
 
     def __iter__(self) -> Iterator[RecentError]:
-        """Iterate over the kinds, the last error first."""
-        if not self._elsewhere:
-            return reversed(self._kinds.values())
-        return reversed(_merged(chain(self._kinds.values(), *self._elsewhere.values())).values())
+        """Iterate over the kinds: faults first, then the last error first."""
+        kinds = self._kinds
+        if self._elsewhere:
+            kinds = _merged(chain(kinds.values(), *self._elsewhere.values()))
+        return iter(sorted(kinds.values(), key=attrgetter("fault", "at"), reverse=True))
 
 
 def _merged(errors: Iterable[RecentError]) -> _Kinds:
     kinds: _Kinds = {}
-    for error in sorted(errors, key=lambda each: each.at):
+    for error in sorted(errors, key=attrgetter("at")):
         _count(kinds, error)
     return kinds
 
 
 def _count(kinds: _Kinds, error: RecentError) -> None:
     """Count errors of a kind, the last of which is the latest of all."""
-    key = (error.route, error.status, error.error_type, error.tenant)
-    earlier = kinds.pop(key, None)
-    kinds[key] = error if earlier is None else replace(error, count=earlier.count + error.count)
+    # The text of a request without a route has its path, which clients make up.
+    key = (error.route, error.status, error.error_type, error.route and _NUMBER.sub("", error.text))
+    if (earlier := kinds.pop(key, None)) is not None:
+        tenants = sorted({*earlier.tenants, *error.tenants})[:MAX_TENANTS]
+        error = replace(error, tenants=tenants, count=earlier.count + error.count)
+    kinds[key] = error
     if len(kinds) > MAX_ERRORS:
-        del kinds[next(iter(kinds))]
+        texts = Counter(each[:-1] for each in kinds)
+        # The oldest of the type with most texts, so that a flood of ever new texts leaves the other types.
+        del kinds[min(kinds, key=lambda each: (kinds[each].fault, -texts[each[:-1]]))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from text_generation_router.dashboard.samples import Samples
-from text_generation_router.dashboard.state import Sample, StateReader
+from text_generation_router.dashboard.state import Sample, StateKeeper
 from text_generation_router.metrics import Metrics
 from text_generation_router.shards.cluster import Cluster
 
@@ -26,13 +26,19 @@ class Overview(Protocol):
         """Return a sample of the state that was taken after `at`, a time of the monotonic clock. Raises Unhealthy."""
         ...
 
+    async def history(self) -> Sample:
+        """Return the last hour. Raises Unhealthy."""
+        ...
+
 
 class OwnOverview:
     """The figures of a router of one process; an Overview."""
 
-    def __init__(self, metrics: Metrics, cluster: Cluster[Any]) -> None:
+    def __init__(self, metrics: Metrics, cluster: Cluster[Any], *, restarted: bool = False) -> None:
+        """`restarted`: a process before this one died."""
         self._metrics = metrics
-        self._state = StateReader(metrics, cluster)
+        self.state = StateKeeper(metrics, cluster)
+        self.state.events.add("restarted" if restarted else "started", "The router started" + " again" * restarted)
         self._samples = Samples(self._sample)
 
     async def metrics(self, *, openmetrics: bool) -> bytes:
@@ -42,9 +48,17 @@ class OwnOverview:
     async def sample_after(self, at: float) -> Sample:
         return await self._samples.after(at)
 
+    async def history(self) -> Sample:
+        await self._samples.after(0.0)
+        return self.state.history()
+
+    async def run(self) -> None:
+        """Take a sample every second, until cancelled."""
+        await self._samples.run()
+
     async def collect(self) -> None:
         """Bring the metrics up to date. Here all are counted in this process: nothing to do."""
 
     async def _sample(self) -> Sample:
         await self.collect()
-        return self._state.sample()
+        return self.state.sample()

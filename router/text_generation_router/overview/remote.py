@@ -9,7 +9,7 @@ from text_generation_router.dashboard.state import Sample
 from text_generation_router.errors import Unhealthy
 from text_generation_router.front.scheduler_link import SchedulerLink
 from text_generation_router.metrics import HttpMetrics
-from text_generation_router.overview.wire import METRICS, SAMPLE, TIME, sample_from_bytes
+from text_generation_router.overview.wire import HISTORY, METRICS, SAMPLE, TIME, sample_from_bytes
 
 MAX_SCRAPES = 4
 """Scrapes that wait for an answer; further ones wait for these."""
@@ -28,6 +28,9 @@ class RemoteOverview:
 
     async def sample_after(self, at: float) -> Sample:
         return sample_from_bytes(await self._link.ask(SAMPLE, TIME.pack(at)))
+
+    async def history(self) -> Sample:
+        return sample_from_bytes(await self._link.ask(HISTORY))
 
 
 class OwnCounts:

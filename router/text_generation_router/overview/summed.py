@@ -13,13 +13,11 @@ from text_generation_router.front.server import WorkerSession
 from text_generation_router.metrics import Metrics
 from text_generation_router.metrics.kept import KeptBytes
 from text_generation_router.overview import OwnOverview
-from text_generation_router.overview.wire import COUNTS, METRICS, SAMPLE, TIME, sample_to_bytes
+from text_generation_router.overview.wire import COUNTS, HISTORY, METRICS, SAMPLE, TIME, sample_to_bytes
 from text_generation_router.shards.cluster import Cluster
 
 ANSWER_S = 1.0
 """Seconds for a worker to send its counts. A later one is shown with its last ones."""
-COLLECT_EVERY_S = 1.0
-"""Seconds between two collections without a reader: counts after the last one are lost with a worker that dies."""
 
 
 class SummedOverview(OwnOverview):
@@ -29,32 +27,29 @@ class SummedOverview(OwnOverview):
         self, metrics: Metrics, cluster: Cluster[Any], sessions: Mapping[int, WorkerSession], kept: KeptBytes
     ) -> None:
         """`sessions` are those of the workers that are connected, by number; `kept` are the counts that outlive this process."""
-        super().__init__(metrics, cluster)
+        counted = kept.read()
+        super().__init__(metrics, cluster, restarted=bool(counted))
         self._kept = kept
         self._sums = metrics.worker_sums()
-        if counted := kept.read():
+        if counted:
             self._sums.resume(counted)
         self._sessions = sessions
         self._late: dict[asyncio.Task[None], WorkerSession] = {}
         """Questions to workers that did not answer in time: they are not asked again meanwhile."""
         self._known: dict[int, WorkerSession] = {}
         """The sessions at the last collection."""
+        self._were_lost: set[int] = set()
 
     @property
     def answerers(self) -> Answerers:
         """The answers to questions of workers."""
-        return {METRICS: self._answer_metrics, SAMPLE: self._answer_sample}
-
-    async def run(self) -> None:
-        """Collect the counts of workers from time to time, until cancelled."""
-        while True:
-            await asyncio.sleep(COLLECT_EVERY_S)
-            await self.collect()
+        return {METRICS: self._answer_metrics, SAMPLE: self._answer_sample, HISTORY: self._answer_history}
 
     async def collect(self) -> None:
         sessions = dict(self._sessions)
         for worker in self._known.keys() - sessions.keys():
             self._sums.lost(worker)
+        self._note(sessions)
         self._known = sessions
         loop = asyncio.get_running_loop()
         asked = {
@@ -69,6 +64,17 @@ class SummedOverview(OwnOverview):
                 task.add_done_callback(self._late.pop)
         self._kept.write(self._sums.counted())
 
+    def _note(self, sessions: Mapping[int, WorkerSession]) -> None:
+        """Remember the events of workers since the last collection."""
+        events = self.state.events
+        for worker, session in self._known.items():
+            if sessions.get(worker) is not session:
+                events.add("lost", f"HTTP worker {worker} lost")
+                self._were_lost.add(worker)
+        for worker in sessions.keys() & self._were_lost:
+            events.add("back", f"HTTP worker {worker} serves again")
+            self._were_lost.discard(worker)
+
     async def _ask(self, worker: int, session: WorkerSession) -> None:
         with suppress(LinkLost, ServingError):
             counts = await session.questions.ask(COUNTS)
@@ -82,3 +88,6 @@ class SummedOverview(OwnOverview):
 
     async def _answer_sample(self, body: bytes) -> bytes:
         return sample_to_bytes(await self.sample_after(*TIME.unpack(body)))
+
+    async def _answer_history(self, body: bytes) -> bytes:
+        return sample_to_bytes(await self.history())

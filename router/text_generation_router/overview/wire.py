@@ -6,8 +6,9 @@ import struct
 
 from text_generation_router.dashboard.state import Sample
 
-COUNTS, METRICS, SAMPLE = "counts", "metrics", "sample"
-"""Subjects of questions: the snapshot of a worker; /metrics; a sample of the dashboard that is younger than a TIME."""
+COUNTS, METRICS, SAMPLE, HISTORY = "counts", "metrics", "sample", "history"
+"""Subjects of questions: the snapshot of a worker; /metrics; a sample of the dashboard that is younger than a TIME; its
+last hour."""
 TIME = struct.Struct("<d")
 _HEAD = struct.Struct("<dI")
 """The time of a sample and the length of its common part, which is followed by the full one."""

@@ -54,6 +54,8 @@ class Tenant:
     queued: int = 0
     """All queued sequences, including requeued ones."""
     running: int = 0
+    charged: int = 0
+    """Tokens charged so far, corrections included."""
     work: int = 0
     """Expected tokens of the queued sequences."""
     line: LazyHeap[ScheduledSequence] = field(default_factory=lambda: LazyHeap(_queue_key))
@@ -155,6 +157,7 @@ class Tenants:
     def charge(self, name: TenantId, tokens: int) -> Tenant:
         """Charge `name`, which is active, for tokens; negative ones correct an earlier charge."""
         tenant = self._known[name]
+        tenant.charged += tokens
         tenant.counter += tokens / tenant.weight
         self._virtual_time += tokens / self._active_weight
         if tokens < 0 and tenant.waiting:

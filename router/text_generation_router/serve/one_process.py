@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_router.config import RouterConfig
 from text_generation_router.overview import OwnOverview
@@ -13,6 +11,7 @@ from text_generation_router.serve.http import Backend, HttpSide
 from text_generation_router.serve.limits import resolve_limits
 from text_generation_router.serve.shards import Shards, new_metrics, new_scheduler
 from text_generation_router.shards.cluster import Cluster
+from text_generation_router.waiting import background
 
 
 async def serve_alone(config: RouterConfig) -> ExitCode:
@@ -30,5 +29,10 @@ async def serve_alone(config: RouterConfig) -> ExitCode:
     metrics.add_shards(cluster)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
     overview = OwnOverview(metrics, cluster)
-    backend = Backend(cluster, permits, RateLimits(), overview, partial(shards.drive, cluster))
+
+    async def run() -> None:
+        async with background(overview.run()):
+            await shards.drive(cluster)
+
+    backend = Backend(cluster, permits, RateLimits(), overview, run)
     return await http.serve(model, limits, metrics, backend)

@@ -15,7 +15,7 @@ class MemberInfo:
 
     replica: int
     address: str
-    state: Literal["joining", "serving", "draining", "taken", "refused"]
+    state: Literal["joining", "serving", "hung", "draining", "taken", "refused"]
     reason: str
 
 

@@ -1,5 +1,7 @@
 """ShardMember: the shard at one address, from the moment that a source lists it until it has left.
 
+             hung
+              ▲▼
 joining ──► serving ──► draining ──► (left)
    ▲  ╲        │
    │   ╲       └─ lost: joining again
@@ -46,6 +48,8 @@ class ShardState(Enum):
 
     JOINING = "joining"
     SERVING = "serving"
+    HUNG = "hung"
+    """It does not answer, or owes a report: it gets nothing new until it answers, or is lost."""
     DRAINING = "draining"
     TAKEN = "taken"
     REFUSED = "refused"
@@ -71,6 +75,10 @@ class ShardMember:
         self.session = ReplicaSession(number, context)
         self.reason = ""
         """The last reason why it could not join."""
+        self.losses = 0
+        """Sessions that ended."""
+        self.loss = ""
+        """The reason of the last one."""
         self._state = ShardState.JOINING
         self._terms = terms
         self._scheduler = context.scheduler
@@ -92,6 +100,8 @@ class ShardMember:
         """The state."""
         if not self.connected:
             return self._state
+        if self.session.hangs:
+            return ShardState.HUNG
         return ShardState.DRAINING if self.number in self._scheduler.draining else ShardState.SERVING
 
     def want(self, *, wanted: bool) -> None:
@@ -151,6 +161,7 @@ class ShardMember:
                 else:
                     log.error("shard lost", replica=self.number, reason=str(error))
                 self._set(ShardState.JOINING, "")
+                self.losses, self.loss = self.losses + 1, str(error)
                 lasted = time.monotonic() - began > LASTING_SESSION_S
             except ShardTaken as error:
                 if self._state is not ShardState.TAKEN:

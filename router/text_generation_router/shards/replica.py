@@ -67,12 +67,28 @@ class ClusterContext:
     """A shard that hangs for longer is lost; 0: never."""
 
 
+@dataclass(slots=True)
+class Work:
+    """Counts of one replica, through all its sessions."""
+
+    new_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+
+
 class ReplicaSession:
     """One replica, through all its sessions."""
 
     def __init__(self, number: int, context: ClusterContext) -> None:
         self.stopped = False
         """Its shard ended the last session in order, as far as known: it was told to stop, and is not being restarted."""
+        self.sessions = 0
+        """Sessions so far."""
+        self.since = 0.0
+        """Time at which the last one began."""
+        self.hangs = False
+        """It gets nothing new until it answers."""
+        self.work = Work()
         self._number = number
         self._context = context
         self._changed = asyncio.Event()
@@ -95,7 +111,7 @@ class ReplicaSession:
         """Set to check the shard's health."""
         self._longest_step_s = 0.0
         """Slowly forgotten."""
-        self._serving, self._hangs, self._stopping = True, False, False
+        self._serving, self.hangs, self._stopping = True, False, False
         self._unwanted = False
         self._eos_token_ids: tuple[int, ...] = ()
         self._own_cache = False
@@ -117,7 +133,7 @@ class ReplicaSession:
         self._steps = self._running = self._orders_sent = self._orders_applied = 0
         self._longest_step_s = 0.0
         self._reported = self._answered = True
-        self._serving, self._hangs, self._stopping = True, False, False
+        self._serving, self.hangs, self._stopping = True, False, False
         self._slots = info.spec.num_slots
         self._most_report = most_report(info.info)
         self._eos_token_ids = tuple(info.info.eos_token_ids)
@@ -128,6 +144,7 @@ class ReplicaSession:
             await client.opened(call)
             context.listeners.failures(context.scheduler.open(self._number, info.spec).failed)
             opened = True
+            self.sessions, self.since = self.sessions + 1, time.monotonic()
             if self._unwanted:
                 context.scheduler.drain(self._number)
             context.on_opened()
@@ -203,18 +220,17 @@ class ReplicaSession:
         stopping: bool = False,
         unwanted: bool | None = None,
     ) -> None:
-        before = self._is_good
+        before = self._is_good, self.hangs
         self._serving = self._serving if serving is None else serving
-        self._hangs = self._hangs if hangs is None else hangs
+        self.hangs = self.hangs if hangs is None else hangs
         self._stopping = self._stopping or stopping
         self._unwanted = self._unwanted if unwanted is None else unwanted
         good = self._is_good
-        if good != before:
+        if (good, self.hangs) != before:
             log.warning(
-                "shard gets requests again" if good else "shard gets nothing new",
+                "shard gets requests again" if good else "shard hangs" if self.hangs else "shard gets nothing new",
                 replica=self._number,
                 serving=self._serving,
-                hangs=self._hangs,
                 stopping=self._stopping,
                 unwanted=self._unwanted,
             )
@@ -223,7 +239,7 @@ class ReplicaSession:
 
     @property
     def _is_good(self) -> bool:
-        return self._serving and not self._hangs and not self._stopping and not self._unwanted
+        return self._serving and not self.hangs and not self._stopping and not self._unwanted
 
     async def _send(self, call: RunCall) -> None:
         context = self._context
@@ -277,11 +293,14 @@ class ReplicaSession:
         scheduler, listeners = context.scheduler, context.listeners
         steps = report.step - self._steps
         self._steps = report.step
+        self.work.steps += steps
+        self.work.step_seconds += report.step_ns / 1e9
         computed = bool(report.slots or report.prefilled_slots)
         self._timing.update(now, report.step_ns / 1e9, stepping=computed and report.running > 0)
         for scored in report.prompt_logprobs:
             listeners.prompt_logprobs(scheduler.request_in(self._number, scored.slot), scored)
         output = step_output_from_pb(report, steps)
+        self.work.new_tokens += len(output.token_ids)
         parsed = time.monotonic()
         deliveries = scheduler.update(self._number, output, now)
         updated = time.monotonic()

@@ -105,7 +105,7 @@ class ShardAnswer(ResponseBody):
 
     replica: int
     address: str
-    state: Literal["joining", "serving", "draining", "taken", "refused"]
+    state: Literal["joining", "serving", "hung", "draining", "taken", "refused"]
     """taken: another router drives it; refused: it cannot join, for `reason`."""
     reason: str
 
