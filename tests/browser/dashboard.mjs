@@ -13,10 +13,11 @@ const axe = readFileSync(require.resolve("axe-core/axe.min.js"), "utf8");
 
 const PREFIX = "/models/a";
 const HOSTILE = `<img src=x onerror="window.broken=1"><script>window.broken=1</script>`;
-const SHOWN = ["overview", "tokens-chart", "requests-chart", "ttft-chart", "itl-chart", "replicas", "tenants", "errors", "playground", "ask", "settings"];
+const SHOWN = ["overview", "tokens-chart", "requests-chart", "responses-chart", "ttft-chart", "itl-chart", "events", "errors", "replicas", "tenants", "playground", "ask", "settings"];
 
 /** A reverse proxy that removes the prefix, and knows nothing else. */
 const proxy = createServer((incoming, outgoing) => {
+  if (proxy.pause) return outgoing.destroy();
   if (!incoming.url.startsWith(`${PREFIX}/`)) return outgoing.writeHead(404).end();
   const target = { port: SERVER_PORT, path: incoming.url.slice(PREFIX.length), method: incoming.method, headers: incoming.headers };
   const forwarded = request(target, (response) => {
@@ -30,11 +31,13 @@ const proxy = createServer((incoming, outgoing) => {
 await new Promise((resolve) => proxy.listen(0, "127.0.0.1", resolve));
 const url = `http://127.0.0.1:${proxy.address().port}${PREFIX}/dashboard`;
 
-const browser = await driver.launch({ executablePath: await chromium.executablePath(), args: ["--no-sandbox"] });
+// With LANG=C and without a locale the browser has a language that Intl refuses, as in a container.
+const env = { PATH: process.env.PATH, HOME: process.env.HOME, LANG: "C" };
+const browser = await driver.launch({ executablePath: await chromium.executablePath(), args: ["--no-sandbox"], env });
 const found = { problems: [], violations: [], foreign: [], boxes: {}, overflow: [], bytes: 0 };
 
 async function open(colorScheme, width, height) {
-  const context = await browser.newContext({ colorScheme, viewport: { width, height }, locale: "en-US", reducedMotion: "reduce" });
+  const context = await browser.newContext({ colorScheme, viewport: { width, height }, reducedMotion: "reduce" });
   const page = await context.newPage();
   page.on("console", (message) => message.type() === "error" && found.problems.push(message.text()));
   page.on("pageerror", (error) => found.problems.push(String(error)));
@@ -133,7 +136,56 @@ for (const [scheme, name, width, height] of [["light", "desktop", 1280, 900], ["
   }, SHOWN);
   await page.context().close();
 }
+
+// A page that opens late, on a server that is sick; and a page whose charting library does not load.
+const act = (name) => new Promise((resolve) => {
+  process.stdin.once("data", resolve);
+  console.error(`${name} please`);
+});
+await act("fail");
+const sick = await open("dark", 1280, 900);
+await logIn(sick);
+await sick.waitForFunction(() => document.querySelectorAll("#events-list li").length > 2);
+found.events = await sick.locator("#events-list li .badge").allTextContents();
+found.errors = await sick.locator("#errors-table tbody tr").allTextContents();
+found.errorsHeight = (await sick.locator("#errors").boundingBox()).height;
+found.history = await sick.textContent("#tokens-chart .amount");
+await sick.selectOption("#errors-kind", "faults");
+found.faults = await sick.locator("#errors-table tbody tr").count();
+await sick.selectOption("#errors-kind", "");
+await sick.fill("#errors-find", "no-such-path");
+found.unknown = await sick.locator("#errors-table tbody tr").allTextContents();
+await sick.fill("#errors-find", "");
+await sick.locator("#errors-table th button", { hasText: "Times" }).click();
+found.sorted = await sick.locator('#errors-table th[aria-sort="descending"]').textContent();
+await check(sick, "sick");
+await act("hang");
+await sick.waitForFunction(() => document.querySelector("#health-text").textContent.includes("hung"));
+found.sick = [await sick.textContent("#health-text"), await sick.title(), await sick.getAttribute("link[rel=icon]", "href")];
+await act("resume");
+await sick.waitForFunction(() => !document.querySelector("#health-text").textContent.includes("0 of"));
+
+const bare = await open("light", 1280, 900);
+await bare.route("**/uPlot.iife.min.js", (route) => route.abort());
+await logIn(bare);
+await bare.waitForFunction(() => document.querySelector("#health-text").textContent.includes("replicas"));
+await bare.waitForFunction(() => document.querySelector("#tokens-chart .amount").textContent);
+found.bare = await bare.textContent("#tokens-chart .plot");
+found.problems = found.problems.filter((text) => !text.includes("ERR_FAILED"));
+
+// No connection: the page says since when, greys, and finds the server again.
+proxy.pause = true;
+proxy.closeAllConnections();
+await sick.waitForSelector('#health[data-level="stale"]');
+found.stale = [await sick.textContent("#health-text"), await sick.getAttribute("body", "data-connection"), await sick.title()];
+await check(sick, "stale");
+proxy.pause = false;
+const began = Date.now();
+await sick.waitForSelector('#health:not([data-level="stale"])');
+found.again = Date.now() - began;
+found.problems = found.problems.filter((text) => !/ERR_(EMPTY|CONNECTION|INCOMPLETE)/.test(text));
 await browser.close();
 proxy.closeAllConnections();
 proxy.close();
+process.stdin.destroy();
 console.log(JSON.stringify(found));

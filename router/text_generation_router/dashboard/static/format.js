@@ -29,6 +29,14 @@ export function seconds(value) {
   return `${Math.round(value / 3600)} h`;
 }
 
+/** now, 12 s, 3 min: a time ago. */
+export const ago = (age) => (age < 1 ? "now" : `${seconds(age)} ago`);
+
+const times = new Intl.DateTimeFormat("en", { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false, hourCycle: "h23" });
+
+/** 17:05:09, of seconds since 1970. */
+export const clock = (time) => times.format(time * 1000);
+
 /** 42 %; below ten percent with a decimal. */
 export function percent(share) {
   if (share == null || Number.isNaN(share)) return NONE;

@@ -34,11 +34,13 @@ export class HeatMap {
   }
 
   #range() {
+    const target = this.chart?.target;
     const total = addCounts(this.points.filter((point) => !point.gap).map((point) => point[this.name]));
     const first = total.findIndex((count) => count > 0);
-    if (first < 0) return [0.001, 1];
+    if (first < 0) return [0.001, Math.max(1, 2 * (target ?? 0))];
     const last = total.findLastIndex((count) => count > 0);
-    return [this.#edges(Math.max(0, first - 1))[0], this.#edges(Math.min(this.bounds.length, last + 1))[1]];
+    const range = [this.#edges(Math.max(0, first - 1))[0], this.#edges(Math.min(this.bounds.length, last + 1))[1]];
+    return target ? [Math.min(range[0], target / 2), Math.max(range[1], target * 1.5)] : range;
   }
 
   #draw(plot) {
@@ -66,9 +68,10 @@ export class HeatMap {
   }
 
   /** Shows points of the history; percentiles are over the last few of them. */
-  show(points, bounds, window) {
+  show(points, bounds, window, target) {
     this.points = points;
     this.bounds = bounds;
+    this.chart.target = target;
     const lines = SHARES.map(() => []);
     points.forEach((point, at) => {
       const near = point.gap ? [] : points.slice(Math.max(0, at - SMOOTH + 1), at + 1).filter((each) => !each.gap);

@@ -1,51 +1,97 @@
-// The samples of the last hour as columns, and what follows from the differences of their counters.
+// The last hour as points, one a second or coarser: from the server's history at first, then from the differences of samples.
 
 const LONGEST_S = 3600;
 const GAP_S = 5;
 const REFUSED = ["refused"];
 const FAILED = ["error", "expired"];
 const COUNTERS = ["new_tokens", "prompt_tokens", "looked_up_tokens", "hit_tokens", "preemptions", "moves"];
+const HISTOGRAMS = ["first_token", "token_gap"];
+const GAUGES = ["running", "waiting"];
+const STATUSES = ["2", "4", "5"];
+const SUMS = [...COUNTERS, "elapsed", "refused", "failed", ...STATUSES.map((digit) => `status${digit}`)];
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
-const ended = (sample, reasons) => sum(reasons.map((reason) => sample.ended[reason] ?? 0));
+const of = (counts, keys) => sum(keys.map((key) => counts[key] ?? 0));
 
-/** One second of the server: gauges, rates and counts by bucket. */
-function pointOf(sample, before) {
-  const elapsed = sample.now - before.now;
-  const difference = (now, then) => Math.max(0, now - then);
-  const point = { time: Date.now() / 1000, elapsed, running: sample.running, waiting: sample.waiting };
-  for (const name of COUNTERS) point[name] = difference(sample[name], before[name]);
-  point.refused = difference(ended(sample, REFUSED), ended(before, REFUSED));
-  point.failed = difference(ended(sample, FAILED), ended(before, FAILED));
-  for (const name of ["first_token", "token_gap"]) point[name] = sample[name].map((count, i) => difference(count, before[name][i]));
-  return point;
-}
+/** The difference of two counters; of a counter that began anew, the new one. */
+const grown = (now, then = 0) => (now < then ? now : now - then);
+const grownBy = (now, then) => Object.fromEntries(Object.entries(now).map(([key, count]) => [key, grown(count, then[key])]));
 
 export class History {
   constructor() {
     this.points = [];
     this.latest = null;
+    this.offset = null;
+    this.buckets = {};
   }
 
-  /** Adds a sample. The first one, and one after a gap or a restart, only begins. */
+  /** Takes the upper bounds of the histograms. */
+  begin(buckets) {
+    this.buckets = buckets;
+  }
+
+  /** Returns the time here of a time of the server. */
+  time(now) {
+    return this.offset + now;
+  }
+
+  /** Notes that something of the server's time `now` arrived. */
+  #arrived(now) {
+    const offset = Date.now() / 1000 - now;
+    // The message that came fastest is the most exact one, until a clock is set.
+    if (this.offset === null || offset < this.offset || offset > this.offset + GAP_S) this.offset = offset;
+  }
+
+  /** Takes the server's history; what is older than that stays. */
+  load({ rows, last }) {
+    this.#arrived(last.now);
+    const loaded = rows.map((row) => this.#point(row));
+    const from = loaded.length ? loaded[0].time - loaded[0].elapsed : this.time(last.now);
+    this.points = this.points.filter((point) => point.time < from);
+    if (from - (this.points.at(-1)?.time ?? from) > GAP_S) this.#gap();
+    this.points.push(...loaded);
+    this.latest = last;
+  }
+
+  /** Adds a sample. The first one only begins. */
   push(sample) {
     const before = this.latest;
+    this.#arrived(sample.now);
     this.latest = sample;
-    if (!before || sample.now <= before.now || sample.new_tokens < before.new_tokens) {
-      this.gap();
-      return;
-    }
-    const point = pointOf(sample, before);
-    if (point.elapsed > GAP_S) this.gap();
+    if (!before || sample.now <= before.now) return;
+    const row = { now: sample.now, elapsed: sample.now - before.now };
+    for (const name of ["ended", "responses", ...HISTOGRAMS]) row[name] = grownBy(sample[name], before[name]);
+    for (const name of GAUGES) row[name] = sample[name];
+    for (const name of COUNTERS) row[name] = grown(sample[name], before[name]);
+    const point = this.#point(row);
+    if (point.elapsed > GAP_S) this.#gap();
     else this.points.push(point);
     const oldest = point.time - LONGEST_S;
     if (this.points.length && this.points[0].time < oldest - 60) this.points = this.points.filter((each) => each.time >= oldest);
   }
 
+  /** A row as a point: zeros, which rows leave out, and counts of histograms as arrays. */
+  #point(row) {
+    const point = { time: this.time(row.now), elapsed: row.elapsed, refused: of(row.ended ?? {}, REFUSED), failed: of(row.ended ?? {}, FAILED) };
+    for (const digit of STATUSES) point[`status${digit}`] = row.responses?.[digit] ?? 0;
+    for (const name of [...GAUGES, ...COUNTERS]) point[name] = row[name] ?? 0;
+    for (const name of HISTOGRAMS) {
+      point[name] = new Array((this.buckets[name]?.length ?? 0) + 1).fill(0);
+      for (const [i, count] of Object.entries(row[name] ?? {})) point[name][i] = count;
+    }
+    return point;
+  }
+
   /** Marks that samples are missing: lines are interrupted. */
-  gap() {
+  #gap() {
     const last = this.points.at(-1);
     if (last && !last.gap) this.points.push({ time: last.time + 0.001, gap: true });
+  }
+
+  /** The points of the last seconds, without gaps. */
+  lately(seconds) {
+    const from = Date.now() / 1000 - seconds;
+    return this.points.filter((point) => !point.gap && point.time >= from);
   }
 
   /** The points of the last seconds, merged so that there are at most 300. */
@@ -78,10 +124,10 @@ function merge(points, size) {
 }
 
 function mergeGroup(group) {
-  const merged = { time: group[0].time };
-  for (const name of ["running", "waiting"]) merged[name] = sum(group.map((point) => point[name])) / group.length;
-  for (const name of [...COUNTERS, "elapsed", "refused", "failed"]) merged[name] = sum(group.map((point) => point[name]));
-  for (const name of ["first_token", "token_gap"]) merged[name] = addCounts(group.map((point) => point[name]));
+  const merged = { time: group.at(-1).time };
+  for (const name of GAUGES) merged[name] = Math.max(...group.map((point) => point[name]));
+  for (const name of SUMS) merged[name] = sum(group.map((point) => point[name]));
+  for (const name of HISTOGRAMS) merged[name] = addCounts(group.map((point) => point[name]));
   return merged;
 }
 

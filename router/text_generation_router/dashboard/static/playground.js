@@ -123,7 +123,7 @@ async function send(event) {
   hideToken();
   setText(byId("usage"), "The model answers…");
   messages.push({ role: "user", content: question });
-  addTurn("user", make("div", { class: "text" }, question));
+  addTurn("user", make("div", { class: "text", tabindex: "0" }, question));
   const times = { start: performance.now(), first: null, usage: null, reason: "", chunks: 0 };
   let stopped = false;
   try {

@@ -1,29 +1,64 @@
-// The tables of replicas, tenants and errors. Rows stay the same elements, so that a selection survives an update.
+// A table with a row for each item. Rows stay the same elements, so that a selection survives an update.
 
 import { byId, make, meter, setText } from "./dom.js";
-import { count, gigabytes, percent, seconds } from "./format.js";
 
-/** A table with rows by key. Each column has `title`, and `cell()`: { element, show(item) }. */
+/**
+ * A table with rows by key. Each column has `title`, and `cell()`: { element, show(item) }; with `sort(item)` its head sorts.
+ * Roles are set, because a phone shows rows as cards, which are no table to a browser.
+ */
 export class KeyedTable {
   constructor(id, caption, columns, empty) {
     this.columns = columns;
     this.rows = new Map();
-    this.body = make("tbody");
-    this.empty = make("tr", {}, make("td", { colspan: String(columns.length), class: "muted empty" }, empty));
-    const head = columns.map(({ title, number }) => make("th", { scope: "col", class: number && "number" }, title));
-    byId(id).append(make("caption", { class: "hidden" }, caption), make("thead", {}, make("tr", {}, ...head)), this.body);
+    this.items = [];
+    this.order = null;
+    this.body = make("tbody", { role: "rowgroup" });
+    this.empty = make("tr", { role: "row" }, make("td", { colspan: String(columns.length), class: "muted empty", role: "cell" }, empty));
+    this.heads = columns.map((column) => this.#head(column));
+    const table = byId(id);
+    table.setAttribute("role", "table");
+    table.append(make("caption", { class: "hidden" }, caption), make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...this.heads)), this.body);
     this.body.append(this.empty);
   }
 
-  /** Shows items, in their order; `key` names an item. */
+  #head(column) {
+    const { title, number, sort } = column;
+    if (!sort) return make("th", { scope: "col", role: "columnheader", class: number && "number" }, title);
+    const button = make("button", { type: "button", class: "sort" }, title);
+    button.addEventListener("click", () => this.#sortBy(column));
+    return make("th", { scope: "col", role: "columnheader", class: number && "number" }, button);
+  }
+
+  /** Sorts by a column: the largest first, then the smallest, then as the server did. */
+  #sortBy(column) {
+    const next = this.order?.column !== column ? "descending" : this.order.direction === "descending" ? "ascending" : null;
+    this.order = next && { column, direction: next };
+    this.heads.forEach((head, i) => {
+      if (this.columns[i] === column && next) head.setAttribute("aria-sort", next);
+      else head.removeAttribute("aria-sort");
+    });
+    this.show(this.items, this.key);
+  }
+
+  #sorted(items) {
+    if (!this.order) return items;
+    const { column, direction } = this.order;
+    const sign = direction === "ascending" ? 1 : -1;
+    const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en") : (a ?? -1) - (b ?? -1));
+    return [...items].sort((a, b) => sign * compare(column.sort(a), column.sort(b)));
+  }
+
+  /** Shows items, in their order or sorted; `key` names an item. */
   show(items, key) {
-    const keys = items.map(key);
+    Object.assign(this, { items, key });
+    const shown = this.#sorted(items);
+    const keys = shown.map(key);
     for (const old of this.rows.keys()) {
       if (keys.includes(old)) continue;
       this.rows.get(old).element.remove();
       this.rows.delete(old);
     }
-    items.forEach((item, at) => {
+    shown.forEach((item, at) => {
       if (!this.rows.has(keys[at])) this.rows.set(keys[at], this.#row());
       const row = this.rows.get(keys[at]);
       if (this.body.children[at] !== row.element) this.body.insertBefore(row.element, this.body.children[at] ?? null);
@@ -35,8 +70,11 @@ export class KeyedTable {
 
   #row() {
     const cells = this.columns.map(({ cell }) => cell());
-    const shown = cells.map((cell, i) => make("td", { class: this.columns[i].number ? "number" : this.columns[i].class }, cell.element));
-    return { element: make("tr", {}, ...shown), cells };
+    const shown = cells.map((cell, i) => {
+      const { title, number, class: name } = this.columns[i];
+      return make("td", { role: "cell", class: number ? "number" : name, "data-title": title }, cell.element);
+    });
+    return { element: make("tr", { role: "row" }, ...shown), cells };
   }
 }
 
@@ -48,75 +86,36 @@ export function textCell(read) {
   };
 }
 
-function meterCell(read, kind) {
+/** A cell of a text and a smaller one below it. */
+export function twoLineCell(read) {
+  return () => {
+    const [main, below] = [make("span", { class: "clamped" }), make("span", { class: "muted below" })];
+    const show = (item) => {
+      const [text, words] = read(item);
+      setText(main, text);
+      setText(below, words);
+    };
+    return { element: make("span", {}, main, below), show };
+  };
+}
+
+/** A cell with a bar and a text. */
+export function meterCell(read, kind) {
   return () => {
     const { element, show } = meter(kind);
     return { element, show: (item) => show(...read(item)) };
   };
 }
 
-function badgeCell(read) {
+/** A cell of a text on a colour; `read(item)` returns the text, and the state that has the colour. */
+export function badgeCell(read) {
   return () => {
     const element = make("span", { class: "badge" });
-    return {
-      element,
-      show: (item) => {
-        setText(element, String(read(item)));
-        element.dataset.state = read(item);
-      },
+    const show = (item) => {
+      const [text, state] = read(item);
+      setText(element, text);
+      element.dataset.state = state;
     };
+    return { element, show };
   };
-}
-
-const share = (part, whole) => (whole ? part / whole : 0);
-
-function gpus(replica) {
-  const shown = (replica.gpus ?? []).map((gpu) => {
-    const parts = [`${gpu.index}:`];
-    if (gpu.utilization != null) parts.push(percent(gpu.utilization));
-    if (gpu.memory_total_bytes != null) parts.push(`${gigabytes(gpu.memory_used_bytes ?? 0)} of ${gigabytes(gpu.memory_total_bytes)}`);
-    if (gpu.power_watts != null) parts.push(`${Math.round(gpu.power_watts)} W`);
-    if (gpu.temperature_celsius != null) parts.push(`${Math.round(gpu.temperature_celsius)} °C`);
-    return parts.join(" ");
-  });
-  return shown.join("; ") || "–";
-}
-
-const replicas = new KeyedTable("replicas-table", "Replicas", [
-  { title: "Replica", cell: textCell((each) => each.number) },
-  { title: "State", cell: badgeCell((each) => each.state) },
-  { title: "Batch", cell: meterCell((each) => [share(each.batch, each.slots), each.slots ? `${count(each.batch)} of ${count(each.slots)}` : "–"]) },
-  { title: "KV cache", cell: meterCell((each) => [share(each.kv_used, each.kv_tokens), each.kv_tokens ? `${percent(share(each.kv_used, each.kv_tokens))} of ${count(each.kv_tokens)}` : "–"]) },
-  { title: "Cached prefixes", number: true, cell: textCell((each) => count(each.kv_cached)) },
-  { title: "Prefix hits", number: true, cell: textCell((each) => (each.looked_up_tokens ? percent(each.hit_tokens / each.looked_up_tokens) : "–")) },
-  { title: "GPUs", cell: textCell(gpus) },
-  { title: "Address", class: "long", cell: textCell((each) => (each.reason ? `${each.address} – ${each.reason}` : each.address ?? "–")) },
-], "No replica is a member.");
-
-const tenants = new KeyedTable("tenants-table", "Tenants with requests", [
-  { title: "Tenant", class: "long", cell: textCell((each) => each.name || "(no name)") },
-  { title: "Running", cell: meterCell((each) => [share(each.running, each.all_running), `${count(each.running)} (${percent(share(each.running, each.all_running))})`]) },
-  { title: "Waiting", number: true, cell: textCell((each) => count(each.waiting)) },
-  { title: "Fair share", number: true, cell: textCell((each) => percent(each.share)) },
-  { title: "Weight", number: true, cell: textCell((each) => each.weight) },
-], "No tenant has a request now.");
-
-const errors = new KeyedTable("errors-table", "Last errors by route, type and tenant", [
-  { title: "Ago", number: true, cell: textCell((each) => seconds(each.age || 0.5).replace("500 ms", "now")) },
-  { title: "Status", number: true, cell: textCell((each) => each.status) },
-  { title: "Error", class: "long", cell: textCell((each) => each.text || each.type) },
-  { title: "Times", number: true, cell: textCell((each) => count(each.count)) },
-  { title: "Route", cell: textCell((each) => each.route || "(unknown)") },
-  { title: "Tenant", class: "long", cell: textCell((each) => each.tenant || "–") },
-  { title: "Last request", class: "id", cell: textCell((each) => each.request_id ?? "–") },
-], "No errors since the start.");
-
-/** Shows the tables of a sample. A key that may not see other tenants gets none of them. */
-export function showTables(sample) {
-  replicas.show(sample.replicas, (each) => each.number);
-  for (const id of ["tenants", "errors"]) byId(id).hidden = !sample.tenants;
-  if (!sample.tenants) return;
-  const all = sample.tenants.reduce((total, each) => total + each.running, 0);
-  tenants.show(sample.tenants.map((each) => ({ ...each, all_running: all })), (each) => each.name);
-  errors.show(sample.errors, (each) => JSON.stringify([each.route, each.status, each.type, each.tenant]));
 }

@@ -9,13 +9,13 @@ const sum = (points, name) => points.reduce((total, point) => total + point[name
 
 /** Each tile: a title, and the value and the remark for a sample and the points of the last minute. */
 const TILES = [
-  ["Running", (s, m, about) => [count(s.running), `of ${count(about.max_concurrent_requests)} at a time`]],
-  ["Waiting", (s) => [count(s.waiting), s.waiting ? `about ${seconds(s.queue_seconds)} of work` : "queue empty"]],
-  ["Refused", (s, m) => [count(sum(m, "refused")), `last minute; ${count(sum(m, "failed"))} failed`, sum(m, "refused") + sum(m, "failed") > 0]],
+  ["Running", (s, m, about) => [count(s.running), `of ${count(about.max_concurrent_requests)}; ${percent(s.busy)} busy`]],
+  ["Waiting", (s) => [count(s.waiting), `${s.waiting ? `about ${seconds(s.queue_seconds)}` : "none"}; ${count(s.connections)} connections`]],
+  ["Failed", (s, m) => [count(sum(m, "failed")), `last minute; ${count(sum(m, "refused"))} refused`, sum(m, "refused") + sum(m, "failed") > 0]],
   ["New tokens", (s, m) => [rate(lately(m, "new_tokens")), `a second; ${rate(lately(m, "prompt_tokens"))} of prompts`]],
   ["First token", (s, m, about) => times(m, "first_token", about)],
   ["Between tokens", (s, m, about) => times(m, "token_gap", about)],
-  ["KV cache", (s) => cache(s)],
+  ["KV cache", (s, m) => cache(s, m)],
   ["Prefix hits", (s, m) => [percent(hits(m)), `last minute; ${percent(s.hit_tokens / s.looked_up_tokens)} since start`]],
 ];
 
@@ -30,10 +30,11 @@ function times(points, name, about) {
   return [seconds(quantile(0.5, counts, bounds)), `median; p95 ${seconds(quantile(0.95, counts, bounds))}`];
 }
 
-function cache(sample) {
+function cache(sample, points) {
   const total = (name) => sample.replicas.reduce((all, replica) => all + (replica[name] ?? 0), 0);
   const share = total("kv_tokens") ? total("kv_used") / total("kv_tokens") : null;
-  return [percent(share), `of ${count(total("kv_tokens"))} tokens`, share > 0.95];
+  const preempted = sum(points, "preemptions");
+  return [percent(share), `of ${count(total("kv_tokens"))} tokens${preempted ? `; ${count(preempted)} preempted` : ""}`, share > 0.95];
 }
 
 function hits(points) {
@@ -51,8 +52,7 @@ const shown = TILES.map(([title, read]) => {
 
 /** Shows the latest sample and the last minute. */
 export function showTiles(history, about) {
-  const from = Date.now() / 1000 - MINUTE_S;
-  const minute = history.points.filter((point) => !point.gap && point.time >= from);
+  const minute = history.lately(MINUTE_S);
   for (const { read, value, remark, tile } of shown) {
     const [text, words, alarm] = read(history.latest, minute, about);
     setText(value, text);
