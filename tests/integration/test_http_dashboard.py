@@ -154,7 +154,9 @@ async def test_one_tenant_does_not_take_the_streams_of_others(demo_model: Path, 
 
 @pytest.mark.parametrize("linked", [False, True])
 async def test_a_page_that_opens_late_sees_what_happened_before(demo_model: Path, linked: bool) -> None:
-    async with serve(demo_model, linked=linked, echo_step_ms=2) as stack:
+    # Less than the first events: they have room of their own.
+    settings = {"max_unread_bytes": 2000}
+    async with serve(demo_model, linked=linked, settings=settings, echo_step_ms=2) as stack:
         await sample_with(stack, {}, lambda sample: sample["states"] == {"serving": 1})
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stack.generate("Hello", max_new_tokens=700))

@@ -107,14 +107,18 @@ class DashboardRoutes:
         holder = request[HOLDER]
         full = holder.trusted or not self._serving.settings.api_keys
         with self._counted(holder.tenant, full=full):
-            stream = self._serving.stream(request, {}, tgi_error_event)
-            stream.send(event("server", self._server() | (self._settings() if full else {})))
-            viewer = _Viewer(stream, full=full)
+            begin = event("server", self._server() | (self._settings() if full else {}))
             # A scheduler process that hangs or is away has no history now: the page opens without it.
             with suppress(ServingError, TimeoutError):
                 async with asyncio.timeout(HISTORY_S):
-                    viewer.show(await self._overview.history())
-            with self._feed.watched_by(viewer):
+                    history = await self._overview.history()
+                    begin += history.full if full else history.common
+            settings = self._serving.settings
+            # The beginning is there at once, however fast the client reads: it has room of its own.
+            max_unread = settings.config.max_unread_bytes + len(begin)
+            stream = EventStream(request, {}, settings.keep_alive_s, max_unread, tgi_error_event)
+            stream.send(begin)
+            with self._feed.watched_by(_Viewer(stream, full=full)):
                 return await stream.run()
 
     @contextmanager
