@@ -15,14 +15,16 @@ import structlog
 from text_generation_launcher import hangs, orphans
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracePeriod
-from text_generation_launcher.status_line import is_live, show_state, take_state
-from text_generation_proto import heartbeat, progress
+from text_generation_launcher.status_line import show_state, take_state
+from text_generation_proto import heartbeat
 from text_generation_proto.descriptors import DescriptorReserve
-from text_generation_proto.logs import escape
+from text_generation_proto.logs import COLOUR, PRIORITIES, VARIABLE, LogReader, escape, log_reader
 from text_generation_proto.v1 import shard_pb2 as pb
 
 OUTPUT_TIMEOUT = 2.0
 """Seconds to wait for the end of a dead child's output, which a process that it started may keep open."""
+RESET = "\x1b[0m"
+"""Ends the colours of a line, also of one that a child broke off."""
 MAX_LINE_BYTES = 64 * 1024
 """Longest line of a child's output; a longer one is split."""
 
@@ -78,7 +80,7 @@ async def run_to_end(
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,
                     env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)}
-                    | _live(json_output=json_output),
+                    | {VARIABLE: log_reader()},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=write_fd,
                     stderr=write_fd,
@@ -169,11 +171,6 @@ async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output
         show_state(name, "")
 
 
-def _live(*, json_output: bool) -> dict[str, str]:
-    """Return the variable for children whose progress is shown."""
-    return {progress.VARIABLE: "1"} if is_live(json_output=json_output) else {}
-
-
 def _write_lines(lines: bytes, name: str, *, json_output: bool) -> None:
     for line in lines.split(b"\n"):
         if not json_output and take_state(name, line):
@@ -185,12 +182,17 @@ def _write_lines(lines: bytes, name: str, *, json_output: bool) -> None:
 def label(line: bytes, name: str, *, json_output: bool) -> bytes:
     """Return the line with a line break, and with the child's name unless it is a log record that has it already.
 
-    Control characters are escaped.
+    Control characters are escaped, but for colours on a terminal. The priority of a record stays its start.
     """
     text = line.removesuffix(b"\r").decode(errors="backslashreplace")
+    priority = text[:3] if text[:3] in PRIORITIES.values() else ""
+    text = text.removeprefix(priority)
     if not json_output:
-        labelled = text if f"process={name}" in text else f"{name}: {text}"
-        return f"{escape(labelled)}\n".encode()
+        labelled = text if f"process={name}" in COLOUR.sub("", text) else f"{name}: {text}"
+        parts = COLOUR.split(labelled) if log_reader() is LogReader.TERMINAL else [labelled]
+        parts[::2] = map(escape, parts[::2])
+        return f"{priority}{''.join(parts)}{RESET if parts[1:] else ''}\n".encode()
     if text.startswith("{") and f'"process": "{name}"' in text.replace('":"', '": "') and text.isprintable():
-        return f"{text}\n".encode()
-    return json.dumps({"process": name, "level": "info", "event": "output", "text": text}).encode() + b"\n"
+        return f"{priority}{text}\n".encode()
+    record = {"process": name, "level": "info", "event": "output", "message": text, "text": text}
+    return f"{priority}{json.dumps(record)}\n".encode()

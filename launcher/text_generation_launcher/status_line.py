@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 from text_generation_proto.logs import escape
@@ -10,11 +9,6 @@ from text_generation_proto.progress import RELAYED, show
 
 _states: dict[str, str] = {}
 """The state of each child that has one, by its name."""
-
-
-def is_live(*, json_output: bool) -> bool:
-    """Return True if the log goes to a terminal that a person reads."""
-    return os.isatty(2) and not json_output
 
 
 def take_state(name: str, line: bytes) -> bool:

@@ -10,15 +10,18 @@ import atexit
 import io
 import logging
 import os
+import re
+import stat
 import sys
 import traceback
 from collections.abc import Mapping, MutableMapping
+from enum import StrEnum
 from typing import Any, TextIO
 
 import structlog
 
 from text_generation_proto.log_writer import LogWriter
-from text_generation_proto.progress import RELAYED, VARIABLE, use_display
+from text_generation_proto.progress import RELAYED, use_display
 from text_generation_proto.settings import ProcessConfig
 
 MAX_TEXT_LENGTH = 1024
@@ -26,13 +29,43 @@ MAX_TEXT_LENGTH = 1024
 MAX_TRACEBACK_LENGTH = 16 * 1024
 """Characters of a traceback in console output. Its middle is left out."""
 
+VARIABLE = "TEXT_GENERATION_LOG_READER"
+"""Environment variable by which a launcher tells a child where its lines end up."""
+PRIORITIES = {"critical": "<2>", "error": "<3>", "warning": "<4>", "info": "<6>", "debug": "<7>"}
+"""Starts of lines in systemd's journal, by level: see sd-daemon(3)."""
+COLOUR = re.compile(r"(\x1b\[(?:[0-2]|[39][0-7])m)")
+"""The control sequences of coloured records."""
+
 _writers: list[LogWriter] = []
 """The writer of this process, once `configure_logging` was called."""
+
+
+class LogReader(StrEnum):
+    """The reader of standard error. It decides the form of a record that is not JSON."""
+
+    TERMINAL = "terminal"
+    """Records have colours."""
+    JOURNAL = "journal"
+    """Systemd's journal: records begin with their priority and have no time, which it adds itself."""
+    OTHER = "other"
+
+
+def log_reader() -> LogReader:
+    """Return the reader of standard error, for a child the one of its launcher's."""
+    if told := os.environ.get(VARIABLE):
+        return LogReader(told)
+    mode = os.fstat(2).st_mode
+    if os.isatty(2):
+        return LogReader.TERMINAL
+    # Not a file: a shell inherits the variable from its session.
+    to_journal = "JOURNAL_STREAM" in os.environ and (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode))
+    return LogReader.JOURNAL if to_journal else LogReader.OTHER
 
 
 def configure_logging(config: ProcessConfig, process: str) -> None:
     """Set up structlog and standard error. `process` names this process in every record: "router", "shard-0", "launcher"."""
     _open_standard_error()
+    reader = log_reader()
 
     def name_process(_logger: object, _method: str, record: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         record["process"] = process
@@ -50,20 +83,18 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
         tracebacks = structlog.processors.ExceptionRenderer(
             structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         )
-        structured = (tracebacks, shorten_texts, structlog.processors.JSONRenderer())
+        structured = (_timestamp, tracebacks, shorten_texts, _add_message, structlog.processors.JSONRenderer())
     else:
-        structured = (
-            shorten_texts,
-            _quote_control_characters,
-            structlog.dev.ConsoleRenderer(colors=True, pad_event_to=0, exception_formatter=_write_traceback_on_one_line)
-            if os.isatty(2)
-            else structlog.dev.ConsoleRenderer(columns=PLAIN_COLUMNS, exception_formatter=_write_traceback_on_one_line),
-        )
+        form: Any = {"sort_keys": False, "exception_formatter": _write_traceback_on_one_line}
+        form |= {"colors": True, "pad_event_to": 0} if reader is LogReader.TERMINAL else {"columns": PLAIN_COLUMNS}
+        timestamp = () if reader is LogReader.JOURNAL else (_timestamp,)
+        structured = (*timestamp, shorten_texts, _quote_control_characters, structlog.dev.ConsoleRenderer(**form))
+    priority = (_begin_with_priority,) if reader is LogReader.JOURNAL else ()
     processors: tuple[structlog.typing.Processor, ...] = (
         name_process,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
         *structured,
+        *priority,
     )
     writer = LogWriter(2, report)
     _writers.append(writer)
@@ -72,9 +103,11 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
     sys.stderr = io.TextIOWrapper(writer, "utf-8", "backslashreplace", line_buffering=True)
     if shares_output:
         sys.stdout = sys.stderr
-    if not config.json_output and os.isatty(2):
+    if config.json_output or reader is not LogReader.TERMINAL:
+        pass  # progress goes to the log
+    elif VARIABLE not in os.environ:
         use_display(writer.show_status)
-    elif os.environ.get(VARIABLE):
+    else:
         use_display(lambda text: print(f"{RELAYED}{text}", file=sys.stderr))  # noqa: T201 - a line for the launcher
     structlog.configure(
         processors=processors,
@@ -133,6 +166,19 @@ def _shortened(value: object) -> object:
             return [_shortened(each) for each in value]
         case _:
             return value
+
+
+_timestamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+
+
+def _add_message(_logger: object, _method: str, record: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Repeat the event under the name that readers of JSON logs show as the text of a line."""
+    record["message"] = record["event"]
+    return record
+
+
+def _begin_with_priority(_logger: object, method: str, record: Any) -> str:  # noqa: ANN401 - rendered
+    return f"{PRIORITIES[method]}{record}"
 
 
 class _Quoted:

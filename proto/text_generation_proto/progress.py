@@ -1,6 +1,6 @@
 """Progress of slow work at a start: a line that changes on a terminal, log records every few seconds elsewhere.
 
-The launcher owns the terminal. A child that it tells so by VARIABLE writes its state as lines that start with RELAYED among
+The launcher owns the terminal. A child that it tells so (logs.py) writes its state as lines that start with RELAYED among
 those of its log; the launcher shows the last one of each child below the log. Work that ends soon reports nothing.
 """
 
@@ -13,8 +13,6 @@ from threading import Timer
 
 import structlog
 
-VARIABLE = "TEXT_GENERATION_PROGRESS"
-"""Environment variable of a child whose launcher shows its progress on a terminal."""
 RELAYED = "\x1eprogress "
 """Start of a line with a state for the launcher; nothing after it: there is none any more."""
 LOG_S = 5.0

@@ -7,6 +7,7 @@ import pytest
 
 from text_generation_launcher.child import MAX_LINE_BYTES, forward_output, label
 from text_generation_proto import progress
+from text_generation_proto.logs import VARIABLE
 from text_generation_proto.progress import RELAYED
 
 RECORD = b"2026-01-01T00:00:00Z [info     ] serving process=shard-0"
@@ -25,8 +26,22 @@ def test_log_records_of_the_child_are_unchanged_and_other_lines_get_its_name() -
         "process": "shard-0",
         "level": "info",
         "event": "output",
+        "message": "Segmentation fault \\xff",
         "text": "Segmentation fault \\xff",
     }
+
+
+def test_priorities_and_on_a_terminal_colours_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured = b"\x1b[2m2026\x1b[0m \x1b[36mprocess\x1b[0m=\x1b[35mshard-0\x1b[0m \x1b[8mhidden\x1b[2J"
+    monkeypatch.setenv(VARIABLE, "terminal")
+    shown = coloured.replace(b"\x1b[8m", b"\\x1b[8m").replace(b"\x1b[2J", b"\\x1b[2J")
+    assert label(coloured, "shard-0", json_output=False) == shown + b"\x1b[0m\n"
+    assert label(b"\x1b[31mred", "shard-0", json_output=False) == b"shard-0: \x1b[31mred\x1b[0m\n"
+    monkeypatch.setenv(VARIABLE, "journal")
+    assert b"\x1b" not in label(coloured, "shard-0", json_output=False)
+    for record, json_output in ((RECORD, False), (JSON_RECORD, True)):
+        assert label(b"<4>" + record, "shard-0", json_output=json_output) == b"<4>" + record + b"\n"
+    assert label(b"<3>no record", "shard-0", json_output=False) == b"<3>shard-0: no record\n"
 
 
 async def forwarded(capfdbinary: pytest.CaptureFixture[bytes], *chunks: bytes) -> list[bytes]:

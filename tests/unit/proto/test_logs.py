@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
-from text_generation_proto.logs import MAX_TEXT_LENGTH, PLAIN_COLUMNS
+from text_generation_proto.logs import COLOUR, MAX_TEXT_LENGTH, PLAIN_COLUMNS, VARIABLE
 
 HOSTILE = "/\x1b[2J\0\x07\x7f\x9b1m\u202ea b\u2028\ud800\n"
 
 
-def output_of(code: str, json_output: bool, *, exit_code: int = 0) -> str:
+SETUP = (
+    "import structlog; from text_generation_proto.logs import *; "
+    "from text_generation_proto.settings import ProcessConfig\n"
+    "configure_logging(ProcessConfig(json_output={json_output}), 'router'); log = structlog.get_logger()\n"
+)
+
+
+def output_of(code: str, json_output: bool, *, exit_code: int = 0, **environ: str) -> str:
     """Return the output of a process that set up its log. Its two output streams are one pipe, as the launcher has it."""
-    setup = (
-        "import structlog; from text_generation_proto.logs import *; "
-        "from text_generation_proto.settings import ProcessConfig\n"
-        f"configure_logging(ProcessConfig(json_output={json_output}), 'router'); log = structlog.get_logger()\n"
+    command = [sys.executable, "-c", SETUP.format(json_output=json_output) + code]
+    process = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, env={**os.environ, **environ}
     )
-    command = [sys.executable, "-c", setup + code]
-    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
     assert process.returncode == exit_code
     return process.stdout.decode()
 
@@ -59,6 +66,7 @@ def test_texts_of_clients_are_escaped_and_shortened() -> None:
         if json_output:
             parsed: dict[str, Any] = json.loads(record)
             assert (parsed["path"], parsed["plain"]) == (HOSTILE, "/é")
+            assert parsed["message"] == parsed["event"] == "event"
         else:
             assert f"path={HOSTILE!r} plain=/é" in record
 
@@ -95,3 +103,45 @@ def test_console_output_without_colours_is_that_of_structlog() -> None:
     for changed in ({}, {"level": "critical"}, {"event": "done"}):
         line = structlog.dev.ConsoleRenderer(columns=PLAIN_COLUMNS)(None, "info", {**record, **changed})
         assert line == expected(None, "info", {**record, **changed})
+
+
+LEVELS = (
+    "log.info('one', route='/', status=200)\nlog.warning('two'); log.error('three'); log.critical('four')\n"
+    "try: 1 / 0\nexcept ZeroDivisionError: log.exception('five')"
+)
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_records_for_the_journal_begin_with_their_priority_and_have_no_time(json_output: bool, tmp_path: Path) -> None:
+    lines = output_of(LEVELS, json_output, JOURNAL_STREAM="8:1").splitlines()
+    assert [line[:3] for line in lines] == ["<6>", "<4>", "<3>", "<2>", "<3>"]
+    if json_output:
+        assert json.loads(lines[0][3:])["message"] == "one"
+    else:
+        assert lines[0] == "<6>[info     ] one route=/ status=200 process=router"
+    with (tmp_path / "log").open("w") as file:
+        code = f"import os; os.dup2({file.fileno()}, 2)"
+        from_shell = [sys.executable, "-c", f"{code}\n{SETUP.format(json_output=json_output)}{LEVELS}"]
+        subprocess.run(
+            from_shell, check=True, timeout=60, pass_fds=[file.fileno()], env=os.environ | {"JOURNAL_STREAM": "8:1"}
+        )
+    assert "<" not in {line[0] for line in (tmp_path / "log").read_text().splitlines()}
+
+
+def test_every_process_has_the_colours_of_a_terminal() -> None:
+    """A child has them because its launcher says so; the launcher itself sees that it writes to one."""
+    child = output_of(LEVELS, json_output=False, **{VARIABLE: "terminal"})
+    ours, theirs = os.openpty()
+    code = f"import os; os.dup2({theirs}, 2)\n{SETUP.format(json_output=False)}{LEVELS}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, pass_fds=[theirs])
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode().replace("\r", "")
+    os.close(ours)
+
+    def form(text: str) -> str:
+        return re.sub(r"\d{4}-[^ \x1b]*Z", "", text.splitlines()[0])
+
+    assert form(child) == form(shown)
+    assert COLOUR.search(child)
+    assert "\x1b" not in COLOUR.sub("", child)
+    assert "\x1b" not in output_of(LEVELS, json_output=False)
