@@ -1,9 +1,10 @@
-"""Environments of client libraries, each with a pinned version, in .cache/clients."""
+"""Environments of clients, each with a pinned version, in .cache/clients."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -52,3 +53,25 @@ class Environment:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:
             pytest.skip(f"the environment of {self.name} cannot be installed: {done.stderr.strip()}")
+
+
+def npm_installed(package: str, command: str) -> Path:
+    """Install an npm package, `name@version`, unless it is; return its command. Skip the test where that fails."""
+    folder = CACHE / "clients" / f"npm-{command}"
+    stamp, path = folder / "pins", folder / "node_modules" / ".bin" / command
+    if not stamp.is_file() or stamp.read_text() != package:
+        npm = shutil.which("npm")
+        if npm is None:
+            pytest.skip("npm is not installed")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        install = [npm, "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error", package]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=600, check=False)
+        # Some packages are a binary that npm installs beside them, or that their script downloads.
+        if (
+            done.returncode
+            or subprocess.run([path, "--version"], capture_output=True, timeout=60, check=False).returncode
+        ):
+            pytest.skip(f"{package} cannot be installed: {done.stderr.strip() or 'its command does not start'}")
+        stamp.write_text(package)
+    return path
