@@ -184,7 +184,7 @@ async def test_the_layout_is_as_designed(found: dict[str, Any]) -> None:
 
 
 async def test_a_page_that_opens_late_shows_what_happened(found: dict[str, Any]) -> None:
-    assert {"started", "lost", "back", "moved"} <= set(found["events"])
+    assert {"started", "stopped", "back", "moved"} <= set(found["events"])
     assert found["history"] != "–"
 
 

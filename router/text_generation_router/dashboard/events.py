@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.member import ShardMember, ShardState
+from text_generation_router.shards.replica import ShardStopped
 
 MAX_EVENTS = 200
 """Events that are remembered."""
@@ -32,29 +32,7 @@ _TEXTS = {
 }
 """Kind and text of the event that a member got into a state. One that joins was lost before."""
 
-
-@dataclass(slots=True)
-class Event:
-    """An event; of requests, as many as it counts."""
-
-    id: int
-    began: float
-    """Seconds of the monotonic clock."""
-    at: float
-    """The same, or the time of the last one that it counts."""
-    kind: str
-    text: str
-    reason: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A member as it was seen last."""
-
-    state: ShardState
-    sessions: int
-    losses: int
+Event = dict[str, Any]
 
 
 class EventLog:
@@ -63,53 +41,52 @@ class EventLog:
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._ids = count(time.monotonic_ns() // 1000)  # a page may know events of a process before
-        self._seen: dict[int, _Seen] | None = None
-        """By number of the member; None before the first look."""
+        self._seen: dict[int, tuple[ShardState, int, int]] | None = None
+        """State, sessions and losses by number of the member; None before the first look."""
         self._sums: dict[str, Event] = {}
         """The last event of requests, by kind."""
         self._counted = dict.fromkeys(SUM_S, 0)
 
     def add(self, kind: str, text: str, reason: str = "") -> Event:
         """Remember an event of now."""
-        now = time.monotonic()
-        self._events.append(event := Event(next(self._ids), now, now, kind, text, reason[:MAX_REASON], 0))
+        now, event_id = time.monotonic(), next(self._ids)
+        event = {"id": event_id, "began": now, "at": now, "kind": kind, "text": text, "reason": reason[:MAX_REASON]}
+        self._events.append(event)
         return event
 
-    def after(self, at: float, *, reasons: bool) -> list[dict[str, Any]]:
+    def after(self, at: float, *, reasons: bool) -> list[Event]:
         """Return the events after `at`, with their reasons or without: these may name addresses."""
-        shown = ("id", "began", "kind", "text", "count", *(("reason",) if reasons else ()))
-        return [{name: getattr(each, name) for name in shown} for each in self._events if each.at > at]
+        shown = [event for event in self._events if event["at"] > at]
+        return shown if reasons else [event | {"reason": ""} for event in shown]
 
     def observe(self, members: Iterable[ShardMember], stats: SchedulerStats) -> None:
         """Remember the events since the last call."""
         before, self._seen = self._seen, {}
         for member in members:
-            seen = self._seen[member.number] = _Seen(member.state, member.session.sessions, member.losses)
+            self._seen[member.number] = member.state, member.session.sessions, member.losses
             if before is not None:
-                self._compare(member, seen, before.get(member.number, _Seen(ShardState.JOINING, 0, 0)))
+                self._compare(member, *before.get(member.number, (ShardState.JOINING, 0, 0)))
         for number in (before or {}).keys() - self._seen.keys():
             self.add("left", f"Replica {number} left")
-        for kind, total, text in (
-            ("moved", stats.moves, "Requests moved from a lost replica"),
-            ("preempted", stats.preemptions, "Requests preempted, the KV cache is full"),
-        ):
-            if (new := total - self._counted[kind]) > 0:
-                self._sum(kind, text, new)
-            self._counted[kind] = total
+        self._sum("moved", "Requests moved from a lost replica", stats.moves)
+        self._sum("preempted", "Requests preempted, the KV cache is full", stats.preemptions)
 
-    def _compare(self, member: ShardMember, seen: _Seen, before: _Seen) -> None:
+    def _compare(self, member: ShardMember, state: ShardState, sessions: int, losses: int) -> None:
         number = member.number
-        if seen.losses > before.losses:
-            kind = "stopped" if member.session.stopped else "lost"
-            self.add(kind, f"Replica {number} {kind}", member.loss)
-        if seen.sessions > before.sessions:
-            self.add("back", f"Replica {number} serves" + (" again" if before.sessions else ""))
-        elif seen.state is not before.state and seen.state in _TEXTS:
-            kind, text = _TEXTS[seen.state]
+        if member.losses > losses:
+            kind = "stopped" if isinstance(member.loss, ShardStopped) else "lost"
+            self.add(kind, f"Replica {number} {kind}", str(member.loss))
+        if member.session.sessions > sessions:
+            self.add("back", f"Replica {number} serves" + " again" * bool(sessions))
+        elif member.state is not state and member.state in _TEXTS:
+            kind, text = _TEXTS[member.state]
             self.add(kind, text.format(number), member.reason)
 
-    def _sum(self, kind: str, text: str, new: int) -> None:
+    def _sum(self, kind: str, text: str, total: int) -> None:
+        new, self._counted[kind] = total - self._counted[kind], total
+        if new <= 0:
+            return
         now, last = time.monotonic(), self._sums.get(kind)
-        if last is None or now - last.at > SUM_S[kind]:
+        if last is None or now - last["at"] > SUM_S[kind]:
             last = self._sums[kind] = self.add(kind, text)
-        last.at, last.count = now, last.count + new
+        last |= {"at": now, "count": last.get("count", 0) + new}

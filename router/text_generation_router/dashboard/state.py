@@ -130,9 +130,9 @@ class StateKeeper:
             "number": member.number,
             "state": member.state.value,
             "restarts": max(0, session.sessions - 1),
-            "new_tokens": session.work.new_tokens,
-            "steps": session.work.steps,
-            "step_seconds": round(session.work.step_seconds, 3),
+            "new_tokens": session.new_tokens,
+            "steps": session.steps,
+            "step_seconds": round(session.step_seconds, 3),
         }
         if (replica := self._cluster.scheduler.replicas.get(member.number)) is None:
             return shown
@@ -151,7 +151,11 @@ class StateKeeper:
     def _with_addresses(self, replicas: list[Json]) -> list[Json]:
         """Return the replicas with their addresses, and with reasons, which name addresses too."""
         return [
-            {**replica, "address": member.address, "reason": member.reason or ("" if member.connected else member.loss)}
+            {
+                **replica,
+                "address": member.address,
+                "reason": member.reason or ("" if member.connected else str(member.loss or "")),
+            }
             for replica, member in zip(replicas, self._cluster.members, strict=False)
         ]
 

@@ -38,7 +38,6 @@ class SummedOverview(OwnOverview):
         """Questions to workers that did not answer in time: they are not asked again meanwhile."""
         self._known: dict[int, WorkerSession] = {}
         """The sessions at the last collection."""
-        self._were_lost: set[int] = set()
 
     @property
     def answerers(self) -> Answerers:
@@ -49,7 +48,10 @@ class SummedOverview(OwnOverview):
         sessions = dict(self._sessions)
         for worker in self._known.keys() - sessions.keys():
             self._sums.lost(worker)
-        self._note(sessions)
+        for worker in self._known.keys() | sessions.keys():
+            if self._known and sessions.get(worker) is not self._known.get(worker):
+                kind, text = ("back", "serves") if worker in sessions else ("lost", "lost")
+                self.state.events.add(kind, f"HTTP worker {worker} {text}")
         self._known = sessions
         loop = asyncio.get_running_loop()
         asked = {
@@ -63,17 +65,6 @@ class SummedOverview(OwnOverview):
                 self._late[task] = asked[task]
                 task.add_done_callback(self._late.pop)
         self._kept.write(self._sums.counted())
-
-    def _note(self, sessions: Mapping[int, WorkerSession]) -> None:
-        """Remember the events of workers since the last collection."""
-        events = self.state.events
-        for worker, session in self._known.items():
-            if sessions.get(worker) is not session:
-                events.add("lost", f"HTTP worker {worker} lost")
-                self._were_lost.add(worker)
-        for worker in sessions.keys() & self._were_lost:
-            events.add("back", f"HTTP worker {worker} serves again")
-            self._were_lost.discard(worker)
 
     async def _ask(self, worker: int, session: WorkerSession) -> None:
         with suppress(LinkLost, ServingError):

@@ -77,8 +77,8 @@ class ShardMember:
         """The last reason why it could not join."""
         self.losses = 0
         """Sessions that ended."""
-        self.loss = ""
-        """The reason of the last one."""
+        self.loss: ShardLost | None = None
+        """The end of the last one."""
         self._state = ShardState.JOINING
         self._terms = terms
         self._scheduler = context.scheduler
@@ -161,7 +161,7 @@ class ShardMember:
                 else:
                     log.error("shard lost", replica=self.number, reason=str(error))
                 self._set(ShardState.JOINING, "")
-                self.losses, self.loss = self.losses + 1, str(error)
+                self.losses, self.loss = self.losses + 1, error
                 lasted = time.monotonic() - began > LASTING_SESSION_S
             except ShardTaken as error:
                 if self._state is not ShardState.TAKEN:

@@ -67,15 +67,6 @@ class ClusterContext:
     """A shard that hangs for longer is lost; 0: never."""
 
 
-@dataclass(slots=True)
-class Work:
-    """Counts of one replica, through all its sessions."""
-
-    new_tokens: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-
-
 class ReplicaSession:
     """One replica, through all its sessions."""
 
@@ -88,7 +79,9 @@ class ReplicaSession:
         """Time at which the last one began."""
         self.hangs = False
         """It gets nothing new until it answers."""
-        self.work = Work()
+        self.new_tokens = self.steps = 0
+        self.step_seconds = 0.0
+        """Counts of all sessions."""
         self._number = number
         self._context = context
         self._changed = asyncio.Event()
@@ -293,14 +286,14 @@ class ReplicaSession:
         scheduler, listeners = context.scheduler, context.listeners
         steps = report.step - self._steps
         self._steps = report.step
-        self.work.steps += steps
-        self.work.step_seconds += report.step_ns / 1e9
+        self.steps += steps
+        self.step_seconds += report.step_ns / 1e9
         computed = bool(report.slots or report.prefilled_slots)
         self._timing.update(now, report.step_ns / 1e9, stepping=computed and report.running > 0)
         for scored in report.prompt_logprobs:
             listeners.prompt_logprobs(scheduler.request_in(self._number, scored.slot), scored)
         output = step_output_from_pb(report, steps)
-        self.work.new_tokens += len(output.token_ids)
+        self.new_tokens += len(output.token_ids)
         parsed = time.monotonic()
         deliveries = scheduler.update(self._number, output, now)
         updated = time.monotonic()

@@ -164,9 +164,12 @@ export class Chart {
 /** A scale of times, logarithmic, around the values that there are. */
 export const logTimes = (range) => ({ distr: 3, range });
 
-const round = (_, ticks) => ticks.map((tick) => (tick && /^[125](\.0*)?e/.test(tick.toExponential(3)) ? tick : null));
+const round = (_, ticks) => {
+  const digits = ticks.at(-1) > 2000 * ticks[0] ? /^1(\.0*)?e/ : /^[125](\.0*)?e/;
+  return ticks.map((tick) => (tick && digits.test(tick.toExponential(3)) ? tick : null));
+};
 
-/** An axis of times: lines and labels at 1, 2 and 5 times powers of ten. */
+/** An axis of times: lines and labels at 1, 2 and 5 times powers of ten; at powers of ten, if it is long. */
 export const timeAxis = { filter: round, values: (_, ticks) => ticks.map((tick) => (tick ? seconds(tick) : "")) };
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.plot?.redraw(false)));

@@ -11,7 +11,7 @@ const sum = (points, name) => points.reduce((total, point) => total + point[name
 const TILES = [
   ["Running", (s, m, about) => [count(s.running), `of ${count(about.max_concurrent_requests)}; ${percent(s.busy)} busy`]],
   ["Waiting", (s) => [count(s.waiting), `${s.waiting ? `about ${seconds(s.queue_seconds)}` : "none"}; ${count(s.connections)} connections`]],
-  ["Failed", (s, m) => [count(sum(m, "failed")), `last minute; ${count(sum(m, "refused"))} refused`, sum(m, "refused") + sum(m, "failed") > 0]],
+  ["Failed", (s, m) => [count(sum(m, "failed")), `last minute; ${count(sum(m, "refused"))} refused`, sum(m, "failed") > 0]],
   ["New tokens", (s, m) => [rate(lately(m, "new_tokens")), `a second; ${rate(lately(m, "prompt_tokens"))} of prompts`]],
   ["First token", (s, m, about) => times(m, "first_token", about)],
   ["Between tokens", (s, m, about) => times(m, "token_gap", about)],
