@@ -6,7 +6,7 @@ Cluster ── on_token(id, logprob) ──► Generation ── on_output(text 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -64,7 +64,7 @@ class Sink(Protocol):
         self.on_output(TokenOutput(number, token_id, text, text, logprob, special=False, top=(), ending=None))
 
     def on_output(self, output: TokenOutput) -> None: ...
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None: ...
     def on_failure(self, error: ServingError) -> None: ...
 
 
@@ -124,7 +124,7 @@ class Generation:
     def on_cached_tokens(self, cached_tokens: int) -> None:
         self.times.cached_tokens = cached_tokens
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         self._sink.on_prompt_logprobs(logprobs, tops)
 
     def on_failure(self, error: ServingError) -> None:

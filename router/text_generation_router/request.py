@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, NewType, Protocol
@@ -121,7 +121,7 @@ class TokenListener(Protocol):
         """Take one new token; the last one has a `reason`. Return False to end the request."""
         ...
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         """Take the log-probabilities of the prompt's tokens, before the first new token; `tops` only if requested.
 
         tops[i] are the most probable tokens at prompt position i, best first; tops[0] is empty.

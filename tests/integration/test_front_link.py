@@ -7,7 +7,7 @@ import os
 import random
 import struct
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +57,7 @@ class Events:
             self.over.set()
         return self._left > 0
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         self.events.append((list(logprobs), [list(top) for top in tops]))
 
     def on_scheduled(self, cached_tokens: int, replica: int) -> None:

@@ -108,11 +108,29 @@ async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
         assert [one for part in columns for one in part[name]] == column
 
 
-async def test_echo_is_limited_in_its_choices(stack: Stack) -> None:
-    for count, status in ((16, 200), (17, 400)):
-        body = {"prompt": "Hello", "max_tokens": 1, "echo": True, "n": count}
+async def test_echoes_of_one_request_are_limited(demo_model: Path) -> None:
+    async with serve(demo_model, max_concurrent_requests=1024) as stack:
+        body = {"prompt": ["international " * 300] * 128, "max_tokens": 1, "echo": True, "n": 8}
         async with stack.client.post(COMPLETIONS, json=body) as response:
-            assert response.status == status
+            assert "characters must be <= 4194304" in await response.text()
+            assert response.status == 400
+
+
+async def test_logprobs_of_one_request_are_limited(stack: Stack) -> None:
+    text = "a b c d " * 150
+    prompts = [text] * 16
+    for fields, named in (
+        ({"prompt": prompts, "echo": True, "logprobs": 20}, "131072 log-probabilities of the prompt tokens"),
+        ({"prompt": prompts, "echo": True, "logprobs": 20, "stream": True}, "131072 log-probabilities of the prompt"),
+        ({"prompt": prompts, "prompt_logprobs": 20}, "131072 log-probabilities of the prompt tokens"),
+        ({"prompt": text, "n": 128, "logprobs": 20, "max_tokens": 100}, "2048 log-probabilities of the new tokens"),
+    ):
+        async with stack.client.post(COMPLETIONS, json={"max_tokens": 1, **fields}) as response:
+            assert (response.status, named in await response.text()) == (400, True)
+    many = ["a b c d " * 60] * 128
+    reply = await post(stack.client, COMPLETIONS, {"prompt": many, "echo": True, "logprobs": 1, "max_tokens": 1})
+    assert len(reply["choices"]) == 128
+    await stack.assert_empty()
 
 
 async def test_a_long_reply_is_written_in_parts(stack: Stack) -> None:

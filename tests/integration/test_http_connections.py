@@ -111,6 +111,16 @@ async def test_a_stream_ends_when_its_client_is_too_far_behind(demo_model: Path)
         await stack.assert_empty()
 
 
+async def test_a_client_that_reads_gets_events_of_any_size(demo_model: Path) -> None:
+    async with serve(demo_model, settings={"max_unread_bytes": 20_000}) as stack:
+        body = {"prompt": "a few words " * 250, "n": 2, "max_tokens": 2, "echo": True, "logprobs": 5, "stream": True}
+        async with stack.client.post("/v1/completions", json=body) as response:
+            *events, done, _ = (await response.read()).split(b"\n\n")
+        assert (len(events), done) == (4, b"data: [DONE]")
+        assert sum(len(event) > 20_000 for event in events) == 2
+        await stack.assert_empty()
+
+
 async def test_every_response_that_is_not_read_ends_and_a_slow_reader_gets_all_of_it(demo_model: Path) -> None:
     async with serve(demo_model, connections=ConnectionLimits(stall_s=0.7)) as stack:
         tokenize = request_bytes("/tokenize", {"inputs": "one two three four " * 10_000})

@@ -4,7 +4,7 @@ preemption, or moved to another replica. Greedy and seeded, through the schedule
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ class Collector:
             self.over.set_result(None)
         return True
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None: ...
 
     def on_scheduled(self, cached_tokens: int, replica: int) -> None:
         self.cached_tokens = cached_tokens

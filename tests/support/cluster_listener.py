@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.errors import ServingError
@@ -26,7 +26,7 @@ class Listener:
             self.over.set()
         return True
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None: ...
 
     def on_scheduled(self, cached_tokens: int, replica: int) -> None: ...
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 import pytest
+from full_grid import full
 from harm import TRIES, beside
 from stack import running
 
@@ -161,6 +164,46 @@ async def test_a_body_of_chunks_of_one_byte_harms_no_other_request(
             return
         harms.append(measured.harm)
     raise AssertionError(harms)
+
+
+HI = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+ECHO = {"echo": True, "logprobs": 20, "max_tokens": 1}
+SCORED = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 4000}
+ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": ["a few words " * 1200] * 128, **ECHO}),
+    ("/v1/completions", {"prompt": ["a few words " * 1200] * 128, "stream": True, **ECHO}),
+    ("/v1/completions", {"prompt": "a few words " * 1200, **ECHO}),
+    ("/v1/completions", {"prompt": "a few words " * 1200, "stream": True, **ECHO}),
+    ("/v1/completions", {"prompt": "a few words " * 1200, "prompt_logprobs": 20, **ECHO}),
+    (
+        "/v1/completions",
+        {"prompt": ["a few words " * 1200] * 8, "echo": True, "n": 16, "stream": True, "max_tokens": 1},
+    ),
+    ("/v1/chat/completions", {**HI, "n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": 400}),
+    ("/v1/chat/completions", {**HI, "n": 128, "max_tokens": 400}),
+    ("/v1/chat/completions", {**HI, "logprobs": True, "top_logprobs": 20, "max_tokens": 4000}),
+    ("/v1/responses", {"input": "hi", **SCORED}),
+    ("/v1/responses", {"input": "hi", "stream": True, **SCORED}),
+]
+
+
+@pytest.mark.parametrize("workers", ["0", full("3")])
+async def test_answers_of_any_size_take_little_memory(demo_model: Path, workers: str) -> None:
+    with running(demo_model, "--echo-step-ms", "1", *(("--http-workers", workers) if workers != "0" else ())) as stack:
+        processes = stack.children()
+        async with aiohttp.ClientSession(stack.url) as session:
+            for path, body in ANSWERS if os.environ.get("TEST_FULL") else ANSWERS[:5]:
+                before = most = sum(process.memory_info().rss for process in processes)
+                sent = io.BytesIO(json.dumps(body).encode())
+                asked = asyncio.create_task(session.post(path, data=sent, headers=JSON))  # noqa: TID251 - ends with this block
+                while not asked.done():
+                    await asyncio.sleep(0.02)
+                    most = max(most, sum(process.memory_info().rss for process in processes))
+                async with await asked as response:
+                    assert response.status in (200, 400), await response.text()
+                    async for _ in response.content.iter_any():
+                        most = max(most, sum(process.memory_info().rss for process in processes))
+                assert most - before <= MOST_MEMORY, (path, body, (most - before) >> 20)
 
 
 async def test_memory_comes_back_after_a_burst(demo_model: Path) -> None:

@@ -146,8 +146,13 @@ def top_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> list[TopT
     return list(zip(token_ids, logprobs_to_json(logprobs), strict=True))
 
 
-def prompt_tops_from_pb(scored: pb.PromptLogprobs) -> list[list[TopToken]]:
-    """Return the most probable tokens of each prompt position, best first; [] if not requested."""
-    pairs = list(zip(scored.top_token_ids, logprobs_to_json(scored.top_logprobs), strict=True))
-    ends = list(accumulate(scored.top_counts))
-    return [pairs[end - count : end] for end, count in zip(ends, scored.top_counts, strict=True)]
+def prompt_tops_from_pb(scored: pb.PromptLogprobs) -> Iterator[list[TopToken]]:
+    """Yield the most probable tokens of each prompt position, best first; none if not requested.
+
+    One after another: all together may take a hundred megabytes.
+    """
+    start = 0
+    for count in scored.top_counts:
+        end = start + count
+        yield top_tokens(scored.top_token_ids[start:end], scored.top_logprobs[start:end])
+        start = end

@@ -10,7 +10,7 @@ A dialect streams the events through an EventSink, or collects the text and call
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -110,7 +110,7 @@ class Reader(Sink):
             finish = finish_of(output.ending, calls=self._calls)
             self._sink.on_end(AnswerEnd(finish, output.ending, self._reasoning.count))
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         raise AssertionError("chats request no prompt logprobs")
 
     def on_failure(self, error: ServingError) -> None:

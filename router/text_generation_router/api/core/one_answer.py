@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -12,7 +12,7 @@ from aiohttp import web
 from text_generation_router.api.core.blocks import CachedTokens, Script
 from text_generation_router.api.core.chat import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
 from text_generation_router.api.core.parameters import GenerationOptions
-from text_generation_router.api.core.serving import Collector, Serving
+from text_generation_router.api.core.serving import MAX_LOGPROBS_AT_ONCE, Collector, Serving, too_many_logprobs
 from text_generation_router.api.http.bodies import beside
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
@@ -47,7 +47,9 @@ async def answer(
             events = serving.stream(request, headers, script.failed)
             with serving.run(chat.requests, records, [script_sink(events, script, chat, records[0])]):
                 return await events.run()
-        [collector] = await serving.collect(chat.requests, records)
+        [collector] = await serving.collect(
+            chat.requests, records, most_logprobs=MAX_LOGPROBS_AT_ONCE if script.scored else 0
+        )
         if script.scored:
             await _replay(collector, script_sink(Unsent(), script, chat, records[0]))
         else:
@@ -117,7 +119,7 @@ class ScriptSink(Sink):
             return
         self._last(AnswerEnd(finish_of(ending, calls=False), ending), event)
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         raise AssertionError("these dialects request no prompt logprobs")
 
     def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
@@ -138,12 +140,23 @@ class ScriptSink(Sink):
 
 
 class ScoredSink(ScriptSink):
-    """The same for a script that writes log-probabilities."""
+    """The same for a script that writes log-probabilities, the last events all of them again."""
+
+    def __init__(self, stream: Events, script: Script[Any], record: GenerationRecord) -> None:
+        super().__init__(stream, script, record)
+        self._room = MAX_LOGPROBS_AT_ONCE
 
     def on_output(self, output: TokenOutput) -> None:
-        self._script.score(output)
+        self._score(output)
         super().on_output(output)
 
     def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
-        self._script.score(output)
+        self._score(output)
         super().on_events(events, output)
+
+    def _score(self, output: TokenOutput) -> None:
+        self._room -= 1 + len(output.top)
+        if self._room < 0:
+            self.on_failure(too_many_logprobs("new tokens", MAX_LOGPROBS_AT_ONCE))
+        else:
+            self._script.score(output)

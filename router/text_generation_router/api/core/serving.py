@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import io
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
+from itertools import islice
 
+import orjson
 from aiohttp import web
 
 from text_generation_router.api.core.admission import RequestPreparer
@@ -20,7 +22,7 @@ from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.slices import Slices
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.errors import ModelNotFound, ServingError
+from text_generation_router.errors import InvalidRequest, ModelNotFound, ServingError
 from text_generation_router.generation import (
     GenerationResult,
     GenerationTimes,
@@ -38,33 +40,65 @@ from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 MAX_LISTED = 10
 """Names that the error for an unknown one lists."""
+MAX_LOGPROBS = 1 << 18
+"""Log-probabilities in the whole answers to one request, of new tokens and their alternatives. Each answer has its share."""
+MAX_LOGPROBS_AT_ONCE = MAX_LOGPROBS // 2
+"""The same of prompt tokens, also in a stream, and of new tokens where the last event of a stream repeats them."""
 
 
 class Collector(Sink):
     """A sink that keeps the whole output of one request, for whole replies."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, most_logprobs: int = 0) -> None:
+        """`most_logprobs`: a request with more of them fails; 0: only the text is kept."""
         self.request = request
-        self._outputs: list[TokenOutput] = []
-        self._tops: list[bytes] = []
-        """The most probable tokens of each output, packed: as objects they take seven times as much."""
+        self._most_logprobs = self._room = most_logprobs
+        self._outputs = bytearray()
+        """A line for each output: objects take ten times as much."""
+        self._sum_of_logprobs, self._known_logprobs = 0.0, 0
         self.prompt_logprobs: Sequence[LogprobJson] = ()
-        self.prompt_tops: Sequence[Sequence[TopToken]] = ()
+        self._prompt_tops: Sequence[bytes] = ()
         self.ended: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
         """The end of the request, or its failure."""
         self.times = GenerationTimes()
 
     def on_output(self, output: TokenOutput) -> None:
-        if self.request.logprobs.top_n:
-            self._tops.append(b" ".join([b"%d,%b" % top for top in output.top]))
-            output = output._replace(top=())
-        self._outputs.append(output)
+        if self._most_logprobs:
+            self._keep(output)
         if output.ending is not None and not self.ended.done():
             self.ended.set_result(output.ending)
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+    def _keep(self, output: TokenOutput) -> None:
+        self._room -= 1 + len(output.top)
+        if self._room < 0:
+            self._outputs.clear()
+            self.on_failure(too_many_logprobs("new tokens of each answer", self._most_logprobs))
+            return
+        if output.logprob != b"null":
+            self._sum_of_logprobs += float(output.logprob)
+            self._known_logprobs += 1
+        number, token_id, text, delta, logprob, special, top, _ = output
+        self._outputs += orjson.dumps(
+            (
+                number,
+                token_id,
+                text,
+                None if delta == text else delta,
+                logprob.decode(),
+                special,
+                _packed(top).decode(),
+            ),
+            option=orjson.OPT_APPEND_NEWLINE,
+        )
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         self.prompt_logprobs = logprobs
-        self.prompt_tops = tops
+        self._prompt_tops = [_packed(top) for top in tops]
+
+    @property
+    def prompt_tops(self) -> Iterator[Sequence[TopToken]]:
+        """The most probable tokens at each position of the prompt."""
+        return map(_unpacked, self._prompt_tops)
 
     def on_failure(self, error: ServingError) -> None:
         if not self.ended.done():
@@ -73,17 +107,36 @@ class Collector(Sink):
 
     def take_outputs(self) -> Iterator[TokenOutput]:
         """Yield the outputs, and forget them: a reply of many tokens is written while they go."""
-        outputs, self._outputs = self._outputs, []
-        tops, self._tops = self._tops, []
-        for output, packed in zip(outputs, tops or repeat(b""), strict=False):
-            pairs = [pair.split(b",") for pair in packed.split()]
-            yield output._replace(top=[(int(token_id), logprob) for token_id, logprob in pairs]) if pairs else output
+        outputs, self._outputs = io.BytesIO(self._outputs), bytearray()
+        ending = self.ended.result()
+        for line in outputs:
+            number, token_id, text, delta, logprob, special, packed = orjson.loads(line)
+            delta = text if delta is None else delta
+            last = ending if number == ending.generated_tokens else None
+            top = _unpacked(packed.encode())
+            yield TokenOutput(number, token_id, text, delta, logprob.encode(), special, top, last)
 
     @property
     def mean_logprob(self) -> float:
         """The rank of `best_of`: the mean over tokens with a known log-probability, or -inf without one."""
-        known = [float(output.logprob) for output in self._outputs if output.logprob != b"null"]
-        return sum(known) / len(known) if known else float("-inf")
+        return self._sum_of_logprobs / self._known_logprobs if self._known_logprobs else float("-inf")
+
+
+def _packed(top: Sequence[TopToken]) -> bytes:
+    return b" ".join([b"%d,%b" % each for each in top])
+
+
+def _unpacked(packed: bytes) -> list[TopToken]:
+    pairs = [pair.split(b",") for pair in packed.split()]
+    return [(int(token_id), logprob) for token_id, logprob in pairs]
+
+
+def too_many_logprobs(of: str, most: int) -> InvalidRequest:
+    """Return the refusal of a request for more log-probabilities than `most` of some tokens."""
+    return InvalidRequest(
+        f"the answers to this request may have {most} log-probabilities of the {of}, those of alternatives included, and "
+        "would have more: ask for fewer tokens, answers or alternatives in one request"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +217,9 @@ class Serving:
 
         Raises ServingError if one is refused.
         """
+        scored = [request for request in requests if request.logprobs.prompt]
+        if sum(len(each.prompt) * (1 + each.logprobs.prompt_top_n) for each in scored) > MAX_LOGPROBS_AT_ONCE:
+            raise too_many_logprobs("prompt tokens", MAX_LOGPROBS_AT_ONCE)
         with ExitStack() as running:
             for request, record, sink in zip(requests, records, sinks, strict=True):
                 if record.trace is not None:
@@ -176,9 +232,14 @@ class Serving:
                     sink.times = times
             yield
 
-    async def collect(self, requests: Sequence[Request], records: Sequence[GenerationRecord]) -> list[Collector]:
-        """Run requests to their ends. Raises the first failure, which cancels the others."""
-        collectors = [Collector(request) for request in requests]
+    async def collect(
+        self, requests: Sequence[Request], records: Sequence[GenerationRecord], *, most_logprobs: int
+    ) -> list[Collector]:
+        """Run requests to their ends; `most_logprobs`: of all of them, 0 if only their texts are wanted.
+
+        Raises the first failure, which cancels the others.
+        """
+        collectors = [Collector(request, most_logprobs // len(requests)) for request in requests]
         with self.run(requests, records, collectors):
             if len(collectors) > 1:
                 await asyncio.wait([collector.ended for collector in collectors], return_when=asyncio.FIRST_EXCEPTION)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from text_generation_router.api.core.chat import ChatPreparer, ChatRequest, ParsedAnswer
 from text_generation_router.api.core.ids import named, new_call_id
-from text_generation_router.api.core.serving import Collector, Serving
+from text_generation_router.api.core.serving import MAX_LOGPROBS, Collector, Serving
 from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.bodies import beside, json_parts_response, parse_body
 from text_generation_router.api.http.caller import QosFields
@@ -23,6 +23,7 @@ from text_generation_router.api.openai.answers import (
     ChatLogprobs,
     chat_finish,
     content_logprobs,
+    paced,
     usage,
     whole_answer,
 )
@@ -59,7 +60,9 @@ class ChatRoutes:
             chat = await self._prepare(request, body, self._serving.qos(records[0], body), count)
             if body.stream:
                 return await self._streamed(request, body, chat, records)
-            collectors = await self._serving.collect(chat.requests, records)
+            collectors = await self._serving.collect(
+                chat.requests, records, most_logprobs=MAX_LOGPROBS if body.logprobs else 0
+            )
             headers = (
                 self._serving.cost_headers(len(chat.prompt)) | timing_headers(records) | compute_time_header(records[0])
             )
@@ -69,7 +72,7 @@ class ChatRoutes:
     async def text(self, request: web.Request, body: ChatBody, record: GenerationRecord, around: QosFields) -> str:
         """Return the text of one answer; `around` is the body of several chats that this is one of."""
         chat = await self._prepare(request, body, self._serving.qos(record, body, around), 1)
-        [collector] = await self._serving.collect(chat.requests, [record])
+        [collector] = await self._serving.collect(chat.requests, [record], most_logprobs=0)
         ending = collector.ended.result()
         # There is no place for calls: with tools the text is as the model wrote it.
         return ending.text if chat.form.tools else (await chat.answer(ending)).text
@@ -121,7 +124,7 @@ class ChatRoutes:
             for index, collector in enumerate(collectors):
                 answer = await chat.answer(collector.ended.result())
                 counts["completion_tokens_details"]["reasoning_tokens"] += answer.reasoning_tokens
-                yield self._choice(index, body, answer, collector)
+                yield await self._choice(index, body, answer, collector)
 
         head = named("chatcmpl-", body.model, self._serving.settings)
         scores = None
@@ -129,7 +132,7 @@ class ChatRoutes:
             scores = await written_prompt_scores(collectors[0], self._serving.tokenizer, body.prompt_logprobs)
         return await whole_answer(head, "chat.completion", choices(), counts, scores)
 
-    def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> ChatChoice:
+    async def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> ChatChoice:
         message: AssistantMessage = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -143,7 +146,9 @@ class ChatRoutes:
         logprobs: ChatLogprobs | None = None
         if body.logprobs:
             tops = collector.request.logprobs.top_n
-            logprobs = content_logprobs(collector.take_outputs(), self._serving.tokenizer, tops)
+            logprobs = {"content": [], "refusal": None}
+            async for output in paced(collector.take_outputs()):
+                logprobs["content"] += content_logprobs((output,), self._serving.tokenizer, tops)["content"]
         return {
             "index": index,
             "message": message,

@@ -6,7 +6,7 @@ choice has ended follow the usage, if requested, and [DONE].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -165,7 +165,7 @@ class ChatChoiceStream(Sink):
         elif output.delta or self._unscored:
             self._stream.send(self._opening() + self._chunk(delta))
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         raise AssertionError("chats have no prompt log-probabilities")
 
     def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,11 +13,11 @@ from aiohttp import web
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.parameters import GenerationOptions
-from text_generation_router.api.core.serving import Collector, Serving
+from text_generation_router.api.core.serving import MAX_LOGPROBS, Collector, Serving
 from text_generation_router.api.http.bodies import json_parts_response, parse_body
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import cached_tokens, timing_headers
-from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, usage, whole_answer
+from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, paced, usage, whole_answer
 from text_generation_router.api.openai.completion_chunks import CompletionStream, LogprobColumns, by_prompt
 from text_generation_router.api.openai.parameters import completion_options
 from text_generation_router.api.openai.prompt_scores import written_prompt_scores
@@ -24,8 +25,8 @@ from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBod
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
 from text_generation_router.request import QualityOfService, Request, TokenId
 
-MAX_ECHOES = 16
-"""Largest `n` with `echo`: each answer repeats the prompt."""
+MAX_ECHOED = 1 << 22
+"""Characters of prompts that `echo` repeats in all answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class CompletionRoutes:
             if len(prompts) > 1:
                 options = await self._serving.preparer.with_bad_words(options, qos.tenant)
             admitted = [await self._admit(body, prompt, options, qos) for prompt in prompts]
+            if body.echo and (echoed := (body.n or 1) * sum(len(prompt.text) for prompt in admitted)) > MAX_ECHOED:
+                raise InvalidRequest(f"`n` times the characters must be <= {MAX_ECHOED} with `echo`. Given: {echoed}")
             requests = [request for prompt in admitted for request in prompt.requests]
             headers = self._serving.cost_headers(sum(len(prompt.text) for prompt in admitted))
             if body.stream:
@@ -73,7 +76,9 @@ class CompletionRoutes:
                 )
                 with self._serving.run(requests, records, chunks.sinks(requests, records)):
                     return await stream.run()
-            collectors = await self._serving.collect(requests, records)
+            collectors = await self._serving.collect(
+                requests, records, most_logprobs=0 if body.logprobs is None else MAX_LOGPROBS
+            )
             cached = sum(map(cached_tokens, by_prompt(records, len(prompts))))
             reply = await self._whole(body, admitted, collectors, cached)
             headers |= timing_headers(records)
@@ -94,8 +99,6 @@ class CompletionRoutes:
             raise BatchTooLarge(str(self._limit))
         if body.best_of not in (None, 1, body.n or 1):
             raise InvalidRequest("`best_of` must be 1 or equal to `n`")
-        if body.echo and (body.n or 1) > MAX_ECHOES:
-            raise InvalidRequest(f"`n` must be <= {MAX_ECHOES} with `echo`. Given: {body.n}")
         assert len(prompts) * (body.n or 1) <= self._limit * MAX_CHOICES
 
     async def _admit(
@@ -131,13 +134,15 @@ class CompletionRoutes:
                     # Only the first answer of a prompt brings the prompt's log-probabilities: they are the same for all.
                     scored = LogprobColumns(self._serving.tokenizer, tops=body.logprobs)
                     if body.echo:
-                        scored.add_prompt(collector.request.prompt, collector.prompt_logprobs, collector.prompt_tops)
-                choice = self._choice(index, body, prompt, collector, scored)
+                        ids, tops = collector.request.prompt, collector.prompt_tops
+                        for _ in scored.add_prompt(ids, collector.prompt_logprobs, tops):
+                            await asyncio.sleep(0)
+                choice = await self._choice(index, body, prompt, collector, scored)
                 if scores is not None:
                     choice["prompt_logprobs"] = scores
                 yield choice
 
-    def _choice(
+    async def _choice(
         self, index: int, body: CompletionBody, prompt: Prompt, collector: Collector, scored: LogprobColumns | None
     ) -> CompletionChoice:
         ending = collector.ended.result()
@@ -146,7 +151,8 @@ class CompletionRoutes:
         if scored is not None:
             columns = scored.copy()
             if body.max_tokens != 0:
-                columns.add(collector.take_outputs())
+                async for output in paced(collector.take_outputs()):
+                    columns.add(output)
             logprobs = columns.take()
         return {
             "index": index,

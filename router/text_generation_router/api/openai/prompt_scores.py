@@ -8,11 +8,8 @@ from itertools import zip_longest
 import orjson
 
 from text_generation_router.api.core.serving import Collector
-from text_generation_router.api.openai.answers import PromptToken, alternative
+from text_generation_router.api.openai.answers import TOKENS_AT_ONCE, PromptToken, alternative
 from text_generation_router.text.tokenizer import Tokenizer
-
-TOKENS_AT_ONCE = 128
-"""Tokens that are written before other requests run."""
 
 
 async def written_prompt_scores(collector: Collector, tokenizer: Tokenizer, tops_each: int) -> orjson.Fragment:

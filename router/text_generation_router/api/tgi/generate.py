@@ -12,7 +12,7 @@ from aiohttp import web
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import SAMPLING_PARAMETERS, LogprobOptions, Sampling
 from text_generation_router.api.core.parameters import GenerationOptions, given_sampling
-from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.core.serving import MAX_LOGPROBS, Serving
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.caller import QosFields
@@ -94,9 +94,12 @@ class GenerateRoutes:
         serving = self._serving
         count = self.permits_needed(body.parameters)
         qos = serving.qos(record, body.parameters, body, around)
-        requests = await serving.preparer.prepare(body.inputs, to_options(body.parameters), qos, count)
+        options = to_options(body.parameters)
+        requests = await serving.preparer.prepare(body.inputs, options, qos, count)
         # One generation counts, however many sequences are tried for it.
-        collectors = await serving.collect(requests, [record] * count)
+        collectors = await serving.collect(
+            requests, [record] * count, most_logprobs=MAX_LOGPROBS if options.logprobs.tokens else 0
+        )
         best = max(collectors, key=lambda collector: collector.mean_logprob)
         record.request, record.ending, record.times = best.request, best.ended.result(), best.times
         others = [collector for collector in collectors if collector is not best]

@@ -143,7 +143,7 @@ class TokenEvents(Sink):
             self._generation.ending = ending
             self._stream.close()
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         raise AssertionError("prompt details are refused for streams")
 
     def on_failure(self, error: ServingError) -> None:

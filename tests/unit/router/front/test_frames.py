@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -92,7 +92,7 @@ class Told:
         self.tokens.append((token_id, logprob, list(top), reason))
         return True
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None: ...
     def on_scheduled(self, cached_tokens: int, replica: int) -> None: ...
     def on_lost(self) -> None: ...
     def on_cached_tokens(self, cached_tokens: int) -> None: ...

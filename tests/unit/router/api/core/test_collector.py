@@ -12,7 +12,7 @@ from text_generation_router.request import Request, RequestId
 
 
 def collected(*logprobs: bytes) -> Collector:
-    collector = Collector(Request(RequestId(1), (1,), max_new_tokens=9))
+    collector = Collector(Request(RequestId(1), (1,), max_new_tokens=9), most_logprobs=9)
     for logprob in logprobs:
         collector.on_output(TokenOutput(1, 7, "a", "a", logprob, special=False, top=(), ending=None))
     return collector
