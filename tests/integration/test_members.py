@@ -48,7 +48,7 @@ class World:
     async def cluster(self, *members: str) -> Members:
         cluster = Cluster(Scheduler(Policy(4096, 64), replicas=0), StepMetrics(Registry()))
         changed: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
-        joined = await join_first(_one(frozenset(members)), WarmUpLimits(), None)  # type: ignore[arg-type]
+        joined = await join_first(_one(frozenset(members)), WarmUpLimits(), None, lambda: None)  # type: ignore[arg-type]
 
         async def follow() -> AsyncIterator[frozenset[str] | None]:
             while True:
@@ -152,9 +152,9 @@ async def test_what_a_leaving_shard_does_not_finish_moves_unless_nothing_else_se
         router = await shards.cluster(a)
         alone = router.submit(300)
         router.set(odd)
-        await until(lambda: not router.cluster.ready)
         await alone.over.wait()
         await router.until({odd: "refused"})
+        assert not router.cluster.ready
         router.set(odd, a, b)
         await router.until({odd: "refused", a: "serving", b: "serving"})
         assert "max_sequence_length" in next(each.reason for each in router.cluster.members if each.address == odd)
@@ -191,18 +191,47 @@ async def test_an_empty_answer_removes_no_shard_that_serves(tmp_path: Path) -> N
 
 async def test_a_shard_that_another_router_drives_is_taken_once_that_lets_go(tmp_path: Path) -> None:
     async with world(tmp_path) as shards:
-        a, b = await shards.shard("a"), await shards.shard("b")
+        a, b, c = [await shards.shard(name) for name in "abc"]
         first = await shards.cluster(a)
         second = await shards.cluster(b)
         second.set(a, b)
         await second.until({a: "taken", b: "serving"})
         running_there = first.submit(100)
         await until(lambda: shards.engines[a].running == 1)
-        first.set(b)
+        first.set(c)
         await second.until({a: "serving", b: "serving"})
         assert len(running_there.tokens) == 100
-        assert first.states == {b: "taken"}
-        assert not first.cluster.ready
+        assert first.states == {c: "serving"}
+
+
+async def test_the_last_shard_is_given_up_only_for_another_one(tmp_path: Path) -> None:
+    """Three routers change shards in a ring, beginning where one is free: each is ready at every moment."""
+    async with world(tmp_path) as shards:
+        a, b, c, spare = [await shards.shard(name) for name in ("a", "b", "c", "spare")]
+        routers = [await shards.cluster(each) for each in (a, b, c)]
+        for router, own in zip(routers, (a, b, c), strict=True):
+            await router.until({own: "serving"})
+        unready: list[int] = []
+
+        async def watch() -> None:
+            while True:
+                unready.extend(number for number, router in enumerate(routers) if not router.cluster.ready)
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            routers[0].set(b)
+            routers[1].set(c)
+            await routers[0].until({a: "serving", b: "taken"})
+            await routers[1].until({b: "serving", c: "taken"})
+            routers[2].set(spare)
+            for router, own in zip(routers, (b, c, spare), strict=True):
+                await router.until({own: "serving"})
+            watching.cancel()
+        assert not unready
+        routers[0].changed.put_nowait(frozenset())
+        await routers[0].until({})
+        assert not routers[0].cluster.ready, "a router without a share lets go"
 
 
 async def test_a_shard_of_an_older_version_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 """The shards of one of several routers, which share nothing but the names of all routers and shards.
 
-    peers source ──► routers ── less those that do not answer ──┐
-    shards source ──► shards ───────────────────────────────────┴─► assign ──► the shards of this router
+    peers source ──► routers ── less those that do not answer, reach no shard, or stop ──┐
+    shards source ──► shards ────────────────────────────────────────────────────────────┴─► assign ──► the shards of this router
 
 Routers may disagree for a while. A shard serves one router at a time, so what two routers want goes to the one that has it
-until it lets go: see `shards.member`.
+until it lets go, its last one only for another: see `shards.member`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import structlog
 
 from text_generation_proto.sockets import host_of, join_host_port
 from text_generation_router.discovery.assign import assign
-from text_generation_router.discovery.source import Address, Source
+from text_generation_router.discovery.source import UNABLE, Address, Source
 
 PROBE_EVERY_S = 0.5
 """Seconds between two probes of a peer: GET /health/live."""
@@ -41,7 +41,8 @@ class SharedShards:
         self._port, self._name = port, name
         self._known: frozenset[Address] | None = None
         self._routers: frozenset[Address] | None = None
-        self._gone: set[Address] = set()
+        self._absent: dict[Address, str] = {}
+        """The peers that get no shards, and why."""
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -54,8 +55,9 @@ class SharedShards:
                 others = routers - {self._own_name(routers)}
                 for peer in probes.keys() - others:
                     probes.pop(peer).cancel()
-                    self._gone.discard(peer)
+                    self._absent.pop(peer, None)
                 for peer in others - probes.keys():
+                    self._absent[peer] = "it has not answered yet"
                     probes[peer] = tasks.create_task(self._probe(peer))
                 self._changed.set()
 
@@ -70,7 +72,7 @@ class SharedShards:
                 yield None
                 continue
             me = self._own_name(self._routers)
-            owners = assign(self._routers - self._gone | {me}, self._known)
+            owners = assign(self._routers - self._absent.keys() | {me}, self._known)
             yield frozenset(shard for shard, router in owners.items() if router == me)
 
     async def _follow_shards(self) -> None:
@@ -88,7 +90,7 @@ class SharedShards:
         return self._name or join_host_port(socket.gethostname(), self._port)
 
     async def _probe(self, peer: Address) -> None:
-        """Record whether `peer` answers."""
+        """Record whether `peer` can drive shards."""
         timeout = aiohttp.ClientTimeout(total=SILENCE_S / 2)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             refusals, answered_at = 0, time.monotonic()
@@ -97,18 +99,25 @@ class SharedShards:
                     async with session.get(f"http://{peer}/health/live") as response:
                         await response.read()
                     refusals, answered_at = 0, time.monotonic()
+                    self._set_absent(peer, response.headers.get(UNABLE, ""))
                 except TimeoutError:
                     pass
                 except (aiohttp.ClientError, OSError, ValueError):
                     refusals += 1
-                self._set_gone(peer, gone=refusals >= REFUSALS or time.monotonic() - answered_at >= SILENCE_S)
+                if refusals >= REFUSALS or time.monotonic() - answered_at >= SILENCE_S:
+                    self._set_absent(peer, "it does not answer")
                 await asyncio.sleep(PROBE_EVERY_S)
 
-    def _set_gone(self, peer: Address, *, gone: bool) -> None:
-        if gone == (peer in self._gone):
+    def _set_absent(self, peer: Address, reason: str) -> None:
+        """Record why a peer gets no shards; "": it gets some."""
+        if reason == self._absent.get(peer, ""):
             return
-        log.warning("a router is gone" if gone else "a router is back", peer=peer)
-        (self._gone.add if gone else self._gone.discard)(peer)
+        if reason:
+            log.warning("a router gets no shards", peer=peer, reason=reason)
+            self._absent[peer] = reason
+        else:
+            log.info("a router gets shards", peer=peer)
+            del self._absent[peer]
         self._changed.set()
 
 

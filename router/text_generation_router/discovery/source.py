@@ -13,6 +13,9 @@ from text_generation_proto.sockets import socket_path, split_host_port
 Address = str
 """unix:///path or host:port; an IPv6 address in brackets."""
 
+UNABLE = "X-Unable"
+"""Header of /health/live: why the router, which lives, should be given no shards by its peers."""
+
 log = structlog.get_logger()
 
 

@@ -59,12 +59,10 @@ _GAUGES: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
         "a step that only decodes counts for the share of slots or KV blocks in use",
         lambda stats: stats.busy_ratio,
     ),
+]
+_REPLICAS: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
     ("text_generation_replicas", "Replicas, serving or not", lambda stats: stats.num_replicas),
-    (
-        "text_generation_replicas_serving",
-        "Replicas that serve now",
-        lambda stats: stats.serving_replicas,
-    ),
+    ("text_generation_replicas_serving", "Replicas that serve now", lambda stats: stats.serving_replicas),
 ]
 _COUNTERS: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
     (
@@ -113,6 +111,11 @@ def requests_of_adapters(scheduler: Scheduler) -> tuple[dict[str, int], dict[str
     return {name: known[name] - waiting[name] for name in adapters}, {name: waiting[name] for name in adapters}
 
 
+def no_replicas_text() -> str:
+    """Return the metrics of a router that has reached no shard yet: alerts need them."""
+    return "".join(reading_text(name, documentation, "gauge", 0) for name, documentation, _ in _REPLICAS)
+
+
 class SchedulerMetrics:
     """The metrics that the scheduler keeps; an Instrument. A scrape takes the statistics once."""
 
@@ -124,7 +127,7 @@ class SchedulerMetrics:
 
     def _texts(self) -> Iterator[str]:
         stats = self._scheduler.stats(time.monotonic())
-        for kind, rows in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+        for kind, rows in (("gauge", _GAUGES + _REPLICAS), ("counter", _COUNTERS)):
             for name, documentation, read in rows:
                 yield reading_text(name, documentation, kind, read(stats))
         for (name, documentation), counts in zip(_ADAPTERS, requests_of_adapters(self._scheduler), strict=True):

@@ -100,13 +100,15 @@ class HttpSide:
         return cls(config, tokenizer, templates, signals, counts)
 
     @asynccontextmanager
-    async def answering_probes(self) -> AsyncIterator[None]:
-        """Answer probes of a router whose shards may be long in coming, or driven by its peers."""
+    async def answering_probes(self, reached: Callable[[], bool]) -> AsyncIterator[None]:
+        """Answer probes while the router waits for its first shard; `reached` tells whether one has answered."""
         config = self._config
         if not config.shards:
             yield
             return
-        server = HttpServer(create_starting_app(), ConnectionLimits(), ConnectionMetrics(Registry()), self._counts)
+        server = HttpServer(
+            create_starting_app(reached), ConnectionLimits(), ConnectionMetrics(Registry()), self._counts
+        )
         await _listen(server, config)
         log.info("alive, waiting for a shard", port=server.port)
         try:

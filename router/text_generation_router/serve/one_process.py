@@ -18,7 +18,7 @@ async def serve_alone(config: RouterConfig) -> ExitCode:
     """Serve HTTP in front of the shards until a stop signal. Raises CannotServe."""
     http = await HttpSide.start(config)
     shards = Shards(config)
-    async with http.answering_probes():
+    async with http.answering_probes(lambda: shards.reached):
         model = await shards.join(http.signals)
     if model is None:
         return ExitCode.STOPPED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from text_generation_proto.exit_codes import CannotServe
@@ -38,6 +39,8 @@ class Shards:
             raise CannotServe("--peers is for routers that share the shards of --shards: it is missing")
         self._peers = _source("peers", config.peers) if config.peers else None
         self._joined: Mapping[Address, ReplicaInfo | None] = {}
+        self.reached = False
+        """True once a shard has answered, also if another router with other limits drives it."""
 
     async def join(self, signals: StopSignals) -> ReplicaInfo | None:
         """Connect to shards and warm them up. Return what they serve; None after a stop signal.
@@ -47,16 +50,22 @@ class Shards:
         """
         config, limits = self._config, _warm_up_limits(self._config)
         if config.shards:
-            joining = join_first(self._source.members(), limits, config)
+            joining = join_first(self._source.members(), limits, config, self._on_taken)
         else:
             joining = join_all(config.shard_address, limits, config, config.shard_connect_timeout)
         joined = await unless_stopped(joining, signals)
         if joined is None:
             return None
+        self.reached = True
         self._joined = joined
         model = merge_capabilities(self._joined.values())
         check_honoured(config, model)
         return model
+
+    def _on_taken(self) -> None:
+        self.reached = True
+        if self._config.role == "scheduler":
+            reached_file(self._config).touch()
 
     async def drive(self, cluster: Cluster[Any]) -> None:
         """Drive all shards, or those that are assigned to this router."""
@@ -71,6 +80,11 @@ class Shards:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shared.run())
             await cluster.run(shared.members(), self._joined, limits, self._config)
+
+
+def reached_file(config: RouterConfig) -> Path:
+    """Return the file that tells HTTP workers, before they have a link, that a shard has answered."""
+    return Path(f"{config.front_socket}-reached")
 
 
 def new_scheduler(config: RouterConfig, model: ReplicaInfo) -> Scheduler:

@@ -15,6 +15,7 @@ from text_generation_router.overview.remote import OwnCounts, RemoteOverview
 from text_generation_router.overview.wire import COUNTS
 from text_generation_router.serve.http import Backend, HttpSide
 from text_generation_router.serve.limits import resolve_limits
+from text_generation_router.serve.shards import reached_file
 from text_generation_router.waiting import unless_stopped
 
 
@@ -23,7 +24,7 @@ async def serve_as_worker(config: RouterConfig) -> ExitCode:
     http = await HttpSide.start(config)
     counts = OwnCounts()
     cluster = RemoteCluster(Path(config.front_socket), config.http_worker, {COUNTS: counts.answer})
-    async with http.answering_probes():
+    async with http.answering_probes(reached_file(config).exists):
         model = await unless_stopped(cluster.joined(), http.signals)
     if model is None:
         return ExitCode.STOPPED

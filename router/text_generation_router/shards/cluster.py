@@ -151,8 +151,11 @@ class Cluster(Generic[Receiver]):
 
     @property
     def ready(self) -> bool:
-        """True if a replica gets new requests now, and is to stay."""
-        return any(self._by_number[replica.replica].wanted for replica in self.scheduler.available)
+        """True if a replica gets new requests now, and is to stay, at least until another one has joined."""
+        available = self.scheduler.available
+        return any(self._by_number[each.replica].wanted for each in available) or (
+            bool(available) and self._awaits_shard()
+        )
 
     @property
     def live_requests(self) -> int:
@@ -174,6 +177,11 @@ class Cluster(Generic[Receiver]):
     def members(self) -> Collection[ShardMember]:
         """The shards that are members, and those that leave."""
         return self._members.values()
+
+    def _awaits_shard(self) -> bool:
+        """Return True if a shard is to be driven and may yet join."""
+        coming = (ShardState.JOINING, ShardState.TAKEN)
+        return any(member.wanted and member.state in coming for member in self._members.values())
 
     async def opened(self) -> None:
         """Wait for the first session."""
@@ -241,7 +249,9 @@ class Cluster(Generic[Receiver]):
                     known = self._wanted
                     missing = set() if known is None else known - self._members.keys()
                     for address in [*(each for each in joined if each in missing), *sorted(missing - joined.keys())]:
-                        member = ShardMember(self.scheduler.add(), address, terms, self._context, self._on_lost)
+                        member = ShardMember(
+                            self.scheduler.add(), address, terms, self._context, self._on_lost, self._awaits_shard
+                        )
                         self._members[address] = self._by_number[member.number] = member
                         tasks.create_task(self._hold(member, infos.pop(address, None)))
                     for address, member in self._members.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import structlog
 
@@ -77,13 +77,20 @@ async def _join_one(
     return None
 
 
-async def _join_when_free(client: ShardClient, limits: WarmUpLimits, address: str, timeout_s: float) -> ReplicaInfo:
+async def _join_when_free(
+    client: ShardClient,
+    limits: WarmUpLimits,
+    address: str,
+    timeout_s: float,
+    on_taken: Callable[[], None] = lambda: None,
+) -> ReplicaInfo:
     """Wait for the shard, also while a router with other limits drives it. Raises CannotJoin, TimeoutError."""
     end = time.monotonic() + timeout_s
     while True:
         try:
             return await join(client, limits, address, timeout_s)
         except ShardTaken as error:
+            on_taken()
             log.info("shard is taken", address=address, reason=str(error))
             if time.monotonic() >= end:
                 raise TimeoutError from error
@@ -91,9 +98,12 @@ async def _join_when_free(client: ShardClient, limits: WarmUpLimits, address: st
 
 
 async def join_first(
-    members: AsyncIterator[frozenset[str]], limits: WarmUpLimits, access: ShardAccess
+    members: AsyncIterator[frozenset[str]], limits: WarmUpLimits, access: ShardAccess, on_taken: Callable[[], None]
 ) -> Mapping[str, ReplicaInfo | None]:
-    """Return the first of `members` that joins, and its description. Waits until there is one."""
+    """Return the first of `members` that joins, and its description. Waits until there is one.
+
+    `on_taken` is called when one answers that another router drives it, with other limits.
+    """
     first: asyncio.Future[tuple[str, ReplicaInfo]] = asyncio.get_running_loop().create_future()
     attempts: dict[str, asyncio.Task[None]] = {}
 
@@ -102,7 +112,7 @@ async def join_first(
         while True:
             try:
                 async with ShardClient.connect(address, access) as client:
-                    info = await _join_when_free(client, limits, address, JOIN_TIMEOUT_S)
+                    info = await _join_when_free(client, limits, address, JOIN_TIMEOUT_S, on_taken)
             except (CannotJoin, OSError) as error:
                 if reason != str(error):
                     log.error("shard cannot join", address=address, reason=str(error))

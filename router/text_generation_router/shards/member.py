@@ -68,8 +68,15 @@ class ShardMember:
     """One shard. Its replica has the same number all the time."""
 
     def __init__(
-        self, number: int, address: str, terms: ShardTerms, context: ClusterContext, on_lost: Callable[[], None]
+        self,
+        number: int,
+        address: str,
+        terms: ShardTerms,
+        context: ClusterContext,
+        on_lost: Callable[[], None],
+        awaits_shard: Callable[[], bool],
     ) -> None:
+        """`awaits_shard` returns True while another shard is to join the cluster."""
         self.number = number
         self.address = address
         self.session = ReplicaSession(number, context)
@@ -83,6 +90,7 @@ class ShardMember:
         self._terms = terms
         self._scheduler = context.scheduler
         self._on_lost = on_lost
+        self._awaits_shard = awaits_shard
         self._unwanted = asyncio.Event()
 
     @property
@@ -122,7 +130,8 @@ class ShardMember:
     async def _left(self) -> None:
         """Wait until the shard is not wanted and its sequences have ended, or can go on elsewhere and were given LEAVE_S.
 
-        The last replica goes on, also with new requests, until there are none: nothing else could run them.
+        The last replica goes on, also with new requests, until another one has joined. If none is to join, it goes on until there
+        are no requests.
         """
         scheduler = self._scheduler
         while True:
@@ -132,7 +141,7 @@ class ShardMember:
                 others = any(each is not replica for each in scheduler.available)
                 if others:
                     self.session.want(wanted=False)
-                if not (replica.occupied_slots if others else scheduler.requests):
+                if not (replica.occupied_slots if others else scheduler.requests or self._awaits_shard()):
                     break
                 if others and time.monotonic() >= end:
                     break

@@ -24,6 +24,7 @@ from text_generation_router.api.http.bodies import (
 )
 from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
+from text_generation_router.discovery.source import UNABLE
 from text_generation_router.errors import Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS
 from text_generation_router.overview import Overview
@@ -193,8 +194,8 @@ class ServiceRoutes:
         return web.Response()
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """GET /health/live: 200 while the process answers, also while it drains."""
-        return web.Response()
+        """GET /health/live: 200 while the process answers, also while it drains. Its peers are told when it stops."""
+        return web.Response(headers={UNABLE: "it stops"} if self._cluster.stopping else {})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         """GET /health/ready: 200 if a replica serves and the server does not drain."""
