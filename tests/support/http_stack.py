@@ -150,7 +150,7 @@ async def serve(
             )
             delivery = WorkerDelivery() if linked else None
             cluster: Cluster[Any] = Cluster(scheduler, metrics.steps, delivery=delivery)
-            metrics.add_shards(cluster)
+            metrics.add_shards(cluster, lambda: len(cluster.members))
             overview = OwnOverview(metrics, cluster)
             permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
             front = None if delivery is None else FrontServer(cluster, delivery, permits, joined, max_unread_bytes)

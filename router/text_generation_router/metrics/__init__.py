@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from text_generation_router.metrics.connections import ConnectionMetrics
@@ -87,8 +87,8 @@ class Metrics(HttpMetrics):
         """Return what adds the counts of HTTP workers to these metrics."""
         return WorkerSums(self._registry, self.requests, self.errors)
 
-    def add_shards(self, cluster: Cluster[Any]) -> None:
-        """Add the metric of the states of shards."""
+    def add_shards(self, cluster: Cluster[Any], known: Callable[[], int]) -> None:
+        """Add the metrics of the states of shards; `known` returns how many there are, those of other routers included."""
 
         def count() -> Mapping[str, float]:
             return Counter(member.state.value for member in cluster.members)
@@ -96,6 +96,9 @@ class Metrics(HttpMetrics):
         states = [state.value for state in ShardState]
         self._registry.add(
             Readings("text_generation_shards", "Shards that are members, by state", "state", states, count)
+        )
+        self._registry.add(
+            Reading("text_generation_shards_known", "Shards that the source lists, those of other routers included", known)
         )
 
     def add_names(self, names: Collection[str], model: str) -> None:

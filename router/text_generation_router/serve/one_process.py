@@ -26,7 +26,7 @@ async def serve_alone(config: RouterConfig) -> ExitCode:
     scheduler = new_scheduler(config, model)
     metrics = new_metrics(config, model, scheduler)
     cluster = Cluster(scheduler, metrics.steps, config.hang_timeout)
-    metrics.add_shards(cluster)
+    metrics.add_shards(cluster, lambda: shards.known)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
     overview = OwnOverview(metrics, cluster)
 

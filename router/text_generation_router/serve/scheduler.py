@@ -46,7 +46,7 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     scheduler = new_scheduler(config, model)
     metrics = new_metrics(config, model, scheduler)
     cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
-    metrics.add_shards(cluster)
+    metrics.add_shards(cluster, lambda: shards.known)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
     front = FrontServer(cluster, delivery, permits, model)
     overview = SummedOverview(metrics, cluster, front.sessions, KeptBytes(config.counts_fd))

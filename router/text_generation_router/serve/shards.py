@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,14 @@ class Shards:
         self._joined: Mapping[Address, ReplicaInfo | None] = {}
         self.reached = False
         """True once a shard has answered, also if another router with other limits drives it."""
+        self.known = 0
+        """The number of shards that the source lists, those of other routers included."""
+
+    async def members(self) -> AsyncIterator[frozenset[Address]]:
+        """Yield the members of the source, and count them."""
+        async for members in self._source.members():
+            self.known = len(members)
+            yield members
 
     async def join(self, signals: StopSignals) -> ReplicaInfo | None:
         """Connect to shards and warm them up. Return what they serve; None after a stop signal.
@@ -71,12 +79,12 @@ class Shards:
         """Drive all shards, or those that are assigned to this router."""
         limits = _warm_up_limits(self._config)
         if self._peers is None:
-            await cluster.run(known(self._source), self._joined, limits, self._config)
+            await cluster.run(known(self), self._joined, limits, self._config)
             return
         # Loaded only where it is used: a scheduler process starts without an HTTP client.
         from text_generation_router.discovery.peers import SharedShards
 
-        shared = SharedShards(self._source, self._peers, self._config.port, self._config.peer_name)
+        shared = SharedShards(self, self._peers, self._config.port, self._config.peer_name)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shared.run())
             await cluster.run(shared.members(), self._joined, limits, self._config)

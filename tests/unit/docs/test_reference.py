@@ -40,7 +40,7 @@ def test_the_error_table_has_a_row_for_each_error() -> None:
 def test_every_metric_of_our_own_is_listed() -> None:
     scheduler = Scheduler(Policy(1, 1))
     metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=scheduler)
-    metrics.add_shards(Cluster(scheduler, metrics.steps))
+    metrics.add_shards(Cluster(scheduler, metrics.steps), lambda: 1)
     metrics.add_preparation(Preparation())
     families = {
         family.name + "_total" * (family.type == "counter"): family.documentation
