@@ -149,9 +149,11 @@ test-members: $(STAMP) ## Let 32 shards come and go by a faulty API server under
 	$(PY) tests/deploy/members.py
 
 .PHONY: test-routers
-test-routers: model ## Kill one of two routers, and cut its network (root): seconds until all shards are driven again
+test-routers: model ## Kill one of several routers, cut its network (root), replace each, and start one that reaches no shard
 	$(PY) tests/deploy/routers.py kill $(MODEL)
 	$(PY) tests/deploy/routers.py cut $(MODEL)
+	$(PY) tests/deploy/routers.py evict $(MODEL)
+	$(PY) tests/deploy/routers.py unable $(MODEL)
 
 # As root in a mount namespace of its own: a run that is killed leaves no mount.
 .PHONY: test-systemd
