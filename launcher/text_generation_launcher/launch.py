@@ -98,8 +98,8 @@ async def _serve(
         log.warning("not all devices are used", devices=devices.count, used=used)
     if config.input_limit != config.max_input_tokens:
         log.warning("max_input_length is deprecated: use max_input_tokens")
-    if listen_host(config.hostname) == "0.0.0.0" != config.hostname:
-        log.warning("hostname is not an IP address: listening on all", hostname=config.hostname)
+    if (address := listen_host(config.hostname)) in ("0.0.0.0", "::") and address != config.hostname.strip("[]"):
+        log.warning("hostname is not an IP address: listening on all", hostname=config.hostname, address=address)
     with open_lifeline() as lifeline_fd:
         engines = {} if config.parts == "router" else {"engine": config.engine}
         log.info("starting", model_id=config.model_id, revision=config.revision, **engines)

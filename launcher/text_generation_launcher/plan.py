@@ -27,6 +27,7 @@ from text_generation_proto import notify
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.secrets import is_secret
 from text_generation_proto.settings import ChildConfig, ProcessConfig
+from text_generation_proto.sockets import join_host_port
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig, shard_name
 
@@ -96,10 +97,8 @@ class LaunchPlan:
     @property
     def url(self) -> str:
         """The router's base URL, from this machine."""
-        host = ipaddress.ip_address(self.host)
-        if host.is_unspecified:
-            host = ipaddress.ip_address("127.0.0.1" if host.version == 4 else "::1")
-        return f"http://[{host}]:{self.port}" if host.version == 6 else f"http://{host}:{self.port}"
+        host = "127.0.0.1" if ipaddress.ip_address(self.host).is_unspecified else self.host
+        return f"http://{join_host_port(host, self.port)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,11 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def plain_ip(address: str) -> str:
+    """Return the IP address of a client as it is written usually: a socket for IPv4 and IPv6 shows 10.0.0.1 as ::ffff:10.0.0.1."""
+    return address.removeprefix("::ffff:")
+
+
 def is_local(address: str) -> bool:
     """Return True if only this machine reaches the address: a unix socket, or a port on the loopback interface."""
     host = host_of(address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -68,13 +69,16 @@ Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
 
 
 def listen_host(hostname: str) -> str:
-    """Return the IP address to listen on. As in TGI, a host name means 0.0.0.0: in a container HOSTNAME is its id."""
+    """Return the IP address to listen on.
+
+    As in TGI, a host name means all addresses: in a container HOSTNAME is its id. `::` includes those of IPv4.
+    """
     if hostname == "localhost":
         return "127.0.0.1"
     try:
-        return str(ipaddress.ip_address(hostname))
+        return str(ipaddress.ip_address(hostname.strip("[]")))
     except ValueError:
-        return "0.0.0.0"
+        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 ToolCallFormat = Literal[
@@ -110,7 +114,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     revision: str | None = None
     """Revision of the model: a branch, tag or commit."""
     hostname: str = "0.0.0.0"
-    """Address to listen on. A host name means 0.0.0.0, as in TGI."""
+    """Address to listen on. A host name means all of them, as in TGI; so does `::`, for IPv6 and IPv4."""
     port: Annotated[int, Field(ge=0, le=65535)] = 3000
     """Port to listen on. The router alone accepts 0: any free port."""
     max_concurrent_requests: PositiveInt = 128

@@ -98,7 +98,9 @@ class Metrics(HttpMetrics):
             Readings("text_generation_shards", "Shards that are members, by state", "state", states, count)
         )
         self._registry.add(
-            Reading("text_generation_shards_known", "Shards that the source lists, those of other routers included", known)
+            Reading(
+                "text_generation_shards_known", "Shards that the source lists, those of other routers included", known
+            )
         )
 
     def add_names(self, names: Collection[str], model: str) -> None:

@@ -19,6 +19,7 @@ from aiohttp import web
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.notify import Notifier
+from text_generation_proto.sockets import join_host_port
 from text_generation_proto.stop_signals import StopSignals
 from text_generation_proto.tracing import start_tracing
 from text_generation_router.api.app import create_app
@@ -169,7 +170,7 @@ class HttpSide:
                 return ExitCode.STOPPED
             try:
                 await _listen(server, config)
-                log.info("ready", url=f"http://{listen_host(config.hostname)}:{server.port}")
+                log.info("ready", url=f"http://{join_host_port(listen_host(config.hostname), server.port)}")
                 configure_collector()
                 async with background(collect_growth(lambda: not cluster.live_requests)):
                     await first_of(self._until_ready(cluster, prepared), signals.stop.wait())

@@ -125,11 +125,11 @@ def test_stop_timeouts_exceed_those_of_the_children() -> None:
 @pytest.mark.parametrize(
     ("hostname", "host", "url"),
     [
-        ("0.0.0.0", "0.0.0.0", "http://127.0.0.1:3000"),
         ("localhost", "127.0.0.1", "http://127.0.0.1:3000"),
-        ("::", "::", "http://[::1]:3000"),
+        ("::", "::", "http://127.0.0.1:3000"),
         ("::1", "::1", "http://[::1]:3000"),
-        ("my-pod-0", "0.0.0.0", "http://127.0.0.1:3000"),
+        ("my-pod-0", "::", "http://127.0.0.1:3000"),
+        ("[::1]", "::1", "http://[::1]:3000"),
     ],
 )
 def test_host_name_means_all_addresses(hostname: str, host: str, url: str) -> None:

@@ -45,7 +45,11 @@ class Listener:
     def __init__(self, host: str, port: int, connections: Connections, *, shared: bool) -> None:
         """Listen; if the port is `shared`, other processes listen on it too. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
+        # As most servers do, `::` listens at the addresses of IPv4 too.
+        both = host == "::" and socket.has_dualstack_ipv6()
+        self._socket = socket.create_server(
+            (host, port), family=family, backlog=BACKLOG, reuse_port=shared, dualstack_ipv6=both
+        )
         self._socket.settimeout(0)
         # Accepted sockets inherit both.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_AHEAD)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 from aiohttp import web
 
+from text_generation_proto.sockets import plain_ip
 from text_generation_proto.values import TraceContext
 from text_generation_router.api.http.bodies import MODEL
 from text_generation_router.api.http.caller import Caller
@@ -179,7 +180,7 @@ def finish(record: Record, request: web.Request, status: int, metrics: HttpMetri
     if not posted:
         fields["method"] = request.method
     adapter = next((each.request.adapter for each in record.generations if each.request), "")
-    named = {"client": request.remote, "model": adapter or request.get(MODEL), "tenant": tenant}
+    named = {"client": plain_ip(request.remote or ""), "model": adapter or request.get(MODEL), "tenant": tenant}
     fields |= {name: value for name, value in named.items() if value}
     if first_error is not None:
         fields |= {"error_type": first_error.error_type, "error": error_text}

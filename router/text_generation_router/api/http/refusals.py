@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 import structlog
 
+from text_generation_proto.sockets import plain_ip
 from text_generation_router.metrics.connections import ConnectionMetrics
 
 WINDOW_S = 10.0
@@ -59,5 +60,5 @@ class UnreadableRequests:
         wire.write(BARE_ANSWER % (status, status.phrase.encode()))
         self._metrics.answered("", status)
         if self._limiter.admits(status):
-            client = (wire.get_extra_info("peername") or ("",))[0]
+            client = plain_ip((wire.get_extra_info("peername") or ("",))[0])
             log.info("request not readable", status=status.value, client=client, error=error)

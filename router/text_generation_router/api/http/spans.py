@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
+from text_generation_proto.sockets import plain_ip
 from text_generation_proto.values import SAMPLING_PARAMETERS, FinishReason, Sampling, TraceContext
 from text_generation_router.api.http.bodies import MODEL
 from text_generation_router.api.http.record import GenerationRecord, Record, route_of
@@ -165,7 +166,7 @@ def _of_http(request: web.Request, route: str, status: int) -> dict[str, Attribu
     if route:
         found["http.route"] = route
     if request.remote:
-        found["client.address"] = request.remote
+        found["client.address"] = plain_ip(request.remote)
     if agent := request.headers.get(hdrs.USER_AGENT):
         found["user_agent.original"] = _utf8(agent[:MAX_USER_AGENT_LENGTH])
     return found
