@@ -35,8 +35,8 @@ function row({ time, level, kind, text, count: times, reason }) {
   );
 }
 
-/** Returns the events as marks: { time, color }; good ones are not marked, but for those of replicas that are back. */
+/** Returns the events as marks on charts, { time, color }: the worst ones last, over the others. */
 export function marks() {
-  const colors = { bad: "c4", warn: "c3", good: "good" };
-  return [...known.values()].filter(({ kind }) => kind !== "preempted").map(({ time, level }) => ({ time, color: colors[level] }));
+  const shown = [...known.values()].filter(({ kind }) => kind !== "preempted");
+  return Object.entries({ good: "good", warn: "c3", bad: "c4" }).flatMap(([wanted, color]) => shown.filter(({ level }) => level === wanted).map(({ time }) => ({ time, color })));
 }

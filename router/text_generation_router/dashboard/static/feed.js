@@ -58,7 +58,7 @@ export function follow(on) {
         if (signal.aborted) return;
       }
       for (let left = wait; left > 0 && !signal.aborted; left -= 1) {
-        on.status("lost", `No connection, again in ${left} s`);
+        on.status("lost", `Lost, again in ${left} s`);
         await new Promise((resolve) => setTimeout(resolve, 1000));
       }
       wait = Math.min(LONGEST_WAIT_S, wait * 2);
