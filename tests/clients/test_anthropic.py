@@ -105,6 +105,14 @@ def test_models(client: Anthropic, server: Server) -> None:
     assert refused.value.type == "not_found_error"
 
 
+def test_stop_sequences_of_an_agent(client: Anthropic) -> None:
+    stops = [f"stop {number}" for number in range(16)]
+    message = client.messages.create(**GREEDY, stop_sequences=[*stops[1:], "Paris"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Paris")
+    with pytest.raises(anthropic.BadRequestError, match="`stop_sequences` supports up to 16 stop sequences"):
+        client.messages.create(**GREEDY, stop_sequences=[*stops, "Paris"])
+
+
 def test_errors(client: Anthropic, server: Server) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(**GREEDY | {"messages": []})
