@@ -14,13 +14,16 @@ follow from the class attributes. Texts and types are TGI's, because its clients
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import ClassVar
 
 from text_generation_router.error_attributes import OPEN_STATUSES, Operation, Outcome, TgiBody
 
 MAX_RETRY_AFTER_S = 3600.0
 """Upper bound of Retry-After. Estimates further ahead are not reliable."""
+_NAMED = re.compile(r"`([\w.\[\]]+)`")
 
 
 class ServingError(Exception):
@@ -38,11 +41,15 @@ class ServingError(Exception):
     tgi_body: ClassVar[TgiBody] = TgiBody.JSON
     prefix: ClassVar[str] = ""
     """Prefix of the text, mostly TGI's."""
+    tgi_prefix: ClassVar[str] = ""
+    """Prefix of the text on TGI's routes only."""
     message: ClassVar[str] = "…"
     """The text where the raiser gives none, and the example in the OpenAPI document."""
     openai_type: ClassVar[str] = "server_error"
     openai_code: ClassVar[str | None]
     """Default: that of the base class, else `error_type` with underscores for spaces."""
+    field: ClassVar[str | None] = None
+    """The field that is wrong, if it is always the same."""
     responses_code: ClassVar[str] = "server_error"
     """`error.code` of a failed response in OpenAI's Responses API."""
     anthropic_type: ClassVar[str] = "api_error"
@@ -66,11 +73,26 @@ class ServingError(Exception):
         if hasattr(cls, "status"):
             cls.open_status = OPEN_STATUSES.get(cls.status, cls.status)
 
-    def __init__(self, message: str | None = None, retry_after_s: float | None = None) -> None:
-        """`retry_after_s`: estimated wait of a request that arrives now; None: that of the class."""
-        super().__init__(self.prefix + (self.message if message is None else message))
+    def __init__(
+        self,
+        message: str | None = None,
+        retry_after_s: float | None = None,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        """`retry_after_s`: estimated wait of a request that arrives now; None: that of the class.
+
+        `param`: the field that is wrong, by default the one that the message begins with; `code`: OpenAI's, by default that
+        of the class.
+        """
+        text = self.message if message is None else message
+        super().__init__(self.prefix + text)
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
+        named = _NAMED.match(text)
+        self.param = param or self.field or (named and named[1])
+        self.code = code or self.openai_code
 
     @property
     def openai_text(self) -> str:
@@ -131,6 +153,7 @@ class ModelNotFound(NotFound):
     """The server has no model of this name."""
 
     openai_code = "model_not_found"
+    field = "model"
     message = "The model `other` does not exist"
     operations = Operation.FIND | Operation.TEMPLATE | Operation.GENERATE
 
@@ -138,8 +161,7 @@ class ModelNotFound(NotFound):
 class UnknownRoute(NotFound):
     """No route has this path."""
 
-    tgi_body = TgiBody.EMPTY
-    message = "Not Found"
+    message = "GET /other is not served. See /docs"
     operations = Operation.NONE
 
 
@@ -148,8 +170,7 @@ class MethodNotAllowed(ClientError):
 
     status = 405
     error_type = "method_not_allowed"
-    tgi_body = TgiBody.EMPTY
-    message = "Method Not Allowed"
+    message = "GET is not allowed here, only POST"
 
 
 class InvalidRequest(ClientError):
@@ -157,10 +178,20 @@ class InvalidRequest(ClientError):
 
     status = 422
     error_type = "validation"
-    openai_code: ClassVar[str | None] = None
+    openai_code: ClassVar[str | None] = "invalid_value"
     prefix = "Input validation error: "
     responses_code = "invalid_prompt"
     operations = Operation.GENERATE | Operation.TOKENIZE
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Let the errors inside of the block be about this field, unless they name another one."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = error.param or param
+        raise
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -174,10 +205,16 @@ class ContextLengthExceeded(InvalidRequest):
     operations = Operation.GENERATE
 
     def __init__(
-        self, message: str | None = None, *, tokens: str = "2000", limit: int = 1024, context: int = 2048
+        self,
+        message: str | None = None,
+        *,
+        tokens: str = "2000",
+        limit: int = 1024,
+        context: int = 2048,
+        param: str | None = None,
     ) -> None:
         """`tokens`: the length of the prompt; `limit`: its longest length in this request; `context`: with new tokens."""
-        super().__init__(message)
+        super().__init__(message, param=param)
         self._tokens, self._limit, self._context = tokens, limit, context
 
     @property
@@ -193,29 +230,10 @@ class ContextLengthExceeded(InvalidRequest):
         return f"prompt is too long: {tokens} tokens > {self._limit} maximum. {self}"
 
 
-class NotUtf8(InvalidRequest):
-    """An input is not UTF-8 text."""
+class NotSupported(InvalidRequest):
+    """The request asks for what this server does not have."""
 
-    error_type = "utf8"
-    prefix = ""
-    operations = Operation.INFER
-
-
-class LengthMismatch(InvalidRequest):
-    """The numbers of inputs and outputs differ."""
-
-    error_type = "length mismatch"
-    prefix = ""
-    message = "Inputs and outputs length mismatch"
-    operations = Operation.INFER
-
-
-class NoInstances(InvalidRequest):
-    """The request has no instances."""
-
-    error_type = "Input validation error"
-    message = "`instances` cannot be empty"
-    operations = Operation.PREDICT
+    openai_code = "unsupported_parameter"
 
 
 class ThreadNotSupported(InvalidRequest):
@@ -234,6 +252,7 @@ class TemplateError(ClientError):
 
     status = 422
     error_type = "template_error"
+    field = "messages"
     prefix = "Template error: "
     metric_label = "template"
     operations = Operation.TEMPLATE
@@ -244,6 +263,7 @@ class ToolError(ClientError):
 
     status = 422
     error_type = "tool_error"
+    field = "tools"
     prefix = "Tool error: "
     metric_label = "tool"
     operations = Operation.TEMPLATE
@@ -254,6 +274,7 @@ class BatchTooLarge(ClientError):
 
     status = 422
     error_type = "batch size exceeded"
+    field = "prompt"
     prefix = "Number of prompts exceeds the maximum allowed batch size of "
     operations = Operation.COMPLETE
 
@@ -263,6 +284,8 @@ class SuffixNotSupported(ClientError):
 
     status = 422
     error_type = "suffix not supported"
+    openai_code = "unsupported_parameter"
+    field = "suffix"
     message = "Suffix is not supported and can be achieved by preprocessing the prompt."
     operations = Operation.COMPLETE
 

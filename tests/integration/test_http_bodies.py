@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import io
 import json
+import re
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from http_stack import Stack, serve
+from yarl import URL
 
 from text_generation_router.api.http import body_reader
 
@@ -44,7 +46,11 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
         (b'{"inputs": "a", "parameters": {"temperature": 1e999}}', 400, "Failed to parse the request body as JSON: "),
         (b"[" * 100_000, 400, "Failed to parse the request body as JSON: "),
         (b"{}", 422, "Failed to deserialize the JSON body into the target type: missing field `inputs`"),
-        (b'{"inputs": 1}', 422, "Failed to deserialize the JSON body into the target type: inputs: "),
+        (
+            b'{"inputs": 1}',
+            422,
+            "Failed to deserialize the JSON body into the target type: `inputs` must be a string. Given: an integer",
+        ),
         (b"[]", 422, "Failed to deserialize the JSON body into the target type: "),
         (b'{"inputs": "a", "parameters": null}', 422, "Failed to deserialize the JSON body into the target type: "),
     ],
@@ -68,7 +74,9 @@ async def test_json_content_types_are_accepted(stack: Stack, content_type: str) 
 async def test_a_body_that_is_too_large_is_refused_and_the_client_sees_it(stack: Stack) -> None:
     async with stack.client.post("/generate", data=io.BytesIO(b" " * 10_000_000), headers=JSON) as response:
         assert response.status == 413
-        assert await response.text() == "Failed to buffer the request body: length limit exceeded"
+        assert await response.text() == (
+            "Failed to buffer the request body: length limit exceeded. The limit of this server, --payload-limit, is 2000000 bytes"
+        )
         assert response.headers["connection"] == "close"
     await stack.assert_empty()
 
@@ -193,9 +201,51 @@ async def test_a_body_in_another_transfer_coding_than_chunked_is_refused(
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/generate", 405), ("DELETE", "/", 405)]
 )
-async def test_unknown_routes_and_wrong_methods_have_no_body(stack: Stack, method: str, path: str, status: int) -> None:
+async def test_unknown_routes_and_wrong_methods_say_so(stack: Stack, method: str, path: str, status: int) -> None:
     async with stack.client.request(method, path) as response:
-        assert (response.status, await response.read()) == (status, b"")
+        assert (response.status, (await response.json())["error"].split()[0]) == (status, method)
+
+
+@pytest.mark.parametrize(
+    ("path", "dialect", "hint"),
+    [
+        ("/chat/completions", "openai", "This server has /v1/chat/completions. See /docs"),
+        ("/v1/v1/chat/completions", "openai", "This server has /v1/chat/completions. See /docs"),
+        ("/proxy/v1/chat/completions/", "openai", "This server has /v1/chat/completions. See /docs"),
+        ("/v1/chat/completion", "openai", "This server has /v1/chat/completions. See /docs"),
+        ("/completions", "openai", "This server has /v1/completions. See /docs"),
+        ("/messages", "anthropic", "This server has /v1/messages. See /docs"),
+        ("/v1/generate", "openai", "This server has /generate. See /docs"),
+        ("/v1/embeddings", "openai", "text-embeddings-inference serves embeddings. See /docs"),
+        ("/rerank", "tgi", "text-embeddings-inference serves rerankers. See /docs"),
+        ("/api/chat", "tgi", "Ollama's routes are not served; OpenAI's are, below /v1. See /docs"),
+        ("/api/generate", "tgi", "Ollama's routes are not served; OpenAI's are, below /v1. See /docs"),
+        ("/v1/audio/speech", "openai", "POST /v1/audio/speech is not served. See /docs"),
+        ("/no%0Aroute%1b", "tgi", "POST /no%0Aroute%1b is not served. See /docs"),
+    ],
+)
+async def test_an_unknown_route_names_the_one_that_was_meant(stack: Stack, path: str, dialect: str, hint: str) -> None:
+    async with stack.client.post(URL(path, encoded=True), json={}) as response:
+        reply = await response.json()
+        assert response.status == 404
+    error = reply["error"]
+    text, found = (
+        (error, "tgi") if isinstance(error, str) else (error["message"], "openai" if "param" in error else "anthropic")
+    )
+    assert found == dialect
+    assert text.endswith(hint)
+
+
+@pytest.mark.parametrize(("accept", "body"), [("*/*", False), ("text/html,application/xml;q=0.9,*/*;q=0.8", True)])
+async def test_a_browser_finds_dashboard_and_documents_at_the_root(stack: Stack, accept: str, body: bool) -> None:
+    async with stack.client.get("/", headers={"accept": accept}) as response:
+        text = await response.text()
+        assert response.status == 200
+    links = re.findall(r'href="(\w+)"', text)
+    assert links == (["dashboard", "docs", "info", "metrics"] if body else [])
+    for link in links:
+        async with stack.client.get(f"/{link}") as response:
+            assert response.status == 200
 
 
 @pytest.mark.parametrize(

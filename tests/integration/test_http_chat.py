@@ -70,7 +70,7 @@ async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "Hello there, you."},
+                "message": {"role": "assistant", "content": "Hello there, you.", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "length",
             }
@@ -277,7 +277,7 @@ async def test_functions_are_called_in_the_older_form(stack: Stack) -> None:
     body = await asking(stack, f"{CALL}\n{CLOCK}STOP", functions=functions, stop="STOP")
     [choice] = (await post(stack.client, CHAT, body))["choices"]
     assert choice["finish_reason"] == "function_call"
-    assert choice["message"] == {"role": "assistant", "content": None, "function_call": WEATHER_CALL}
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "function_call": WEATHER_CALL}
     stream = await chunks(stack.client, CHAT, body)
     called = [delta["function_call"] for chunk in stream if "function_call" in (delta := chunk["choices"][0]["delta"])]
     assert called[0] == {"name": "weather", "arguments": ""}

@@ -246,15 +246,15 @@ async def test_the_choices_of_a_stream_fail_together_and_each_counts(demo_model:
 
 TOO_COLD = {"messages": [{"role": "user", "content": "Hi"}], "temperature": -1, "model": "tgi", "max_tokens": 1}
 ENDINGS: list[tuple[str, str, str | dict[str, Any], int, str]] = [
-    ("POST", "/v1/chat/completions", '{"messages":5}', 400, "messages: "),
+    ("POST", "/v1/chat/completions", '{"messages":5}', 400, "`messages` must be an array"),
     ("POST", "/v1/chat/completions", "{", 400, "JSON: unexpected end"),
     ("POST", "/v1/chat/completions", TOO_COLD, 400, "`temperature`"),
     ("POST", "/v1/messages", TOO_COLD, 400, "`temperature`"),
     ("POST", "/generate", body_of(0), 422, "`max_new_tokens` must be strictly positive"),
     ("POST", "/generate", body_of(2), 200, ""),
-    ("POST", "/no/such%0Apath", {}, 404, "Not Found"),
+    ("POST", "/no/such%0Apath", {}, 404, "is not served"),
     ("GET", "/v1/models/other", "", 404, "`other`"),
-    ("DELETE", "/generate", "", 405, "Not Allowed"),
+    ("DELETE", "/generate", "", 405, "is not allowed here"),
 ]
 """Method, path, body; the status and a part of the error."""
 

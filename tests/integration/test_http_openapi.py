@@ -27,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model) as stack:
+    async with serve(demo_model, settings={"payload_limit": 2_000_000}) as stack:
         yield stack
 
 

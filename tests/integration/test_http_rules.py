@@ -101,12 +101,12 @@ IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_
 JSON_OBJECT = {"response_format": {"type": "json_object"}}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
-    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "Suffix is not supported and can be achieved by", "suffix_not_supported"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "Suffix is not supported and can be achieved by", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": ["a"] * 129}, "Number of prompts exceeds the maximum allowed batch size of 128", "batch_size_exceeded"),
     (COMPLETIONS, {"prompt": []}, "Input validation error: Empty array detected.", None),
     (CHATS, CHAT | {"tools": TOOLS, "ebnf": "root ::= [a-z]"}, "Tool error: Grammar and tools are mutually exclusive, unless the grammar is", "tool_error"),
     (CHATS, CHAT | {"tools": TOOLS, "tool_choice": "g"}, "Tool error: Tool with name g not found", "tool_error"),
-    (CHATS, CHAT | {"tools": TOOLS, "tool_choice": ALLOWED}, "Tool error: `allowed_tools` requires a call, and names no tool", "tool_error"),
+    (CHATS, CHAT | {"tools": TOOLS, "tool_choice": ALLOWED}, "Input validation error: `tool_choice` requires a call, but there are no `tools` for it", "invalid_value"),
     (CHATS, LONG_CHAT, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20.", "context_length_exceeded"),
     (CHATS, IMAGE, "Input validation error: image modality is not supported", None),
     (CHATS, CHAT | {"max_tokens": 0}, "Input validation error: `max_tokens` must be strictly positive", None),

@@ -104,8 +104,8 @@ def error_body(path: str, body: Json, text: str) -> Json:
     if path == "/v1/messages":
         return {"type": "error", "error": {"type": "invalid_request_error", "message": text}}
     if path.startswith("/v1/") or (path == "/invocations" and "inputs" not in body):
-        words = {"type": "invalid_request_error", "param": None, "code": None, "http_status_code": 400}
-        return {"error": {"message": text, **words}}
+        words = {"type": "invalid_request_error", "code": "unsupported_parameter", "http_status_code": 400}
+        return {"error": {"message": text, "param": text.split("`")[1], **words}}
     return {"error": text, "error_type": "validation"}
 
 

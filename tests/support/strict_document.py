@@ -183,10 +183,10 @@ def strict(document: Json, limits: Limits, *, generations: int) -> Json:
         properties = components[name]["properties"]
         for key in rules.keys() & properties.keys():
             properties[key] |= rules[key]
-    for name in ("ChatBody", "CompletionBody"):
-        components[name] |= {"allOf": [_ONE_CONSTRAINT, _NO_FORCED, _combinations(limits)], **_NO_TOOLS_TWICE}
+    rules = [_ONE_CONSTRAINT, _combinations(limits)]
+    components["ChatBody"] |= {"allOf": [*rules, _NO_FORCED], **_NO_TOOLS_TWICE}
     many = {"properties": {"prompt": {"type": "string"}, "echo": {"const": False}}}
-    components["CompletionBody"]["allOf"].append({"anyOf": [{"properties": {"n": {"const": 1}}}, many]})
+    components["CompletionBody"]["allOf"] = [*rules, {"anyOf": [{"properties": {"n": {"const": 1}}}, many]}]
     components["ResponsesBody"]["allOf"] = [{"properties": {"tool_choice": words("auto", "none")}}]
     document["components"]["schemas"] = {name: _bounded(schema) for name, schema in components.items()}
     for header in document["components"]["parameters"].values():
@@ -194,6 +194,12 @@ def strict(document: Json, limits: Limits, *, generations: int) -> Json:
             header["schema"]["minimum"] = PROMISED_S * 1000
         if header["name"] == "grpc-timeout":
             header["schema"]["pattern"] = "^[1-9][0-9]{2,6}S$|^[1-9][0-9]{0,2}[HM]$"
+    for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
+        content = operation["responses"]["200"].get("content", {})
+        if (media := content.get("text/event-stream")) is not None:  # schemathesis reads one event at a time
+            data = {"type": "string", "contentMediaType": "application/json", **media["schema"]}
+            event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+            media["schema"] = event
     stream = document["paths"]["/generate_stream"]["post"]["requestBody"]["content"]["application/json"]
     stream["schema"] = {"allOf": [stream["schema"], _STREAMED]}
     return document
@@ -207,6 +213,9 @@ def _bounded(schema: Json) -> Json:
         if field.get("type") == "integer":
             field.setdefault("minimum", -(2**31))
             field.setdefault("maximum", 2**31 - 1)
+        if field.get("type") == "number":
+            field.setdefault("minimum", -3e38)
+            field.setdefault("maximum", 3e38)
     return schema
 
 

@@ -37,7 +37,7 @@ _CHAT = Operation.GENERATE | Operation.TEMPLATE
 def service_routes(service: ServiceRoutes, settings: Settings) -> list[Route]:
     """Routes about the service."""
     return [
-        Route("GET", "/", service.health, "Service", name="home", operations=Operation.HEALTH, probe=True),
+        Route("GET", "/", service.home, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/health", service.health, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/health/live", service.live, "Service", probe=True),
         Route("GET", "/health/ready", service.ready, "Service", operations=Operation.HEALTH, probe=True),

@@ -12,10 +12,11 @@ TGI requires `properties` at the top of a schema; OpenAI's forms do not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from text_generation_proto.values import Grammar, GrammarKind
+from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.expressions import without_anchors
 from text_generation_router.grammar.normalize import normalize
 from text_generation_router.grammar.schema import (
@@ -39,7 +40,7 @@ def tgi_grammar(form: Mapping[str, Any]) -> Grammar:
     """Return the grammar of TGI's `{"type": …, "value": …}`. Raises InvalidRequest (rules 17 and 18)."""
     kind, value = form.get("type"), form.get("value")
     if kind not in _TGI_TYPES:
-        raise not_valid(f"unknown type {kind!r}, expected one of " + ", ".join(f"`{name}`" for name in _TGI_TYPES))
+        raise _unknown_type(kind, _TGI_TYPES)
     if kind == "regex":
         return regex_grammar(value)
     if kind == "json_schema" and isinstance(value, dict):
@@ -74,8 +75,12 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
         case "structural_tag":
             return tag_grammar({key: value for key, value in form.items() if key != "type"})
         case other:
-            known = ", ".join(f"`{kind}`" for kind in ("text", "json_object", "json_schema", "regex", "structural_tag"))
-            raise not_valid(f"unknown type {str(other)[:64]!r}, expected one of {known}")
+            raise _unknown_type(other, ("text", "json_object", "json_schema", "regex", "structural_tag"))
+
+
+def _unknown_type(kind: object, known: Sequence[str]) -> InvalidRequest:
+    found = "missing `type`" if kind is None else f"unknown type {str(kind)[:64]!r}"
+    return not_valid(f"{found}, expected one of " + ", ".join(f"`{name}`" for name in known))
 
 
 def guided(body: Mapping[str, Any]) -> Grammar | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
 from text_generation_proto.one_line import one_line
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import InvalidRequest, NotSupported
 
 Schema = dict[str, Any]
 
@@ -33,7 +33,7 @@ _TABLES = frozenset((*_LISTS, *_MAPS, *_DEFINITIONS))
 
 def not_supported() -> InvalidRequest:
     """TGI's rule 17: a value that is no grammar, or a server without grammars."""
-    return InvalidRequest("grammar is not supported")
+    return NotSupported("grammar is not supported")
 
 
 def not_valid(detail: str) -> InvalidRequest:

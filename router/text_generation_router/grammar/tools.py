@@ -44,7 +44,7 @@ def auto_tools(
 def check_number(tools: Sequence[Tool]) -> None:
     """Refuse more tools than one request may have. Raises InvalidRequest."""
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"at most {MAX_TOOLS} tools are supported. Given: {len(tools)}")
+        raise InvalidRequest(f"at most {MAX_TOOLS} tools are supported. Given: {len(tools)}", param="tools")
 
 
 def _call_schema(tools: Sequence[Tool]) -> Schema:

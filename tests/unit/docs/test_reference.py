@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import text_generation_router.api.http.body_errors  # noqa: F401 - defines some of the errors
+import text_generation_router.api.cloud.errors
+import text_generation_router.api.http.body_errors  # noqa: F401 - the same
 from text_generation_router.error_attributes import TgiBody
 from text_generation_router.errors import ServingError, error_classes
 from text_generation_router.metrics import Metrics

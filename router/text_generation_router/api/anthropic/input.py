@@ -23,6 +23,7 @@ from text_generation_router.grammar.forms import response_format
 ROLES = ("user", "assistant", "system")
 BETWEEN_TEXTS = "\n"
 """Joins the text blocks of one message: blocks are paragraphs."""
+_THINKING = ("adaptive", "disabled", "enabled")
 _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "none": ToolMode.NONE}
 
 
@@ -54,6 +55,9 @@ def to_conversation(body: CountTokensBody) -> Conversation:
     form = body.output_format if config is None or config.format is None else config.format
     kwargs: Json = {}
     if body.thinking is not None:
+        if body.thinking.type not in _THINKING:
+            known = ", ".join(f"`{word}`" for word in _THINKING)
+            raise InvalidRequest(f"`thinking.type` must be one of {known}. Given: {body.thinking.type[:32]!r}")
         kwargs["enable_thinking"] = body.thinking.type != "disabled"
     if config is not None and config.effort is not None:
         kwargs["reasoning_effort"] = config.effort
@@ -88,7 +92,7 @@ def _texts_and_results(role: str, blocks: Sequence[ContentBlock], names: dict[st
     for block in blocks:
         match block.type:
             case "text":
-                text = block.text or ""
+                text = _written(block)
                 texts.append(without_billing(text) if role == "system" else text)
             case "tool_result":
                 if texts:
@@ -108,7 +112,7 @@ def _assistant_message(blocks: Sequence[ContentBlock], names: dict[str, str]) ->
     for block in blocks:
         match block.type:
             case "text":
-                texts.append(block.text or "")
+                texts.append(_written(block))
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
@@ -147,10 +151,16 @@ def _text(content: str | Sequence[TextBlock] | None, *, system: bool = False) ->
         for block in content:
             if block.type != "text":
                 raise InvalidRequest(f"blocks of type {block.type[:32]!r} are not supported")
-        texts = [block.text or "" for block in content]
+        texts = [_written(block) for block in content]
     if system:
         texts = list(filter(None, map(without_billing, texts)))
     return BETWEEN_TEXTS.join(texts)
+
+
+def _written(block: TextBlock | ContentBlock) -> str:
+    if block.text is None:
+        raise InvalidRequest("a block of type `text` has no `text`")
+    return block.text
 
 
 def _not_supported(role: str, kind: str) -> InvalidRequest:
@@ -160,6 +170,8 @@ def _not_supported(role: str, kind: str) -> InvalidRequest:
 def _tool(tool: ClientTool) -> Tool:
     if tool.type not in (None, "custom"):
         raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported")
+    if tool.input_schema is None:
+        raise InvalidRequest(f"the tool {tool.name!r} has no `input_schema`")
     return read_tool(tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
 
 

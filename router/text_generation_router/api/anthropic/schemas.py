@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
+from text_generation_proto.parameters import Api
+from text_generation_proto.values import LOGPROB_PARAMETERS, SAMPLING_PARAMETERS, STOPPING_PARAMETERS
 from text_generation_router.api.http.bodies import (
     AnyMetadata,
     Body,
@@ -84,7 +87,7 @@ class ClientTool(Body):
     description: str | None = None
     """A description for the model."""
     input_schema: dict[str, Any] | None = None
-    """The JSON schema of its input."""
+    """The JSON schema of its input; required of the tools that are served."""
     strict: bool | None = None
     """The input must follow the schema, as in OpenAI's dialect."""
 
@@ -107,7 +110,7 @@ class Thinking(Body):
     """Switches reasoning before the answer on or off."""
 
     type: Name
-    """`disabled` sets `enable_thinking` of the chat template to false, any other word to true."""
+    """`disabled` sets `enable_thinking` of the chat template to false, `enabled` and `adaptive` to true."""
 
 
 class OutputConfig(Body):
@@ -119,8 +122,28 @@ class OutputConfig(Body):
     """A variable of the chat template (`reasoning_effort`)."""
 
 
+_OPENAI = {
+    *("best_of", "chat_template_kwargs", "function_call", "functions", "input", "instructions", "n", "prompt"),
+    *(
+        parameter.names[Api.CHAT]
+        for parameter in (*SAMPLING_PARAMETERS, *STOPPING_PARAMETERS, *LOGPROB_PARAMETERS)
+        if Api.CHAT in parameter.names
+    ),
+}
+"""Fields of OpenAI's bodies."""
+
+
 class CountTokensBody(Body):
     """Body of /v1/messages/count_tokens: the fields that shape the prompt."""
+
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(_OPENAI, "") | {
+        "max_completion_tokens": "Use `max_tokens`",
+        "container": "",
+        "mcp_servers": "Call the tools of these servers yourself, and send them as `tools`",
+        "reasoning_effort": "Use `output_config.effort`",
+        "response_format": "Use `output_config.format`",
+        "stop": "Use `stop_sequences`",
+    }
 
     model: ModelName | None = None
     """The name of the model or of an adapter, as /v1/models lists it."""

@@ -13,6 +13,7 @@ from aiohttp import web
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
+from text_generation_router.api.cloud.errors import LengthMismatch, NotUtf8
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import Body, Name, ResponseBody, UInt64, json_response, parse_body
@@ -20,7 +21,7 @@ from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import RECORD
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
-from text_generation_router.errors import InvalidRequest, LengthMismatch, NotUtf8, Unhealthy
+from text_generation_router.errors import InvalidRequest, Unhealthy
 
 MAX_INPUTS = 1024
 """Texts of one request, over all its inputs."""

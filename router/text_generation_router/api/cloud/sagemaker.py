@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from aiohttp import web
 
-from text_generation_router.api.http.bodies import Body, parse_json, validate
+from text_generation_router.api.http.bodies import parse_json, validate
 from text_generation_router.api.http.body_errors import InvalidBody
 from text_generation_router.api.http.dialects import DIALECT, Dialect
 from text_generation_router.api.openai.chat import ChatRoutes
@@ -15,12 +13,8 @@ from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import CompatGenerateBody
 
-BodyT = TypeVar("BodyT", bound=Body)
-
 InvocationBody = CompatGenerateBody | ChatBody | CompletionBody
 """Body of /invocations. The first present key of `inputs`, `messages` and `prompt` selects the type."""
-
-_NO_VARIANT = "data did not match any variant of untagged enum SagemakerRequest"
 
 
 class SageMakerRoutes:
@@ -48,16 +42,9 @@ class SageMakerRoutes:
 def _invocation(value: object) -> InvocationBody:
     keys = value if isinstance(value, dict) else {}
     if "inputs" in keys:
-        return _variant(value, CompatGenerateBody)
+        return validate(value, CompatGenerateBody)
     if "messages" in keys:
-        return _variant(value, ChatBody)
+        return validate(value, ChatBody)
     if "prompt" in keys:
-        return _variant(value, CompletionBody)
-    raise InvalidBody(_NO_VARIANT)
-
-
-def _variant(value: object, schema: type[BodyT]) -> BodyT:
-    try:
-        return validate(value, schema)
-    except InvalidBody as error:  # TGI's text, then the reason
-        raise InvalidBody(f"{_NO_VARIANT}: {str(error).removeprefix(InvalidBody.prefix)}") from None
+        return validate(value, CompletionBody)
+    raise InvalidBody("the body must have `inputs`, `messages` or `prompt`")

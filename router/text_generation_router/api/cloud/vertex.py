@@ -11,6 +11,7 @@ from typing import Annotated
 from aiohttp import web
 from pydantic import Discriminator, FailFast, Field, Tag
 
+from text_generation_router.api.cloud.errors import NoInstances
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import ResponseBody, json_response, parse_body
@@ -20,7 +21,6 @@ from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
-from text_generation_router.errors import NoInstances
 
 MAX_INSTANCES = 1024
 
@@ -55,7 +55,7 @@ Instance = Annotated[
     Discriminator(
         _kind,
         custom_error_type="untagged",
-        custom_error_message="data did not match any variant of untagged enum VertexInstance",
+        custom_error_message="must have `inputs` or `messages`",
     ),
 ]
 

@@ -17,7 +17,7 @@ from text_generation_router.api.core.parameters import (
     new_tokens,
 )
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.grammar.translate import TRANSLATED
@@ -120,7 +120,7 @@ class RequestPreparer:
         if options.grammar is None:
             return None
         if self._grammars is None:  # before it is read
-            raise InvalidRequest("grammar is not supported")
+            raise NotSupported("grammar is not supported")
         return await self.proven(
             options.grammar if isinstance(options.grammar, Grammar) else tgi_grammar(options.grammar), tenant
         )
@@ -128,10 +128,10 @@ class RequestPreparer:
     async def proven(self, grammar: Grammar, tenant: TenantId) -> Grammar:
         """Return a grammar as the engine gets it, once it is known that the engine can follow it. Raises InvalidRequest."""
         if self._grammars is None:
-            raise InvalidRequest("grammar is not supported")
+            raise NotSupported("grammar is not supported")
         is_translated = grammar.kind in TRANSLATED and self.serves_grammar(GrammarKind.LARK)
         if not is_translated and not self.serves_grammar(grammar.kind):
-            raise InvalidRequest(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")
+            raise NotSupported(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")
         proven = await self._grammars.prove(grammar, tenant)
         return proven if is_translated else grammar
 

@@ -371,7 +371,7 @@ def read_tool(name: str, description: str | None, parameters: Json | None, *, st
     try:
         orjson.dumps(parameters)
     except orjson.JSONEncodeError as error:  # templates and grammars write it
-        raise InvalidRequest(f"the parameters of tool {name!r} are nested too deep") from error
+        raise InvalidRequest(f"the parameters of tool {name!r} are nested too deep", param="tools") from error
     return Tool(name, description, parameters or {}, strict=strict)
 
 
@@ -389,11 +389,9 @@ def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
     if choice.mode is ToolMode.NAMED:
         named = [tool for tool in tools if tool.name == choice.name]
         if not named:
-            raise ToolError(f"Tool with name {choice.name} not found")
+            raise ToolError(f"Tool with name {choice.name} not found", param="tool_choice")
         return named
-    if choice.allowed is None:
-        return tools
-    allowed = [tool for tool in tools if tool.name in choice.allowed]
+    allowed = [tool for tool in tools if choice.allowed is None or tool.name in choice.allowed]
     if choice.mode is ToolMode.REQUIRED and not allowed:
-        raise ToolError("`allowed_tools` requires a call, and names no tool of the request")
+        raise InvalidRequest("`tool_choice` requires a call, but there are no `tools` for it")
     return allowed

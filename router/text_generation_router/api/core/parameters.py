@@ -28,7 +28,7 @@ from text_generation_proto.values import (
     Sampling,
 )
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.errors import ContextLengthExceeded, InvalidRequest
+from text_generation_router.errors import ContextLengthExceeded, InvalidRequest, NotSupported
 from text_generation_router.request import Request, TokenId
 
 MAX_STOP_TOKENS = 64
@@ -216,6 +216,7 @@ def new_tokens(input_tokens: int, options: GenerationOptions, limits: Limits) ->
             tokens=str(input_tokens),
             limit=limits.max_input_tokens,
             context=limits.max_total_tokens,
+            param=_INPUTS[options.api],
         )
     return min(_wanted(input_tokens, options, limits), limits.max_total_tokens - input_tokens)
 
@@ -230,6 +231,7 @@ def check_total(input_tokens: int, options: GenerationOptions, limits: Limits, *
             tokens=given,
             limit=max(limits.max_total_tokens - wanted, 0),
             context=limits.max_total_tokens,
+            param=_INPUTS[options.api],
         )
 
 
@@ -267,5 +269,5 @@ def _asks_for(values: object, parameter: Parameter, api: Api) -> bool:
     return bool(getattr(values, parameter.field) != parameter.neutral)
 
 
-def _not_supported(name: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is not supported by this engine: {reason}")
+def _not_supported(name: str, reason: str) -> NotSupported:
+    return NotSupported(f"{name} is not supported by this engine: {reason}")

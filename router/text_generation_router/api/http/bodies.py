@@ -1,7 +1,6 @@
 """Base classes and types of request and response bodies, and the reading of request bodies.
 
-As in TGI (serde), values are not coerced, numbers have a size, and unknown fields are ignored. A body that cannot be read
-is refused in the words of TGI's web framework.
+As in TGI (serde), values are not coerced, numbers have a size, and unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 from aiohttp import HttpVersion11, hdrs, web
@@ -29,11 +28,13 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from typing_extensions import TypeAliasType, TypedDict
 
-from text_generation_router.api.http.body_errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
+from text_generation_router.api.http.body_errors import BodyTooLarge, InvalidJson, UnsupportedMediaType
 from text_generation_router.api.http.body_reader import BODIES, MAX_INLINE
+from text_generation_router.api.http.body_reasons import Place, invalid_body
 from text_generation_router.api.http.content_encoding import encoding_of
 from text_generation_router.api.http.structure import check_structure
 from text_generation_router.aside import aside
+from text_generation_router.errors import NotSupported
 
 JSON = "application/json"
 
@@ -41,15 +42,26 @@ JSON = "application/json"
 # ---------------------------------------------------------------------------------------------------------------- schemas
 
 
+_NEUTRAL = (("n", 1), ("best_of", 1), ("repetition_penalty", 1))
+"""Values of refused fields that ask for nothing, beside those that are false."""
+
+
 class Body(BaseModel):
     """Base of every request body."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, use_attribute_docstrings=True)
 
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Fields of other APIs with a known meaning, and what to do instead."""
+
     @model_validator(mode="before")
     @classmethod
-    def _let_the_event_loop_run(cls, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    def _refuse_other_fields(cls, value: Any) -> Any:  # noqa: ANN401 - any JSON value
         # Called for each object. Pydantic's own code never gives up the interpreter's lock, a call into Python does.
+        if cls.refused and isinstance(value, dict):
+            for name in sorted(cls.refused.keys() & value.keys() - cls.model_fields.keys()):
+                if value[name] and (name, value[name]) not in _NEUTRAL:
+                    raise NotSupported(". ".join(filter(None, (f"`{name}` is not supported here", cls.refused[name]))))
         return value
 
 
@@ -74,7 +86,7 @@ def _to_float32(value: float) -> float:
     try:
         rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
     except OverflowError:
-        raise ValueError("number out of range") from None
+        raise ValueError("must be a number of 32 bits") from None
     return rounded
 
 
@@ -97,7 +109,7 @@ MAX_METADATA_CHARACTERS = 512
 
 def _short_as_json(name: str) -> str:
     if len(orjson.dumps(name)) - len('""') > MAX_MODEL_BYTES:
-        raise ValueError(f"at most {MAX_MODEL_BYTES} bytes")
+        raise ValueError(f"must have at most {MAX_MODEL_BYTES} bytes")
     return name
 
 
@@ -124,7 +136,7 @@ def at_most(limit: int, what: str) -> Callable[[Any], Any]:
 
     def counted(value: Any) -> Any:  # noqa: ANN401 - any JSON value
         if isinstance(value, dict) and len(value) > limit:
-            raise ValueError(f"at most {limit} {what}")
+            raise ValueError(f"must have at most {limit} {what}")
         return value
 
     return counted
@@ -143,18 +155,12 @@ AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[Name, Any], BeforeVali
 
 BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
-Place = tuple[int | str, ...]
-"""The place of an error: keys, indices and names of members of unions."""
-
 MAX_WRITTEN_AT_ONCE = 1 << 20
 """Bytes of a response that is written at once."""
 LARGE_BODY = web.RequestKey("large_body", bool)
 """True if the body is longer than that."""
 MODEL = web.RequestKey("model", str)
 """The name of the model in the body, else that of the server's model."""
-
-MAX_STEP = 64
-"""Characters of a key in an error's path: the client chose it."""
 
 
 async def parse_body(request: web.Request, schema: type[BodyT]) -> BodyT:
@@ -205,7 +211,7 @@ def validate(value: object, schema: type[BodyT]) -> BodyT:
             details = error.errors(include_url=False, include_context=False)
             places = {_any_entry(detail["loc"]) for detail in details if _is_whole(detail)} - done
             if not places:  # each round adds fields of the schema
-                raise InvalidBody(_first_reason(error)) from None
+                raise invalid_body(error, value) from None
         for place in places:
             value = _with_integers(value, place)
         done |= places
@@ -270,7 +276,7 @@ async def expect_continue(request: web.Request) -> web.StreamResponse | None:
 
 async def _read(request: web.Request, encoding: str) -> bytes | bytearray:
     if (request.content_length or 0) > request.client_max_size:
-        raise BodyTooLarge
+        raise BodyTooLarge(f"{request.client_max_size} bytes")
     if hdrs.EXPECT in request.headers and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the final response has not begun
@@ -278,17 +284,3 @@ async def _read(request: web.Request, encoding: str) -> bytes | bytearray:
         return await request.app[BODIES].read(request, encoding)
     except web.RequestPayloadError as error:  # broken chunks
         raise InvalidJson(f"Failed to buffer the request body: {error}") from None
-
-
-def _first_reason(error: ValidationError) -> str:
-    """The first error. For a field of a union type: the deepest one, from the variant that fits best.
-
-    There are at most as many errors as the body has fields, because validation of a list stops at its first invalid entry.
-    """
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    field = errors[0]["loc"][:1]
-    first = max((other for other in errors if other["loc"][:1] == field), key=lambda other: len(other["loc"]))
-    path = ".".join(str(part)[:MAX_STEP] for part in first["loc"])
-    if first["type"] == "missing":
-        return f"missing field `{path}`"
-    return f"{path}: {first['msg']}" if path else first["msg"]

@@ -1,4 +1,4 @@
-"""Errors of request bodies that cannot be read. Their texts are those of TGI's web framework."""
+"""Errors of request bodies that cannot be read. On TGI's routes their texts are those of TGI's web framework."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class BodyTooLarge(BodyRejected):
 
     status = 413
     error_type = "payload_too_large"
-    message = "Failed to buffer the request body: length limit exceeded"
+    prefix = "Failed to buffer the request body: length limit exceeded. The limit of this server, --payload-limit, is "
+    message = "32000000 bytes"
     anthropic_type = "request_too_large"
     closes_connection = True  # the client may still be sending
 
@@ -60,5 +61,5 @@ class InvalidBody(BodyRejected):
 
     status = 422
     error_type = "invalid_body"
-    openai_code = None
-    prefix = "Failed to deserialize the JSON body into the target type: "
+    openai_code = "invalid_value"
+    tgi_prefix = "Failed to deserialize the JSON body into the target type: "

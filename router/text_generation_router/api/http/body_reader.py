@@ -83,7 +83,7 @@ class BodyReader:
                 while chunk := await request.content.readany():
                     self._received(deadline, len(chunk))
                     if len(body) + len(chunk) > self._max_body:
-                        raise BodyTooLarge
+                        raise BodyTooLarge(f"{self._max_body} bytes")
                     if len(body) > MAX_INLINE:
                         turn = await self._pieces.take(tenant_of(request), len(chunk))
                         try:

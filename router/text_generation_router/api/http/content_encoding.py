@@ -53,7 +53,7 @@ def _inflated(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
     except zlib.error:
         text = b""
     if len(text) > limit:
-        raise BodyTooLarge
+        raise BodyTooLarge(f"{limit} bytes")
     if not decoder.eof or decoder.unused_data:
         raise InvalidJson(f"Failed to buffer the request body: it is not of `Content-Encoding: {encoding}`")
     return text

@@ -127,14 +127,14 @@ def error_answer(dialect: Dialect, error: ServingError) -> ErrorAnswer | OpenAIE
     """The error object of a dialect."""
     match dialect:
         case Dialect.TGI:
-            return {"error": str(error), "error_type": error.error_type}
+            return {"error": error.tgi_prefix + str(error), "error_type": error.error_type}
         case Dialect.OPENAI:
             return {
                 "error": {
                     "message": error.openai_text,
                     "type": error.openai_type,
-                    "param": None,
-                    "code": error.openai_code,
+                    "param": error.param,
+                    "code": error.code,
                     "http_status_code": status_of(dialect, error),
                 }
             }
@@ -155,7 +155,7 @@ def error_response(dialect: Dialect, error: ServingError) -> web.Response:
         response.body = orjson.dumps(error_answer(dialect, error))
         response.content_type = JSON
     elif error.tgi_body is TgiBody.TEXT:
-        response.text = str(error)
+        response.text = error.tgi_prefix + str(error)
     if error.closes_connection:
         response.force_close()
     return response

@@ -23,12 +23,12 @@ from text_generation_router.api.http.keys import X_API_KEY
 from text_generation_router.api.http.record import RECORD, Record, finish
 from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.api.http.spans import RequestSpans
+from text_generation_router.api.http.unknown_routes import unknown_route
 from text_generation_router.errors import (
     ClientLeft,
     IncompleteGeneration,
     MethodNotAllowed,
     ServingError,
-    UnknownRoute,
 )
 from text_generation_router.metrics import HttpMetrics
 
@@ -112,10 +112,11 @@ def forget_frames(error: BaseException) -> None:
 
 def _failed(request: web.Request, error: Exception) -> web.Response:
     if isinstance(error, web.HTTPNotFound):
-        error = UnknownRoute()
+        error = unknown_route(request)
     allowed = ""
     if isinstance(error, web.HTTPMethodNotAllowed):
-        allowed, error = error.headers[hdrs.ALLOW], MethodNotAllowed()
+        allowed = error.headers[hdrs.ALLOW]
+        error = MethodNotAllowed(f"{request.method} is not allowed here, only {allowed}")
     if not isinstance(error, ServingError):
         log.error("request handler failed", route=request.path, exc_info=error)
         cause, error = error, IncompleteGeneration()

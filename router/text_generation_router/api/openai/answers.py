@@ -112,6 +112,7 @@ class AssistantMessage(ResponseBody):
     role: Literal["assistant"]
     content: str | None
     """Null beside tool calls without text."""
+    refusal: None
     reasoning_content: NotRequired[str]
     """The reasoning, with --split-reasoning."""
     tool_calls: NotRequired[list[CallAnswer]]

@@ -133,7 +133,11 @@ class ChatRoutes:
         return await whole_answer(head, "chat.completion", choices(), counts, scores)
 
     async def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> ChatChoice:
-        message: AssistantMessage = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+        message: AssistantMessage = {
+            "role": "assistant",
+            "content": answer.text or (None if answer.calls else ""),
+            "refusal": None,
+        }
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls and body.functions:

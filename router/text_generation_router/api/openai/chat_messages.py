@@ -18,7 +18,7 @@ from text_generation_router.api.openai.schemas import (
     NamedToolChoice,
 )
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode, without_billing
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import InvalidRequest, about
 
 T = TypeVar("T")
 
@@ -26,8 +26,13 @@ _ROLES = {"developer": "system", "function": "tool"}
 """OpenAI roles with another name in chat templates."""
 
 
-def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
-    """Return the conversation of a body; `grammar` is that of its response format. Raises InvalidRequest."""
+def to_conversation(body: ChatBody, grammar: Grammar | None, field: str = "messages") -> Conversation:
+    """Return the conversation of a body; `grammar` is that of its response format. Raises InvalidRequest.
+
+    `field`: the client's name of the messages.
+    """
+    with about(field):
+        messages = [_message(message) for message in pop_each(body.messages)]
     kwargs = dict(body.chat_template_kwargs or {})
     for name, value in (
         ("reasoning_effort", body.reasoning_effort),
@@ -37,7 +42,7 @@ def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
         if value is not None:
             kwargs.setdefault(name, value)
     return Conversation(
-        messages=[_message(message) for message in pop_each(body.messages)],
+        messages=messages,
         tools=[_tool(tool.type, tool.function) for tool in body.tools or ()]
         + [_tool("function", function) for function in body.functions or ()],
         tool_choice=_choice(body),
@@ -85,7 +90,11 @@ def _text(content: str | Sequence[ContentPart] | None, *, system: bool) -> str:
     else:
         for part in content:
             if part.type not in ("text", "input_text", "output_text", "refusal"):
-                raise InvalidRequest(f"{part.type.removesuffix('_url')[:32]} modality is not supported")
+                said = f"{part.type.removesuffix('_url')[:32]} modality is not supported"
+                raise InvalidRequest(said, code="unsupported_value")
+            if part.text is None and part.type != "refusal":
+                said = f"a content part of type `{part.type}` has no `text`"
+                raise InvalidRequest(said, code="missing_required_parameter")
         texts = [part.text or "" for part in content]
     return "".join(map(without_billing, texts) if system else texts)
 
@@ -117,15 +126,17 @@ def _choice(body: ChatBody) -> ToolChoice:
 
 def _tool(kind: str, function: FunctionDefinition) -> Tool:
     if kind != "function":
-        raise InvalidRequest(f"tools of type {kind[:32]!r} are not supported")
+        raise InvalidRequest(f"tools of type {kind[:32]!r} are not supported", param="tools", code="unsupported_value")
     parameters = function.arguments if function.parameters is None else function.parameters
     if isinstance(parameters, str):
         try:
             parameters = orjson.loads(parameters)
         except orjson.JSONDecodeError as error:
-            raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {error.msg}") from None
+            raise InvalidRequest(
+                f"the parameters of tool {function.name!r} are not JSON: {error.msg}", param="tools"
+            ) from None
         if not isinstance(parameters, dict):
-            raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object")
+            raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object", param="tools")
     return read_tool(function.name, function.description, parameters, strict=bool(function.strict))
 
 

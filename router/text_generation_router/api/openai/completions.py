@@ -94,7 +94,7 @@ class CompletionRoutes:
         if body.suffix is not None:
             raise SuffixNotSupported
         if not prompts:
-            raise InvalidRequest("Empty array detected. Do not use an empty array for the prompt.")
+            raise InvalidRequest("Empty array detected. Do not use an empty array for the prompt.", param="prompt")
         if len(prompts) > self._limit:
             raise BatchTooLarge(str(self._limit))
         if body.best_of not in (None, 1, body.n or 1):

@@ -8,7 +8,7 @@ from text_generation_proto.parameters import Api
 from text_generation_proto.values import Grammar, LogprobOptions
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody, OpenAIBody
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import InvalidRequest, NotSupported, about
 from text_generation_router.grammar.forms import guided, response_format
 from text_generation_router.request import TokenId
 
@@ -45,7 +45,8 @@ def completion_options(body: CompletionBody) -> GenerationOptions:
 
 def asked_grammar(body: OpenAIBody) -> Grammar | None:
     """Return the grammar of the answer. Raises InvalidRequest."""
-    form = None if body.response_format is None else response_format(body.response_format)
+    with about("response_format"):
+        form = None if body.response_format is None else response_format(body.response_format)
     other = guided(body.constraints)
     if form is not None and other is not None:
         raise InvalidRequest("`response_format` and another constraint cannot be combined")
@@ -63,7 +64,7 @@ def _options(
 ) -> GenerationOptions:
     if body.prompt_logprobs is not None:
         if body.stream:
-            raise InvalidRequest("`prompt_logprobs` is not supported with `stream`")
+            raise NotSupported("`prompt_logprobs` is not supported with `stream`")
         most = max(logprobs.prompt_top_n, body.prompt_logprobs)
         logprobs = replace(logprobs, prompt=True, prompt_top_n=most)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []

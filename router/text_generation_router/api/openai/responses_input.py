@@ -18,11 +18,22 @@ from text_generation_router.api.openai.schemas import (
     ToolCall,
 )
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import InvalidRequest, NotSupported, about
 from text_generation_router.grammar.forms import response_format
 
 ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""The words of `include`. The others are about what this server never writes, so that nothing is left out."""
 
 
 def to_options(body: ResponsesBody) -> GenerationOptions:
@@ -65,18 +76,24 @@ def to_conversation(body: ResponsesBody) -> Conversation:
         continue_final_message=False,  # an answer is always a new item
     )
     form = None if body.text is None else body.text.format
-    return chat_messages.to_conversation(chat, None if form is None else response_format(form))
+    with about("text.format"):
+        grammar = None if form is None else response_format(form)
+    return chat_messages.to_conversation(chat, grammar, "input")
 
 
 def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
-    for name, value in (
-        ("previous_response_id", body.previous_response_id),
-        ("conversation", body.conversation),
-        ("prompt", body.prompt),
-        ("background", body.background or None),
+    for name, value, advice in (
+        ("previous_response_id", body.previous_response_id, "responses are not stored. Send the whole `input`"),
+        ("conversation", body.conversation, "conversations are not stored. Send the whole `input`"),
+        ("prompt", body.prompt, "templates of prompts are not stored. Send their text as `instructions` and `input`"),
+        ("background", body.background or None, "responses are not stored. Wait for the response, or `stream` it"),
     ):
         if value is not None:
-            raise InvalidRequest(f"`{name}` is not supported: responses are not stored. Send the whole `input`")
+            raise NotSupported(f"`{name}` is not supported: {advice}")
+    for word in body.include or ():
+        if word not in INCLUDED:
+            known = ", ".join(f"`{known}`" for known in INCLUDED)
+            raise InvalidRequest(f"`include` must have only {known}. Given: {word[:64]!r}")
 
 
 class _Messages:
@@ -106,7 +123,9 @@ class _Messages:
             case "function_call_output":
                 self._output(item)
             case other:
-                raise InvalidRequest(f"input items of type {other[:32]!r} are not supported")
+                raise InvalidRequest(
+                    f"input items of type {other[:32]!r} are not supported", param="input", code="unsupported_value"
+                )
         self._thoughts.clear()
 
     def close(self) -> None:
@@ -120,7 +139,8 @@ class _Messages:
     def _message(self, item: InputItem) -> None:
         if item.role not in ROLES:
             known = ", ".join(f"`{role}`" for role in ROLES)
-            raise InvalidRequest(f"the role of an input message must be one of {known}. Given: {str(item.role)[:32]!r}")
+            said = f"the role of an input message must be one of {known}. Given: {str(item.role)[:32]!r}"
+            raise InvalidRequest(said, param="input")
         self.close()
         if item.role == "assistant":
             self._open = Message(role=item.role, content=item.content, reasoning_content=self._thought())
@@ -129,7 +149,7 @@ class _Messages:
 
     def _call(self, item: InputItem) -> None:
         if item.call_id is None or item.name is None:
-            raise InvalidRequest("an input item of type `function_call` needs `call_id` and `name`")
+            raise InvalidRequest("an input item of type `function_call` needs `call_id` and `name`", param="input")
         name = self._tools.name_of(item.namespace, item.name)
         self._names[item.call_id] = name
         if self._open is None:
@@ -139,7 +159,7 @@ class _Messages:
 
     def _output(self, item: InputItem) -> None:
         if item.call_id is None:
-            raise InvalidRequest("an input item of type `function_call_output` has no `call_id`")
+            raise InvalidRequest("an input item of type `function_call_output` has no `call_id`", param="input")
         self.close()
         name = self._names.get(item.call_id)
         self._messages.append(Message(role="tool", content=item.output or "", tool_call_id=item.call_id, name=name))

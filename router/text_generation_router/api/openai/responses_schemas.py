@@ -5,7 +5,8 @@ Fields that need stored responses are defined here so that they can be refused b
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, FailFast, Field
 from pydantic.json_schema import SkipJsonSchema
@@ -13,7 +14,8 @@ from typing_extensions import TypeAliasType
 
 from text_generation_router.api.http.bodies import Body, Float32, ModelName, Name, TextMetadata, UInt32
 from text_generation_router.api.http.caller import TieredFields
-from text_generation_router.api.openai.schemas import ContentPart
+from text_generation_router.api.openai.schemas import ChatBody, ContentPart
+from text_generation_router.api.openai.shared_fields import UnservedFields
 from text_generation_router.grammar.tools import MAX_TOOLS
 
 MAX_ITEMS = 10_000
@@ -151,8 +153,19 @@ class ReasoningOptions(Body):
 Included = TypeAliasType("Included", Annotated[list[Name], FailFast(), Field(max_length=MAX_INCLUDED)])
 
 
-class ResponsesBody(TieredFields):
+class ResponsesBody(UnservedFields, TieredFields):
     """Body of /v1/responses."""
+
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(ChatBody.model_fields, "") | {
+        "messages": "Use `input`",
+        "max_tokens": "Use `max_output_tokens`",
+        "max_completion_tokens": "Use `max_output_tokens`",
+        "reasoning_effort": "Use `reasoning.effort`",
+        "response_format": "Use `text.format`",
+        "verbosity": "Use `text.verbosity`",
+    }
+    stream_options: dict[str, Any] | None = None
+    """Accepted; not used."""
 
     model: ModelName | None = None
     """The name of the model: one of /v1/models, or `tgi`. Any other is rejected."""
@@ -185,7 +198,7 @@ class ResponsesBody(TieredFields):
     store: bool | None = None
     """Accepted: nothing is stored, and the answer says so."""
     include: Included | None = None
-    """`message.output_text.logprobs` asks for the log-probabilities of the text; others are ignored."""
+    """`message.output_text.logprobs` asks for the log-probabilities of the text; OpenAI's other words have no effect."""
     top_logprobs: UInt32 | None = None
     """Report the log-probabilities of the text, and those of so many most probable tokens at each position."""
     user: Name | None = None

@@ -59,7 +59,7 @@ def _named(value: Any, check: Any) -> Any:  # noqa: ANN401 - any JSON value
     try:
         return check(value)
     except ValueError:
-        raise PydanticCustomError("not_supported", "not supported by this server") from None
+        raise PydanticCustomError("not_supported", "is not supported by this server") from None
 
 
 _Unserved = WrapValidator(_named)

@@ -34,6 +34,19 @@ from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 TGI_VERSION = "3.3.7"
 """The last release of TGI, whose clients are served."""
+_HOME = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="color-scheme" content="light dark">
+<title>Text Generation Inference</title>
+</head>
+<body>
+<h1>Text Generation Inference</h1>
+<ul>{links}</ul>
+</body>
+</html>
+"""
 MAX_IDS = 1 << 18
 """Tokens that /detokenize takes."""
 
@@ -188,10 +201,23 @@ class ServiceRoutes:
         self._cluster = cluster
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """GET /health, /ping and /: readiness, as in TGI."""
+        """GET /health and /ping: readiness, as in TGI."""
         if not self._healthy():
             raise Unhealthy
         return web.Response()
+
+    async def home(self, request: web.Request) -> web.StreamResponse:
+        """GET /: readiness, as in TGI, with links for a browser.
+
+        A browser, which accepts `text/html`, gets a page; the status is the same.
+        """
+        if "text/html" not in request.headers.get(hdrs.ACCEPT, ""):
+            return await self.health(request)
+        paths = ["docs", "info", "metrics", *(["dashboard"] if self._settings.config.dashboard else [])]
+        links = "".join(f'<li><a href="{path}">/{path}</a></li>' for path in sorted(paths))
+        status = 200 if self._healthy() else Unhealthy.status
+        policy = {"content-security-policy": "default-src 'none'"}
+        return web.Response(text=_HOME.format(links=links), content_type="text/html", status=status, headers=policy)
 
     async def live(self, request: web.Request) -> web.StreamResponse:
         """GET /health/live: 200 while the process answers, also while it drains. Its peers are told when it stops."""

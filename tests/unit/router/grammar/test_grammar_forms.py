@@ -86,7 +86,7 @@ REFUSED: list[tuple[Callable[[Json], object], Json, str]] = [
     (tgi_grammar, {"type": "json", "value": {"type": "object"}}, "grammar is not valid: Grammar must have a 'properties' field$"),
     *((tgi_grammar, {"type": "json", "value": text}, "grammar is not valid: ") for text in UNREADABLE),
     (tgi_grammar, {"type": "regex", "value": "\ud800"}, ".*surrogate"),
-    *((read, form, "grammar is not valid: unknown type") for form in UNKNOWN for read in (tgi_grammar, response_format)),
+    *((read, form, "grammar is not valid: (unknown type|missing `type`)") for form in UNKNOWN for read in (tgi_grammar, response_format)),
     *((response_format, {"type": "json_schema", "json_schema": holder}, "grammar is not valid: .*must be an object")
       for holder in (None, 5, {}, {"schema": None}, {"schema": [1]})),
     *((guided, body, "grammar is not valid: ")

@@ -22,7 +22,9 @@ from text_generation_router.errors import (
     GenerationFailed,
     InvalidRequest,
     MethodNotAllowed,
+    ModelNotFound,
     NotFound,
+    NotSupported,
     Overloaded,
     ServingError,
     TemplateError,
@@ -72,8 +74,8 @@ def test_status_and_retry_after(dialect: Dialect, error: ServingError, status: i
 @pytest.mark.parametrize(
     ("error", "openai", "anthropic"),
     [
-        (InvalidRequest("no"), ("invalid_request_error", None), "invalid_request_error"),
-        (InvalidBody("no"), ("invalid_request_error", None), "invalid_request_error"),
+        (InvalidRequest("no"), ("invalid_request_error", "invalid_value"), "invalid_request_error"),
+        (InvalidBody("no"), ("invalid_request_error", "invalid_value"), "invalid_request_error"),
         (TemplateError("no"), ("invalid_request_error", "template_error"), "invalid_request_error"),
         (BodyTooLarge(), ("invalid_request_error", "payload_too_large"), "request_too_large"),
         (Unauthorized(), ("invalid_request_error", "invalid_api_key"), "authentication_error"),
@@ -126,15 +128,39 @@ def test_anthropics_clients_learn_that_threads_are_not_stored() -> None:
 def test_tgi_refuses_a_body_in_plain_text(error: BodyRejected) -> None:
     response = error_response(Dialect.TGI, error)
     assert response.content_type == "text/plain"
-    assert response.text == str(error)
+    assert response.text == error.tgi_prefix + str(error)
     assert response.keep_alive is (False if isinstance(error, BodyTooLarge) else None)
 
 
-@pytest.mark.parametrize("error", [Unauthorized(), UnknownRoute(), MethodNotAllowed()])
-def test_tgi_refuses_routes_and_keys_without_a_body(error: ServingError) -> None:
-    response = error_response(Dialect.TGI, error)
+def test_tgi_refuses_keys_without_a_body() -> None:
+    response = error_response(Dialect.TGI, Unauthorized())
     assert response.body is None
-    assert response.headers.get("www-authenticate") == ("Bearer" if error.status == 401 else None)
+    assert response.headers.get("www-authenticate") == "Bearer"
+
+
+@pytest.mark.parametrize("error", [UnknownRoute(), MethodNotAllowed()])
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_a_refused_route_has_a_body_in_each_dialect(dialect: Dialect, error: ServingError) -> None:
+    assert str(error) in str(body(dialect, error))
+
+
+@pytest.mark.parametrize(
+    ("error", "param", "code"),
+    [
+        (InvalidRequest("`top_p` must be >= 0.0"), "top_p", "invalid_value"),
+        (InvalidRequest("at most 3 tools", param="tools"), "tools", "invalid_value"),
+        (InvalidRequest("no"), None, "invalid_value"),
+        (NotSupported("`n` is not supported here"), "n", "unsupported_parameter"),
+        (InvalidBody("no", param="messages[0].role", code="invalid_type"), "messages[0].role", "invalid_type"),
+        (ContextLengthExceeded("`inputs` too long", param="messages"), "messages", "context_length_exceeded"),
+        (ModelNotFound("The model `a` does not exist"), "model", "model_not_found"),
+        (TemplateError("no"), "messages", "template_error"),
+        (Overloaded(), None, "overloaded"),
+    ],
+)
+def test_openais_clients_learn_which_field_is_wrong(error: ServingError, param: str | None, code: str) -> None:
+    answer = body(Dialect.OPENAI, error)["error"]
+    assert (answer["param"], answer["code"]) == (param, code)
 
 
 def test_a_deadline_has_its_own_type_in_every_dialect() -> None:

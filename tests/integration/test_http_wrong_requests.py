@@ -1,0 +1,138 @@
+"""Wrong requests of OpenAI's dialect: the message says what is wrong, `param` which field, `code` how."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from http_stack import Stack, serve
+
+Json = dict[str, Any]
+CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+USER: Json = {"role": "user", "content": "Hi"}
+CHAT: Json = {"messages": [USER]}
+ASK: Json = {"input": "Hi"}
+FOREIGN = ("deserialize", "untagged", "instance of", "Input should", "Value error", "None", "Body", ".str", "variant")
+"""Words of Rust's and Python's libraries."""
+
+
+def part(**fields: object) -> Json:
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, grammars=True) as stack:
+        yield stack
+
+
+MISSING, TYPE, VALUE, UNSUPPORTED = (
+    "missing_required_parameter",
+    "invalid_type",
+    "invalid_value",
+    "unsupported_parameter",
+)
+TABLE: list[tuple[str, Any, str, str | None, str]] = [
+    (CHATS, {}, "missing field `messages`", "messages", MISSING),
+    (CHATS, [], "the body must be an object. Given: an array", None, TYPE),
+    (CHATS, 5, "the body must be an object. Given: an integer", None, TYPE),
+    (CHATS, {"messages": 5}, "`messages` must be an array. Given: an integer", "messages", TYPE),
+    (CHATS, {"messages": []}, "`messages` cannot be empty", "messages", VALUE),
+    (CHATS, {"messages": [{}]}, "missing field `messages[0].role`", "messages[0].role", MISSING),
+    (CHATS, {"messages": [USER | {"content": 5}]}, "must be a string or an array. Given: an integer", "messages[0].content", TYPE),
+    (CHATS, part(type="text", text=5), "must be a string. Given: an integer", "messages[0].content[0].text", TYPE),
+    (CHATS, part(text="a"), "missing field", "messages[0].content[0].type", MISSING),
+    (CHATS, part(type="text"), "a content part of type `text` has no `text`", "messages", MISSING),
+    (CHATS, part(type="image_url", image_url={"url": "x"}), "image modality is not supported", "messages", "unsupported_value"),
+    (CHATS, CHAT | {"temperature": -1}, "`temperature` must be >= 0.0", "temperature", VALUE),
+    (CHATS, CHAT | {"temperature": "a"}, "`temperature` must be a number. Given: a string", "temperature", TYPE),
+    (CHATS, CHAT | {"temperature": 1e40}, "`temperature` must be a number of 32 bits", "temperature", VALUE),
+    (CHATS, CHAT | {"top_p": 2}, "`top_p` must be >= 0.0 and <= 1.0", "top_p", VALUE),
+    (CHATS, CHAT | {"top_k": 1.5}, "`top_k` must be an integer. Given: a number", "top_k", TYPE),
+    (CHATS, CHAT | {"n": 0}, "`n` must be >= 1. Given: 0", "n", "integer_below_min_value"),
+    (CHATS, CHAT | {"n": 200}, "`n` must be <= 128. Given: 200", "n", "integer_above_max_value"),
+    (CHATS, CHAT | {"stop": 5}, "`stop` must be a string or an array", "stop", TYPE),
+    (CHATS, CHAT | {"stop": [5]}, "`stop[0]` must be a string", "stop[0]", TYPE),
+    (CHATS, CHAT | {"stop": "x" * 2000}, "`stop` must have at most 1024 characters", "stop", "string_above_max_length"),
+    (CHATS, CHAT | {"logit_bias": {"a": 1}}, "`logit_bias` keys must be token ids", "logit_bias", VALUE),
+    (CHATS, CHAT | {"stream": "yes"}, "`stream` must be a boolean. Given: a string", "stream", TYPE),
+    (CHATS, CHAT | {"stream_options": {"include_usage": 1}}, "must be a boolean", "stream_options.include_usage", TYPE),
+    (CHATS, CHAT | {"tools": [{}]}, "missing field `tools[0].function`", "tools[0].function", MISSING),
+    (CHATS, CHAT | {"tools": [{"type": "x", "function": {"name": "f"}}]}, "'x' are not supported", "tools", "unsupported_value"),
+    (CHATS, CHAT | {"tools": [{"function": {"name": ""}}]}, "`tools[0].function.name` cannot be empty", "tools[0].function.name", "string_below_min_length"),
+    (CHATS, CHAT | {"tool_choice": "required"}, "requires a call, but there are no `tools`", "tool_choice", VALUE),
+    (CHATS, CHAT | {"tool_choice": {"type": "function"}}, "missing field", "tool_choice.function", MISSING),
+    (CHATS, CHAT | {"tool_choice": "f"}, "Tool with name f not found", "tool_choice", "tool_error"),
+    (CHATS, CHAT | {"tool_choice": 5}, "`tool_choice` must be a string or an object", "tool_choice", TYPE),
+    (CHATS, CHAT | {"function_call": "must"}, "`function_call` must be `auto` or `none`", "function_call", VALUE),
+    (CHATS, CHAT | {"function_call": {"name": 5}}, "must be a string", "function_call.name", TYPE),
+    (CHATS, CHAT | {"response_format": {}}, "missing `type`, expected one of `text`", "response_format", VALUE),
+    (CHATS, CHAT | {"response_format": {"type": "yaml"}}, "unknown type 'yaml'", "response_format", VALUE),
+    (CHATS, CHAT | {"audio": {}}, "`audio` is not supported by this server", "audio", UNSUPPORTED),
+    (CHATS, CHAT | {"use_beam_search": True}, "is not supported by this server", "use_beam_search", UNSUPPORTED),
+    (CHATS, CHAT | {"bad_words": [""]}, "`bad_words[0]` cannot be empty", "bad_words[0]", "string_below_min_length"),
+    (CHATS, CHAT | {"allowed_token_ids": []}, "`allowed_token_ids` cannot be empty", "allowed_token_ids", "empty_array"),
+    (CHATS, {"messages": [USER | {"content": "a " * 3000}]}, "maximum context length", "messages", "context_length_exceeded"),
+    (COMPLETIONS, {}, "missing field `prompt`", "prompt", MISSING),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "`prompt[1]` must be an integer. Given: a string", "prompt[1]", TYPE),
+    (COMPLETIONS, {"prompt": ["a"] * 5000}, "`prompt` must have at most 4096 entries", "prompt", "array_above_max_length"),
+    (COMPLETIONS, {"prompt": []}, "Empty array", "prompt", VALUE),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "Suffix is not supported", "suffix", UNSUPPORTED),
+    (COMPLETIONS, {"prompt": "a " * 3000}, "maximum context length", "prompt", "context_length_exceeded"),
+    (RESPONSES, {}, "missing field `input`", "input", MISSING),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "has no `text`", "input", MISSING),
+    (RESPONSES, {"input": [{"type": "foo"}]}, "input items of type 'foo' are not supported", "input", "unsupported_value"),
+    (RESPONSES, ASK | {"response_format": {"type": "json_object"}}, "is not supported here. Use `text.format`", "response_format", UNSUPPORTED),
+    (RESPONSES, ASK | {"max_tokens": 5}, "is not supported here. Use `max_output_tokens`", "max_tokens", UNSUPPORTED),
+    (RESPONSES, ASK | {"stop": ["a"]}, "`stop` is not supported here", "stop", UNSUPPORTED),
+    (RESPONSES, ASK | {"n": 2}, "`n` is not supported here", "n", UNSUPPORTED),
+    (RESPONSES, ASK | {"seed": 2}, "`seed` is not supported here", "seed", UNSUPPORTED),
+    (RESPONSES, ASK | {"audio": {"a": 1}}, "`audio` is not supported", "audio", UNSUPPORTED),
+    (RESPONSES, ASK | {"include": ["foo"]}, "`include` must have only `message.output_text.logprobs`", "include", VALUE),
+    (RESPONSES, ASK | {"background": True}, "Wait for the response, or `stream` it", "background", UNSUPPORTED),
+    (RESPONSES, ASK | {"prompt": {"id": "p"}}, "Send their text as `instructions` and `input`", "prompt", UNSUPPORTED),
+    (RESPONSES, ASK | {"tool_choice": "required"}, "there are no `tools`", "tool_choice", VALUE),
+    (RESPONSES, ASK | {"text": {"format": {}}}, "missing `type`", "text.format", VALUE),
+    (RESPONSES, ASK | {"text": {"verbosity": "x"}}, "must be `low`, `medium` or `high`. Given: 'x'", "text.verbosity", VALUE),
+    (RESPONSES, ASK | {"metadata": {"a": 5}}, "`metadata.a` must be a string", "metadata.a", TYPE),
+    (RESPONSES, {"input": "a " * 3000}, "maximum context length", "input", "context_length_exceeded"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "message", "param", "code"), TABLE, ids=lambda value: str(value)[:60])
+async def test_the_error_says_what_is_wrong_where_and_how(
+    stack: Stack, path: str, body: Json, message: str, param: str | None, code: str
+) -> None:
+    async with stack.client.post(path, json=body) as response:
+        reply = await response.json()
+        assert response.status == 400, reply
+    error = reply["error"]
+    assert message in error["message"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert not [word for word in FOREIGN if word in error["message"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHATS, CHAT | {"top_p": 0, "max_tokens": 1}),
+        (CHATS, CHAT | {"top_p": 1, "temperature": 0, "max_tokens": 1}),
+        (RESPONSES, ASK | {"n": 1, "stop": [], "seed": None, "include": ["reasoning.encrypted_content"]}),
+        (RESPONSES, ASK | {"stream_options": {"include_obfuscation": False}, "modalities": ["text"]}),
+        ("/v1/messages", CHAT | {"max_tokens": 1, "mcp_servers": [], "n": 1, "container": None}),
+    ],
+)
+async def test_a_field_that_asks_for_nothing_is_accepted(stack: Stack, path: str, body: Json) -> None:
+    async with stack.client.post(path, json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+async def test_the_message_of_a_chat_has_a_refusal(stack: Stack) -> None:
+    async with stack.client.post(CHATS, json=CHAT | {"max_tokens": 1}) as response:
+        assert (await response.json())["choices"][0]["message"]["refusal"] is None
