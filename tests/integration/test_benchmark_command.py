@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from certificates import write_certificates
+from http_stack import serve
 from openai_mock import OpenAIMock, serve_mock
 
 COMMAND = (sys.executable, "-m", "text_generation_bench.load")
@@ -146,3 +147,36 @@ async def test_a_terminal_gets_a_live_view() -> None:
     assert "2 open" in shown
     assert "2 warm-up" in shown
     assert "ev/tok" in shown
+
+
+@pytest.mark.parametrize("dialect", ["responses", "anthropic"])
+async def test_the_dialects_of_agents_are_measured_request_by_request(
+    dialect: str, demo_model: Path, tmp_path: Path
+) -> None:
+    output, records = tmp_path / "result.json", tmp_path / "records.jsonl"
+    async with serve(demo_model) as stack:
+        code, out, err = await benchmark(stack.port, "--dialect", dialect, "-s", "40", "-d", "6", "-b", "2", "-r", "2", "--turns", "2",
+                                         "--system-length", "20", "-o", str(output), "--records", str(records))  # fmt: skip
+    assert (code, err) == (0, ""), out
+    found = level(output)
+    assert (found["errors"], found["tokens"], found["tokens_counted"]) == (0, 8 * 6, True)
+    assert found["prompt_tokens"] > found["cached_tokens"] > 0
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [(row["level"], row["tokens"], row["turn"]) for row in rows].count(("2", 6, 1)) == 4
+    assert len(rows) == 8
+
+
+async def test_the_result_names_the_servers_own_version(demo_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    async with serve(demo_model) as stack:
+        code, out, err = await benchmark(
+            *(stack.port, "--search-rate", "40", "--duration", "0.3", "--latency-target", "0.001", "-o", str(output))
+        )
+    assert (code, err) == (0, "")
+    assert "no rate that was tried holds the targets" in out
+    result = json.loads(output.read_bytes())
+    assert result["server"]["server_version"] != result["server"]["version"]
+    assert result["search"]["rate"] is None
+    rates = [level["value"] for level in result["levels"]]
+    assert rates == [40 / 2**number for number in range(len(rates))]
+    assert result["search"]["fails_at"] == rates[-1]

@@ -31,11 +31,20 @@ def main() -> None:
         sys.exit(INTERRUPTED)
     if settings.output is not None:
         write(settings.output, orjson.dumps(result, option=orjson.OPT_INDENT_2 if not result["levels"] else 0).decode())
+    if settings.records is not None:
+        rows = ({"level": level["level"]} | row for level in result["levels"] for row in level["per_request"])
+        write(settings.records, "".join(f"{orjson.dumps(row).decode()}\n" for row in rows))
     if settings.report is not None:
         write(settings.report, report_page([("", result)]))
+    search = result.get("search")
+    if search and search["rate"]:
+        print(f"{search['share']:.0%} of the requests hold the targets up to {search['rate']:.4g} requests/s")
+    elif search:
+        print("no rate that was tried holds the targets")
     if result["interrupted"]:
         sys.exit(INTERRUPTED)
-    if any(level["requests"] == level["errors"] for level in result["levels"]):
+    failed = [level["requests"] == level["errors"] for level in result["levels"]]
+    if (all if search else any)(failed):
         sys.exit(int(ExitCode.FAILED))
 
 

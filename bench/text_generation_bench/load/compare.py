@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from text_generation_bench.load.run import FORMAT
+from text_generation_bench.load.server import version_of
 from text_generation_bench.load.settings import fail
 from text_generation_bench.load.table import COLUMNS, LEGEND, notes, row, table
 
@@ -22,6 +23,8 @@ RATIOS = (
     ("TPOT p50", lambda level: level["tpot"].get("p50")),
     ("latency p50", lambda level: level["latency"].get("p50")),
 )
+FEW = 100
+"""Values from which on the p99 is not the largest of them."""
 Results = Sequence[tuple[str, Mapping[str, Any]]]
 """Result files with their names."""
 
@@ -69,11 +72,16 @@ def ratios(results: Results) -> list[tuple[str, list[str], list[list[str]]]]:
         differing = _differing(base["settings"], other["settings"])
         title = f"{name} divided by {first}" + (f"; they differ in {', '.join(differing)}" if differing else "")
         rows = [
-            [level["level"], *(_ratio(level, found, of) for _, of in RATIOS)]
+            [
+                level["level"],
+                *(f"{_ratio(level, found, of)}{'?' * _rests_on_few(name, level, found)}" for name, of in RATIOS),
+            ]
             for level in other["levels"]
             for found in base["levels"]
             if found["level"] == level["level"]
         ]
+        if any(cell.endswith("?") for cells in rows for cell in cells):
+            title += f". Warning: a p99 of fewer than {FEW} values is nearly the largest of them: marked with ?"
         tables.append((title, ["level", *(column for column, _ in RATIOS)], rows))
     return tables
 
@@ -81,6 +89,12 @@ def ratios(results: Results) -> list[tuple[str, list[str], list[list[str]]]]:
 def _ratio(level: Mapping[str, Any], base: Mapping[str, Any], of: Any) -> str:  # noqa: ANN401 - a function of RATIOS
     value, reference = of(level), of(base)
     return f"{value / reference:.3f}" if value is not None and reference else "–"
+
+
+def _rests_on_few(column: str, *levels: Mapping[str, Any]) -> bool:
+    """Return True for a p99 of so few values that it is nearly the largest of them."""
+    measure, _, quantile = column.partition(" ")
+    return quantile == "p99" and min(level[measure.lower()]["count"] for level in levels) < FEW
 
 
 def _differing(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -91,4 +105,4 @@ def _differing(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _version(server: Mapping[str, Any]) -> str:
-    return f", server {server['version']}" if "version" in server else ""
+    return f", server {version}" if (version := version_of(server)) else ""

@@ -9,7 +9,20 @@ from typing import Any
 import orjson
 
 Prompt = str | list[int]
-PATHS = {"tgi": "/generate_stream", "openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+PATHS = {
+    "tgi": "/generate_stream",
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "anthropic": "/v1/messages",
+}
+DELTAS = frozenset(
+    f"response.{kind}.delta"
+    for kind in ("output_text", "reasoning_text", "reasoning_summary_text", "function_call_arguments", "refusal")
+)
+"""Events of Responses that hold generated text."""
+BLOCK_DELTAS = ("text", "thinking", "partial_json")
+"""Fields of a delta of Messages that hold generated text."""
 VISIBLE = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 """Fields of a chat delta that hold generated text."""
 
@@ -30,6 +43,11 @@ class BodyMaker:
             parameters = {"max_new_tokens": new_tokens, "details": True} | self.sampling
             return self._bytes({"inputs": _joined(system, turns), "parameters": parameters})
         fields: dict[str, Any] = {"model": self.model}
+        if self.dialect in ("responses", "anthropic"):
+            names = ("input", "instructions") if self.dialect == "responses" else ("messages", "system")
+            length = "max_output_tokens" if self.dialect == "responses" else "max_tokens"
+            fields |= {names[0]: _messages("", turns), length: new_tokens, "temperature": 0, "stream": True}
+            return self._bytes(fields | ({names[1]: system} if system else {}) | self.sampling)
         if self.dialect == "openai":
             fields["prompt"] = _joined(system, turns)
         else:
@@ -65,6 +83,7 @@ class AnswerStream:
 
     __slots__ = (
         "_kind",
+        "_read",
         "_rest",
         "_texts",
         "_wants_text",
@@ -78,6 +97,8 @@ class AnswerStream:
 
     def __init__(self, dialect: str, *, wants_text: bool) -> None:
         self._kind = dialect
+        readers = {"tgi": self._tgi, "responses": self._responses, "anthropic": self._anthropic}
+        self._read = readers.get(dialect, self._openai)
         self._wants_text = wants_text
         self._texts: list[str] = []
         self._rest = b""
@@ -125,9 +146,8 @@ class AnswerStream:
         elif event.get("error"):
             self.error = self.error or message_of(event, text)
         else:
-            read = self._tgi if self._kind == "tgi" else self._openai
             try:
-                read(stamp, event)
+                self._read(stamp, event)
             except (AttributeError, TypeError):
                 self.error = self.error or f"an event has another form: {text.strip()[:100].decode(errors='replace')}"
 
@@ -161,6 +181,34 @@ class AnswerStream:
                 self.times.append(stamp)
                 if self._wants_text:
                     self._texts.append(text)
+
+    def _responses(self, stamp: float, event: dict[str, Any]) -> None:
+        kind = event.get("type")
+        if kind in DELTAS:
+            self.times.append(stamp)
+            if self._wants_text and kind == "response.output_text.delta":
+                self._texts.append(event["delta"])
+        elif kind in ("response.failed", "error"):
+            self.error = self.error or message_of(event.get("response", event), b"the response failed")
+        elif kind in ("response.completed", "response.incomplete"):
+            self.has_ended = True
+            usage = event["response"].get("usage") or {}
+            self.usage_tokens, self.prompt_tokens = usage.get("output_tokens"), usage.get("input_tokens")
+            self.cached_tokens = (usage.get("input_tokens_details") or {}).get("cached_tokens")
+
+    def _anthropic(self, stamp: float, event: dict[str, Any]) -> None:
+        delta = event.get("delta") or {}
+        if any(delta.get(name) for name in BLOCK_DELTAS):
+            self.times.append(stamp)
+            if self._wants_text:
+                self._texts.append(delta.get("text") or "")
+        usage = event.get("usage") or (event.get("message") or {}).get("usage") or {}
+        if "input_tokens" in usage:
+            self.cached_tokens = usage.get("cache_read_input_tokens") or 0
+            self.prompt_tokens = usage["input_tokens"] + self.cached_tokens
+            self.prompt_tokens += usage.get("cache_creation_input_tokens") or 0
+        self.usage_tokens = usage.get("output_tokens", self.usage_tokens)
+        self.has_ended |= event.get("type") == "message_stop"
 
 
 def message_of(body: object, text: bytes) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from text_generation_bench.load.dialects import Prompt
@@ -55,12 +56,27 @@ class TextSource:
         elif settings.dialect == "openai" and settings.turns == 1:
             self._ids_below = settings.vocab_size
 
+    def blocks(self, seed: int, ids: Sequence[int], size: int, length: int) -> Prompt:
+        """Return a prompt of `length` tokens made of blocks of `size` tokens. The same number is the same block."""
+        blocks = (self._pieces(np.random.default_rng((seed, 2, number)), size) for number in ids)
+        return self._prompt(np.concatenate([*blocks])[: self._count(length)])
+
     def draw(self, random: np.random.Generator, length: int) -> Prompt:
         """Return a prompt of `length` tokens."""
+        return self._prompt(self._pieces(random, self._count(length)))
+
+    def _count(self, length: int) -> int:
+        return max(1, length - self._special) if self.tokenizer is not None else length
+
+    def _pieces(self, random: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
+        """Return token ids, or places of words."""
+        first, end = (FIRST_ID, self._ids_below) if self._ids_below else (0, len(self._words))
+        return random.integers(first, end, count)
+
+    def _prompt(self, pieces: npt.NDArray[np.int64]) -> Prompt:
         if self._ids_below:
-            return [int(token) for token in random.integers(FIRST_ID, self._ids_below, length).tolist()]
-        count = max(1, length - self._special) if self.tokenizer is not None else length
-        return " ".join([self._words[at] for at in random.integers(0, len(self._words), count).tolist()])
+            return [int(token) for token in pieces.tolist()]
+        return " ".join([self._words[at] for at in pieces.tolist()])
 
     def count(self, text: str) -> int | None:
         """Return the tokens of a text; None without a tokenizer."""

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from text_generation_bench.load.compare import Results, ratios
+from text_generation_bench.load.server import version_of
 from text_generation_bench.load.table import COLUMNS, LEGEND, notes, row
 
 CHARTS = files("text_generation_router") / "dashboard" / "static"
@@ -42,7 +43,7 @@ def report_page(results: Results) -> str:
 
 def _head(name: str, result: Mapping[str, Any]) -> str:
     settings, environment, server = result["settings"], result["environment"], result["server"]
-    version = f", version {server['version']}" if "version" in server else ""
+    version = f", version {version_of(server)}" if version_of(server) else ""
     lines = [
         f"{name + ': ' if name else ''}{settings['dialect']} at {settings['url']}{version}, {result['time']}",
         f"Client: {environment['client']}, Python {environment['python']}, {environment['cores']} cores, {environment['system']}",

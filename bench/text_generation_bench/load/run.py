@@ -16,6 +16,7 @@ from typing import Any
 
 from text_generation_bench.load.client import ClientReport, Order, Progress, run_client
 from text_generation_bench.load.measures import level_result
+from text_generation_bench.load.search import MAX_LEVELS, found, planned
 from text_generation_bench.load.server import describe_server
 from text_generation_bench.load.settings import OPEN_LOOP_SECONDS, LoadSettings, fail
 from text_generation_bench.load.views import Expected, View
@@ -84,17 +85,16 @@ class Clients:
 
 def run(settings: LoadSettings, view_for: Callable[[int], View]) -> dict[str, Any]:
     """Play all levels and return the content of the result file; after an interrupt, that of the levels that ended."""
-    planned = levels(settings)
     server = describe_server(settings)
     began = datetime.now(UTC)
     clients = Clients(settings, settings.model or server["model"])
-    view = view_for(len(planned))
     results: list[dict[str, Any]] = []
+    view = view_for(MAX_LEVELS if settings.search_rate else len(levels(settings)))
     interrupted = False
     try:
-        for level in planned:
+        for level in planned(settings, results):
             results.append(_play(settings, clients, view, level))
-            if results[-1]["errors"] == results[-1]["requests"] > 0:
+            if results[-1]["errors"] == results[-1]["requests"] > 0 and not settings.search_rate:
                 break
     except KeyboardInterrupt:
         interrupted = True
@@ -110,6 +110,7 @@ def run(settings: LoadSettings, view_for: Callable[[int], View]) -> dict[str, An
         "settings": settings.public() | {"model": settings.model or server["model"]},
         "targets": settings.targets,
         "levels": results,
+        **({"search": found(settings, results)} if settings.search_rate else {}),
     }
 
 

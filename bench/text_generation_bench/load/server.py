@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ INFO_FIELDS = (
     "model_dtype",
     "model_device_type",
     "version",
+    "server_version",
     "sha",
     "max_concurrent_requests",
     "max_total_tokens",
@@ -64,3 +66,8 @@ def _get(settings: LoadSettings, path: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def version_of(server: Mapping[str, Any]) -> str:
+    """Return the version that a server says it has; "" if it says none. `version` may be that of TGI, for its clients."""
+    return str(server.get("server_version") or server.get("version") or "")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 import time
@@ -13,9 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from text_generation_bench.load.arguments import above, body, header, milliseconds, numbers
 from text_generation_proto.exit_codes import ExitCode
 
-DIALECTS = ("tgi", "openai", "openai-chat")
+DIALECTS = ("tgi", "openai", "openai-chat", "responses", "anthropic")
 LENGTHS = ("fixed", "sharegpt")
 ARRIVALS = ("poisson", "constant", "burst")
 TGI_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -40,6 +39,8 @@ class LoadSettings(argparse.Namespace):
     timeout: float
     batch_size: list[int]
     rate: list[float]
+    search_rate: float | None
+    target_share: float
     arrival: str
     burst_size: int
     trace: Path | None
@@ -69,6 +70,7 @@ class LoadSettings(argparse.Namespace):
     latency_target: float | None
     processes: int
     output: Path | None
+    records: Path | None
     report: Path | None
     compare: list[Path]
 
@@ -87,6 +89,8 @@ class LoadSettings(argparse.Namespace):
         """Headers of each request beside those of HTTP itself."""
         pairs = dict(line.split(":", 1) for line in self.header)
         own = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        if self.dialect == "anthropic":
+            own |= {"anthropic-version": "2023-06-01"} | ({"x-api-key": self.api_key} if self.api_key else {})
         return own | {name.strip(): value.strip() for name, value in pairs.items()}
 
     @property
@@ -104,7 +108,7 @@ class LoadSettings(argparse.Namespace):
 
     def public(self) -> dict[str, Any]:
         """Return the settings for the result file: no key, and of headers the names only."""
-        hidden = {"api_key", "compare", "output", "report"}
+        hidden = {"api_key", "compare", "output", "records", "report"}
         values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
         values["header"] = [line.split(":", 1)[0] for line in self.header]
         values |= {"sequence_length": self.prompt_tokens, "decode_length": self.new_tokens}
@@ -121,48 +125,6 @@ def fail(message: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
     """Write one line to standard error and exit."""
     sys.stderr.write(f"text-generation-benchmark: error: {' '.join(message.split())}\n")
     raise SystemExit(int(code))
-
-
-def _numbers(kind: type[int] | type[float]) -> Any:  # noqa: ANN401 - argparse's type
-    def parse(text: str) -> list[float]:
-        values = [kind(part) for part in text.split(",")]
-        if not all(0 < value < math.inf for value in values):
-            raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite")
-        return values
-
-    parse.__name__ = "number"
-    return parse
-
-
-def _above(least: float, kind: type[int] | type[float] = int) -> Any:  # noqa: ANN401 - argparse's type
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least:g}")
-        return value
-
-    parse.__name__ = "number"
-    return parse
-
-
-def _milliseconds(text: str) -> float:
-    return float(_above(1e-3, float)(text))
-
-
-def _body(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
-def _header(text: str) -> str:
-    if ":" not in text or any(ord(letter) < 32 or ord(letter) > 126 for letter in text):
-        raise argparse.ArgumentTypeError("must be 'Name: value'")
-    return text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -191,13 +153,14 @@ def _server_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         "--dialect",
         choices=DIALECTS,
         default="tgi",
-        help="tgi: /generate_stream; openai: /v1/completions; openai-chat: /v1/chat/completions; default: %(default)s",
+        help="tgi: /generate_stream; openai: /v1/completions; openai-chat: /v1/chat/completions; responses: /v1/responses; "
+        "anthropic: /v1/messages; default: %(default)s",
     )
     add("--model", help="value of the field model; default: the first of /v1/models")
     add("--api-key", default=os.environ.get("API_KEY"), help="key sent as Authorization: Bearer; environment: API_KEY")
     add(
         "--header",
-        type=_header,
+        type=header,
         action="append",
         default=[],
         metavar="NAME:VALUE",
@@ -209,7 +172,7 @@ def _server_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
     add("--insecure", action="store_true", help="do not check the server's certificate")
     add(
         "--timeout",
-        type=_above(0.001, float),
+        type=above(0.001, float),
         default=900.0,
         metavar="S",
         help="longest duration of a request, in seconds; default: %(default)g",
@@ -217,18 +180,20 @@ def _server_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
 
 
 def _load_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
-    add("-b", "--batch-size", "--concurrency", type=_numbers(int), nargs="+", action="extend", metavar="N",
+    add("-b", "--batch-size", "--concurrency", type=numbers(int), nargs="+", action="extend", metavar="N",
         help=f"closed loop: requests kept open, one level each; default: {','.join(map(str, TGI_BATCH_SIZES))}")  # fmt: skip
     add(
         "-r",
         "--runs",
-        type=_above(1),
+        type=above(1),
         default=10,
         metavar="N",
         help="closed loop: requests of each open one at a level; default: %(default)s",
     )
-    add("--rate", type=_numbers(float), nargs="+", action="extend", metavar="R",
+    add("--rate", type=numbers(float), nargs="+", action="extend", metavar="R",
         help="open loop: requests a second, sent without waiting for answers; one level each")  # fmt: skip
+    add("--search-rate", type=above(0.001, float), metavar="R",
+        help="open loop: find the highest rate that holds the targets; begin with R, and double or halve it")  # fmt: skip
     add(
         "--arrival",
         choices=ARRIVALS,
@@ -237,28 +202,33 @@ def _load_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
     )
     add(
         "--burst-size",
-        type=_above(1),
+        type=above(1),
         default=8,
         metavar="N",
         help="requests at once with --arrival burst; default: %(default)s",
     )
-    add("--trace", type=Path, metavar="FILE", help="open loop: JSON lines with timestamp, input_length, output_length")
-    add("--time-scale", type=_above(1e-9, float), default=1.0, metavar="X",
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="open loop: JSON lines with timestamp, input_length, output_length, maybe hash_ids of blocks",
+    )
+    add("--time-scale", type=above(1e-9, float), default=1.0, metavar="X",
         help="factor of the trace's timestamps, to seconds: 0.001 for ms, 0.5 to play it twice as fast")  # fmt: skip
-    add("--requests", type=_above(1), metavar="N", help="requests of a level (chats with --turns), instead of --runs")
-    add("--duration", type=_above(0.1, float), metavar="S",
+    add("--requests", type=above(1), metavar="N", help="requests of a level (chats with --turns), instead of --runs")
+    add("--duration", type=above(0.1, float), metavar="S",
         help=f"send requests for so many seconds; default of --rate: {OPEN_LOOP_SECONDS:g}")  # fmt: skip
     add(
         "-w",
         "--warmups",
-        type=_above(0),
+        type=above(0),
         default=1,
         metavar="N",
         help="rounds before each level that are not counted; default: %(default)s",
     )
     add(
         "--processes",
-        type=_above(1),
+        type=above(1),
         default=1,
         metavar="N",
         help="client processes, if one core does not suffice; default: %(default)s",
@@ -273,14 +243,14 @@ def _text_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
     add(
         "-s",
         "--sequence-length",
-        type=_above(1),
+        type=above(1),
         metavar="N",
         help="prompt tokens; default: 10; with --lengths sharegpt the most, default: 1024",
     )
     add(
         "-d",
         "--decode-length",
-        type=_above(1),
+        type=above(1),
         metavar="N",
         help="new tokens; default: 8; with --lengths sharegpt the most, default: 1024",
     )
@@ -294,36 +264,36 @@ def _text_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         help="prompts: JSON or JSON lines with prompt, messages or conversations (ShareGPT's file), and maybe output_length")  # fmt: skip
     add(
         "--turns",
-        type=_above(1),
+        type=above(1),
         default=1,
         metavar="N",
         help="turns of a chat; each prompt has the answers before it; default: %(default)s",
     )
     add(
         "--think-time",
-        type=_above(0, float),
+        type=above(0, float),
         default=0.0,
         metavar="S",
         help="seconds between an answer and the next turn",
     )
     add(
         "--system-length",
-        type=_above(0),
+        type=above(0),
         default=0,
         metavar="N",
         help="tokens of a system prompt that requests share; default: %(default)s",
     )
-    add("--system-prompts", type=_above(1), default=1, metavar="N", help="number of different system prompts")
+    add("--system-prompts", type=above(1), default=1, metavar="N", help="number of different system prompts")
     add(
         "--vocab-size",
-        type=_above(300),
+        type=above(300),
         default=30000,
         metavar="N",
         help="token ids of prompts are from 200 up to this; default: %(default)s",
     )
     add(
         "--seed",
-        type=_above(0),
+        type=above(0),
         default=time.time_ns() % 2**31,
         metavar="N",
         help="seed of prompts and arrivals; default: another one each run",
@@ -335,7 +305,7 @@ def _sampling_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         kind, least = (int, 0) if name in ("top_k", "top_n_tokens") else (float, -100)
         add(
             f"--{name.replace('_', '-')}",
-            type=_above(least, kind),
+            type=above(least, kind),
             metavar="X" if kind is float else "N",
             help="as in TGI",
         )
@@ -343,7 +313,7 @@ def _sampling_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
     add("--watermark", action="store_true", help="as in TGI")
     add(
         "--extra-body",
-        type=_body,
+        type=body,
         default={},
         metavar="JSON",
         help="more fields of the body; null removes one: '{\"ignore_eos\": null}'",
@@ -351,15 +321,18 @@ def _sampling_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
 
 
 def _result_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
-    add("--ttft-target", type=_milliseconds, metavar="MS", help="goodput: longest time to first token, in ms")
+    add("--ttft-target", type=milliseconds, metavar="MS", help="goodput: longest time to first token, in ms")
     add(
         "--itl-target",
-        type=_milliseconds,
+        type=milliseconds,
         metavar="MS",
         help="goodput: longest time between events, held by 99 %% of a request's",
     )
-    add("--tpot-target", type=_milliseconds, metavar="MS", help="goodput: longest mean time per token after the first")
-    add("--latency-target", type=_milliseconds, metavar="MS", help="goodput: longest duration of a request")
+    add("--tpot-target", type=milliseconds, metavar="MS", help="goodput: longest mean time per token after the first")
+    add("--latency-target", type=milliseconds, metavar="MS", help="goodput: longest duration of a request")
+    add("--target-share", type=above(0.001, float), default=0.99, metavar="X",
+        help="share of requests that must hold the targets with --search-rate; default: %(default)g")  # fmt: skip
+    add("--records", type=Path, metavar="FILE", help="write each request as a JSON line: its level, times and tokens")
     add("-o", "--output", type=Path, metavar="FILE", help="write settings, environment and times as JSON")
     add("--report", type=Path, metavar="FILE", help="write a page with plots: one HTML file")
     add(
@@ -386,14 +359,18 @@ def parse_settings(argv: Sequence[str] | None = None) -> LoadSettings:
         parser.error(f"argument --url: must begin with http:// or https://, not {settings.url!r}")
     if "@" in host:
         parser.error("argument --url: a user and a password belong into --header or --api-key")
-    modes = [name for name in ("batch_size", "rate", "trace") if getattr(settings, name)]
+    modes = [name for name in ("batch_size", "rate", "search_rate", "trace") if getattr(settings, name)]
+    if settings.search_rate and not settings.targets:
+        parser.error("--search-rate needs a target: --ttft-target, --itl-target, --tpot-target or --latency-target")
+    if settings.target_share > 1:
+        parser.error("argument --target-share: must be at most 1")
     if len(modes) > 1:
         parser.error(f"only one of {', '.join('--' + name.replace('_', '-') for name in modes)}")
     if settings.api_key and not settings.api_key.isascii():
         parser.error("argument --api-key: must be ASCII")
     if not modes:
         settings.batch_size = list(TGI_BATCH_SIZES)
-    for name in ("output", "report"):
+    for name in ("output", "records", "report"):
         path = getattr(settings, name)
         if path is not None and not path.parent.is_dir():
             parser.error(f"argument --{name}: no folder {path.parent}")

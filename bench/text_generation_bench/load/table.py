@@ -9,10 +9,11 @@ from typing import Any
 from text_generation_bench.load.measures import client_warning
 
 COLUMNS = (
-    "level", "requests", "errors", "tokens/s", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "latency p50", "good",
+    "level", "requests", "errors", "tokens/s", "req/s", "TTFT mean", "p50", "p90", "p95", "p99",
+    "ITL mean", "p50", "p90", "p95", "p99", "TPOT p50", "latency p50", "good",
     "ev/tok", "client",
 )  # fmt: skip
-LEAST = ("ev/tok", "requests", "TPOT p50", "req/s", "latency p50", "good")
+LEAST = ("p90", "p95", "ev/tok", "requests", "TPOT p50", "req/s", "latency p50", "good")
 """Columns that a narrow terminal does without, in this order."""
 LEGEND = (
     "level: requests kept open, or sent a second; TTFT, ITL, TPOT: ms to the first event, between events, per token after it;\n"
@@ -29,10 +30,8 @@ def row(result: Mapping[str, Any]) -> list[str]:
         str(result["errors"]),
         f"{result['tokens_per_s']:.1f}",
         f"{result['requests_per_s']:.2f}",
-        milliseconds(ttft, "p50", 1),
-        milliseconds(ttft, "p99", 1),
-        milliseconds(itl, "p50", 2),
-        milliseconds(itl, "p99", 2),
+        *(milliseconds(ttft, name, 1) for name in ("mean", "p50", "p90", "p95", "p99")),
+        *(milliseconds(itl, name, 2) for name in ("mean", "p50", "p90", "p95", "p99")),
         milliseconds(tpot, "p50", 2),
         f"{latency['p50']:.2f}" if latency["count"] else "–",
         f"{result['goodput']['share']:.0%}" if "goodput" in result else "–",

@@ -14,7 +14,7 @@ from text_generation_bench.load.table import COLUMNS, LEGEND, narrow_table, note
 from text_generation_bench.load.workload import Level
 
 LINE_EVERY_S = 10.0
-WIDTHS = (8, 8, 6, 9, 8, 8, 8, 8, 8, 8, 11, 5, 6, 6)
+WIDTHS = (8, 8, 6, 9, 8, *(9, 7, 7, 7, 7) * 2, 8, 11, 5, 6, 6)
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 48
 

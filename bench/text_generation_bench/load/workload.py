@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,15 +52,26 @@ def levels(settings: LoadSettings) -> list[Level]:
     """Return the levels of the sweep."""
     if settings.trace is not None:
         arrivals = read_trace(settings)
-        seconds = max(arrivals[-1][0], 1e-9)
+        seconds = max(arrivals[-1].at, 1e-9)
         return [Level(0, "trace", len(arrivals) / seconds, is_open_loop=True)]
     if settings.rate:
         return [Level(at, f"{rate:g}/s", rate, is_open_loop=True) for at, rate in enumerate(settings.rate)]
     return [Level(at, f"{open_}", open_, is_open_loop=False) for at, open_ in enumerate(settings.batch_size)]
 
 
-def read_trace(settings: LoadSettings) -> list[tuple[float, int | None, int | None]]:
-    """Return time since the first, prompt tokens and new tokens of each record of --trace, in order of time."""
+class DueRequest(NamedTuple):
+    """A request of an open loop; None: the lengths of the settings."""
+
+    at: float
+    """Seconds since the first."""
+    prompt: int | None = None
+    new: int | None = None
+    blocks: Sequence[int] = ()
+    """The numbers of the blocks of its prompt; equal ones have the same text."""
+
+
+def read_trace(settings: LoadSettings) -> list[DueRequest]:
+    """Return the records of --trace in order of time."""
     assert settings.trace is not None
     arrivals = []
     for record in read_records(settings.trace, "--trace"):
@@ -68,9 +80,17 @@ def read_trace(settings: LoadSettings) -> list[tuple[float, int | None, int | No
             fail(f"--trace: {settings.trace}: a record has no number as timestamp")
         prompt = number_of(record, ("input_length", "input_tokens", "prompt_tokens"))
         new = number_of(record, ("output_length", "output_tokens", "new_tokens"))
-        arrivals.append((at * settings.time_scale, prompt, new))
-    arrivals.sort(key=lambda arrival: arrival[0])
-    return [(at - arrivals[0][0], prompt, new) for at, prompt, new in arrivals]
+        blocks = record.get("hash_ids") or ()
+        if not isinstance(blocks, list | tuple) or not all(isinstance(each, int) and each >= 0 for each in blocks):
+            fail(f"--trace: {settings.trace}: hash_ids must be a list of numbers")
+        arrivals.append(DueRequest(at * settings.time_scale, prompt, new, blocks if prompt else ()))
+    arrivals.sort(key=lambda arrival: arrival.at)
+    return [arrival._replace(at=arrival.at - arrivals[0].at) for arrival in arrivals]
+
+
+def block_size(arrivals: Sequence[DueRequest]) -> int:
+    """Return the tokens of a block of a trace: 512 in Mooncake's. The last block of a prompt may be shorter."""
+    return max((-(-(each.prompt or 0) // len(each.blocks)) for each in arrivals if each.blocks), default=1)
 
 
 class Workload:
@@ -102,29 +122,32 @@ class Workload:
         arrivals = self._arrivals(level, np.random.default_rng((self._settings.seed, level.number)))
         random = self._random(level)
         chats = self._chats(random)
-        for at, prompt, new in islice(arrivals, self._share.index, None, self._share.processes):
+        size = block_size(read_trace(self._settings)) if self._settings.trace is not None else 1
+        for at, prompt, new, blocks in islice(arrivals, self._share.index, None, self._share.processes):
             chat = next(chats)
-            turns = [
-                (self._source.draw(random, prompt) if prompt and not self._records else text, new or own)
-                for text, own in chat.turns
-            ]
+            turns = [(text, new or own) for text, own in chat.turns]
+            if prompt and blocks and not self._records:
+                first = self._source.blocks(self._settings.seed, blocks, size, prompt)
+                turns[0] = first, turns[0][1]
+            elif prompt and not self._records:
+                turns = [(self._source.draw(random, prompt), length) for _, length in turns]
             yield PlannedChat(at, chat.system, turns)
 
     def _random(self, level: Level) -> np.random.Generator:
         """Return a generator that no other level and process has; warm-ups have one number more."""
         return np.random.default_rng((self._settings.seed, level.number, self._share.index, 0))
 
-    def _arrivals(self, level: Level, random: np.random.Generator) -> Iterator[tuple[float, int | None, int | None]]:
+    def _arrivals(self, level: Level, random: np.random.Generator) -> Iterator[DueRequest]:
         settings = self._settings
         if settings.trace is not None:
             times = iter(read_trace(settings))
         else:
-            times = ((at, None, None) for at in arrival_times(settings, level.value, random))
+            times = (DueRequest(at) for at in arrival_times(settings, level.value, random))
         until = settings.duration
         if until is None and settings.requests is None and settings.trace is None:
             until = OPEN_LOOP_SECONDS
         for arrival in islice(times, settings.requests):
-            if until is not None and arrival[0] >= until:
+            if until is not None and arrival.at >= until:
                 return
             yield arrival
 

@@ -91,9 +91,36 @@ TGI = [
 ]  # fmt: skip
 
 
+RESPONSES_EVENTS = [
+    {"type": "response.created", "response": {"error": None, "usage": None}},
+    {"type": "response.reasoning_text.delta", "delta": "Hm"},
+    {"type": "response.output_text.delta", "delta": "Hello"},
+    {"type": "response.output_text.done", "text": "Hello"},
+    {
+        "type": "response.completed",
+        "response": {
+            "usage": {"input_tokens": 9, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 4}},
+        },
+    },
+]
+MESSAGES_EVENTS = [
+    {
+        "type": "message_start",
+        "message": {"usage": {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 0}},
+    },
+    {"type": "content_block_start", "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "Hm"}},
+    {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Hello"}},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 3}},
+    {"type": "message_stop"},
+]
+
+
 @pytest.mark.parametrize(
     ("dialect", "events", "times", "tokens", "text"),
     [
+        ("responses", RESPONSES_EVENTS, [1, 2], 3, "Hello"),
+        ("anthropic", MESSAGES_EVENTS, [2, 3], 3, "Hello"),
         ("openai-chat", CHAT, [1, 2, 3, 4], 6, "Hello"),
         ("openai", COMPLETION, [0, 1, 2], 3, " aé"),
         ("tgi", TGI, [0, 1], 2, "He"),

@@ -14,6 +14,7 @@ from text_generation_bench.load.client import ClientReport, RequestTimes
 from text_generation_bench.load.compare import comparison, ratios
 from text_generation_bench.load.measures import client_warning, level_result
 from text_generation_bench.load.report import report_page
+from text_generation_bench.load.search import MAX_LEVELS, found, planned
 from text_generation_bench.load.settings import LoadSettings, parse_settings
 from text_generation_bench.load.workload import Level, PlannedChat, Share, Workload, levels
 
@@ -189,9 +190,12 @@ def test_a_comparison_has_ratios_and_names_what_differs() -> None:
     slow, fast = content([request(0, 0.4, [0.2])]), content([request(0, 0.1, [0.1])], decode_length=99)
     results = [("slow", slow), ("fast", fast)]
     ((title, head, rows),) = ratios(results)
-    assert title == "fast divided by slow; they differ in --decode-length"
+    assert title.startswith(
+        "fast divided by slow; they differ in --decode-length. Warning: a p99 of fewer than 100 values "
+    )
     found = dict(zip(head, rows[0], strict=True))
     assert (found["TTFT p50"], found["ITL p50"], found["tokens/s"]) == ("0.250", "0.500", "1.000")
+    assert found["TTFT p99"].endswith("?")
     assert title in comparison(results)
 
 
@@ -211,3 +215,39 @@ def test_settings_in_the_result_have_no_secret() -> None:
     assert settings.headers == {"Authorization": "Bearer sesame", "x-key": "sesame"}
     assert "sesame" not in json.dumps(settings.public())
     assert isinstance(settings, LoadSettings)
+
+
+@pytest.mark.parametrize("dialect", ["openai", "openai-chat"])
+def test_prompts_of_a_trace_share_the_blocks_that_their_hash_ids_name(dialect: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    records = [([0, 1, 2, 3], 2000), ([0, 1, 2, 4], 2048), ([0, 5], 600)]
+    trace.write_text("".join(json.dumps({"timestamp": at, "input_length": length, "hash_ids": ids}) + "\n"
+                             for at, (ids, length) in enumerate(records)))  # fmt: skip
+    prompts = []
+    for index in range(2):
+        for chat in plan("--dialect", dialect, "--trace", str(trace), index=index, processes=2):
+            text = chat.turns[0][0]
+            prompts.append((chat.at, text if isinstance(text, list) else text.split()))
+    first, second, third = (prompt for _, prompt in sorted(prompts, key=lambda pair: pair[0]))
+    assert [len(first), len(second), len(third)] == [2000, 2048, 600]
+    assert first[:1536] == second[:1536]
+    assert first[1536:] != second[1536:2000]
+    assert third[:512] == first[:512]
+    assert third[512:] != first[512:600]
+
+
+@pytest.mark.parametrize("capacity", [0.3, 7.0, 37.0, 0.0])
+def test_a_search_finds_the_highest_rate_that_holds_the_targets(capacity: float) -> None:
+    settings = parse_settings(["--search-rate", "2", "--ttft-target", "100"])
+    results: list[dict[str, Any]] = []
+    for level in planned(settings, results):
+        share = 1.0 if level.value <= capacity else 0.9
+        results.append({"value": level.value, "requests": 50, "goodput": {"share": share}})
+    assert len(results) <= MAX_LEVELS
+    rate, fails_at = found(settings, results)["rate"], found(settings, results)["fails_at"]
+    assert fails_at is not None
+    if capacity:
+        assert rate is not None
+        assert rate <= capacity < fails_at <= 1.05 * rate
+    else:
+        assert rate is None
