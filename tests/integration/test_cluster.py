@@ -188,7 +188,7 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
         shown = [(each["kind"], each["text"], each.get("count")) for each in events.after(0.0, reasons=False)]
         hung, lost, *_, moved = shown
         assert (hung, lost) == (("hung", "Replica 0 hangs", None), ("lost", "Replica 0 lost", None))
-        assert moved == ("moved", "Requests moved from a lost replica", 1)
+        assert moved == ("moved", "Requests moved after a loss", 1)
         assert "it hangs" in next(each["reason"] for each in events.after(0.0, reasons=True) if each["kind"] == "lost")
         assert [listener.tokens for listener in first] == [[1, 2, 3] * 100] * 2
 

@@ -68,7 +68,7 @@ class EventLog:
                 self._compare(member, *before.get(member.number, (ShardState.JOINING, 0, 0)))
         for number in (before or {}).keys() - self._seen.keys():
             self.add("left", f"Replica {number} left")
-        self._sum("moved", "Requests moved from a lost replica", stats.moves)
+        self._sum("moved", "Requests moved after a loss", stats.moves)
         self._sum("preempted", "Requests preempted, the KV cache is full", stats.preemptions)
 
     def _compare(self, member: ShardMember, state: ShardState, sessions: int, losses: int) -> None:
