@@ -65,7 +65,7 @@ class Agent:
     first: Sequence[str]
     """Arguments of the first question, which follows them."""
     more: Sequence[str] = ()
-    """Those of the others, in the same session; none: all questions come on standard input."""
+    """Arguments of the further questions, in the same session; none: all questions come on standard input."""
 
 
 SHELL = {"command": f"echo {SAYS}"}
