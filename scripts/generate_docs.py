@@ -221,8 +221,11 @@ Else the log says why (`the layers run in transformers`), and norms, rotations a
   divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).
 * Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence, at most a quarter of the usable
   memory in all; this may bound the number of sequences. Prefixes are not reused.
-* Of a model of several modalities the text part is served, also where transformers has no class for it alone (Qwen2-VL to Qwen3-VL,
-  GLM-4V).
+* Of a model of several modalities the text part is served. Where transformers has no class for it alone (Qwen2-VL to Qwen3-VL,
+  GLM-4V to GLM-4.6V), the class of the whole model is used without its other parts: tensors are converted and logits scaled and
+  capped as there.
+* `kimi_k2` and `mimo`, which transformers does not know, are read as `deepseek_v3` and `qwen2`. A class for text that no mapping of
+  transformers names, such as Mistral4ForCausalLM, is found by its config.
 
 | `model_type` | models | differences from Llama |
 |---|---|---|

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -64,6 +66,10 @@ LATENT = {
 }
 
 
+UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
+"""Classes for text that AutoModelForCausalLM does not know."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family: the models that people know, and what differs from SIZES in its tiny config."""
@@ -74,6 +80,10 @@ class Family:
     """Differences to the structure of Llama."""
     always: bool = False
     """Tested in `make test`, not only in `make test-all`."""
+    like: str = ""
+    """The type whose classes transformers has for it, if it is not the family's own."""
+    real: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the real models' config.json that are not those of the class."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -100,7 +110,55 @@ FAMILIES: dict[str, Family] = {
         "Qwen3-MoE", EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []}, "experts", always=True
     ),
     "glm4_moe": Family("GLM-4.5 to 4.7", SHARED_EXPERTS, "sigmoid router, shared experts", always=True),
-    "deepseek_v3": Family("DeepSeek V3, Kimi K2", SHARED_EXPERTS | LATENT, "latent attention", always=True),
+    "deepseek_v3": Family("DeepSeek V3", SHARED_EXPERTS | LATENT, "latent attention"),
+    "kimi_k2": Family(
+        "Kimi K2",
+        SHARED_EXPERTS
+        | LATENT
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50_000.0,
+                "factor": 4.0,
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "latent attention",
+        always=True,
+        like="deepseek_v3",
+        real={
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 0,
+            "scoring_func": "sigmoid",
+            "seq_aux": True,
+            "topk_method": "noaux_tc",
+        },
+    ),
+    "mimo": Family(
+        "MiMo 7B",
+        {"max_window_layers": 4, "use_sliding_window": False},
+        always=True,
+        like="qwen2",
+        real={
+            "architectures": ["MiMoForCausalLM"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+    "mistral4": Family(
+        "Mistral Small 4",
+        SHARED_EXPERTS | LATENT | {"head_dim": 16, "qk_nope_head_dim": 8},
+        "latent attention, experts",
+        always=True,
+    ),
+    "phimoe": Family("Phi-3.5-MoE", EXPERTS | {"sliding_window": 256}, "experts", always=True),
     "qwen3_5_text": Family("Qwen3.5 to 3.8", LINEAR, "gated delta nets in three of four layers", always=True),
     "qwen3_5_moe_text": Family("Qwen3.5-MoE", LINEAR | SHARED_EXPERTS, "gated delta nets, experts"),
     "qwen3_next": Family(
@@ -222,7 +280,8 @@ FAMILIES: dict[str, Family] = {
 
 def tiny_config(model_type: str, changes: Mapping[str, Any]) -> PretrainedConfig:
     """Return a config of `model_type` with the sizes that it has."""
-    config_class = CONFIG_MAPPING[model_type]
+    family = FAMILIES.get(model_type)
+    config_class = CONFIG_MAPPING[model_type if family is None else family.like or model_type]
     fields: set[str] = set()
     for base in config_class.__mro__:
         fields |= set(getattr(base, "__annotations__", {}))
@@ -232,7 +291,8 @@ def tiny_config(model_type: str, changes: Mapping[str, Any]) -> PretrainedConfig
 def random_model(config: PretrainedConfig, kind: type = AutoModelForCausalLM) -> PreTrainedModel:
     """Return a model of `config` with random weights, the same each time."""
     torch.manual_seed(5)
-    model = kind.from_config(config, attn_implementation="eager").eval().float()
+    own = getattr(transformers, UNLISTED[config.model_type]) if config.model_type in UNLISTED else None
+    model = (own(config) if own else kind.from_config(config, attn_implementation="eager")).eval().float()
     for weight in model.parameters():
         # Norms and biases are initialized to ones and zeros, which would hide a mix-up.
         if weight.ndim > 1:
@@ -259,7 +319,10 @@ def conditioned(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def write_model(model: PreTrainedModel, folder: Path) -> str:
-    """Write the checkpoint of `model`; return its folder."""
+def write_model(model: PreTrainedModel, folder: Path, name: str = "") -> str:
+    """Write the checkpoint of `model`, with the config.json of the family `name`; return its folder."""
     model.save_pretrained(folder)
+    if name in FAMILIES and (real := FAMILIES[name].real):
+        values = json.loads((folder / "config.json").read_text()) | {"model_type": name} | dict(real)
+        (folder / "config.json").write_text(json.dumps(values))
     return str(folder)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_driver import Driver
 from full_grid import full
-from model_families import EXPERTS, FAMILIES, SIZES, random_model, tiny_config, write_model
+from model_families import FAMILIES, SHARED_EXPERTS, SIZES, random_model, tiny_config, write_model
 from safetensors.torch import load_file, save_file
 from tiny_quantized import FORMATS, quantized_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -24,6 +24,9 @@ from text_generation_shard.json_object import UnsupportedError
 NEW_TOKENS = 12
 LENGTHS = (29, 1, 65)
 SMALL = {"max_batch_size": 6, "num_threads": 1}
+MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "glm4v_moe_text")
+"""Text parts with positions in three dimensions."""
+LAST_STEPS = {"logits_scaling": 3.0, "output_multiplier": 0.6, "final_logit_softcapping": 2.5}
 NAMES = [name if family.always else full(name) for name, family in FAMILIES.items()]
 
 
@@ -35,7 +38,7 @@ def build(folder: str, **changes: object) -> Engine:
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = random_model(tiny_config(name, FAMILIES[name].changes))
-    engine = build(write_model(model, tmp_path))
+    engine = build(write_model(model, tmp_path, name))
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
     prompts = [tuple(torch.randint(3, SIZES["vocab_size"], (length,)).tolist()) for length in LENGTHS]
     expected = []
@@ -99,6 +102,11 @@ def test_a_window_that_only_the_mask_has_is_found(tmp_path: Path) -> None:
         ("mistral3", "ministral3", {"image_size": 28, "patch_size": 14}),
         ("llama4", "llama4_text", {"image_size": 28, "patch_size": 14, "vision_output_dim": 32}),
         ("qwen3_vl", "qwen3_vl_text", {"depth": 1, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}),
+        ("granite_docling", "granite_docling_text", {"out_hidden_size": 64}),
+        ("muse_glimmer", "muse_glimmer_text", {}),
+        ("glm4v_moe", "glm4v_moe_text", {"depth": 1, "out_hidden_size": 64}),
+        ("minimax_m3_vl", "minimax_m3_vl_text", {}),
+        full("mllama", "mllama_text_model", {"image_size": 28, "patch_size": 14}),
         full("qwen3_vl_moe", "qwen3_vl_moe_text", {"depth": 1, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}),
         full("qwen2_5_vl", "qwen2_5_vl_text", {"depth": 1, "out_hidden_size": 64}),
     ],
@@ -106,20 +114,28 @@ def test_a_window_that_only_the_mask_has_is_found(tmp_path: Path) -> None:
 def test_the_text_part_of_a_model_of_images_is_served(
     model_type: str, text_type: str, vision: dict[str, object], tmp_path: Path
 ) -> None:
-    """Configs differ in the place of tie_word_embeddings, classes in the name of the base model, or there is none for text."""
+    """Models differ in the names of tensors, in the classes for text, and in steps that only the whole model takes.
+
+    Such steps are a scale or a cap of the logits, and the merge of the weights of single experts.
+    """
     sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
-    changes = FAMILIES[text_type].changes if text_type in FAMILIES else EXPERTS | {"rope_parameters": rope}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
+    own = {"rope_parameters": rope} if text_type in MROPE else LAST_STEPS
+    changes = FAMILIES[text_type].changes if text_type in FAMILIES else SHARED_EXPERTS | own
     text = tiny_config(text_type, changes).to_dict()
     whole = CONFIG_MAPPING[model_type](text_config=text, vision_config=sizes | vision)
     model = random_model(whole, AutoModelForImageTextToText)
     engine = build(write_model(model, tmp_path))
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
     prompt = tuple(range(5, 34))
-    tokens = driver.alone(prompt, 6)
+    stream = driver.admit(prompt, 6, prompt_logprobs=True)
+    driver.run()
     with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
-    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+        logprobs = model(input_ids=torch.tensor([[*prompt, *stream.tokens]])).logits[0].log_softmax(-1)
+    assert logprobs[len(prompt) - 1 : -1].argmax(-1).tolist() == stream.tokens
+    own_logprobs = logprobs[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+    served = torch.tensor(stream.prompt_logprobs[0][1:])
+    assert (served - own_logprobs).norm() <= 1e-5 * own_logprobs.norm()
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:

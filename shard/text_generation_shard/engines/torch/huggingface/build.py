@@ -51,7 +51,7 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
         shape = CacheShape(tuple(model.layers), device, dtype)
         return CpuExecutor(model, shape, info.max_sequence_length, info.max_slots, config.cpu_memory_fraction)
 
-    check_model(model, model_config.vocab_size, executor, group)
+    check_model(model, model_config.vocab_size, info.max_sequence_length, executor, group)
     model.record()
     return TorchEngine(info, executor(), grammars, open_trace(config))
 
@@ -174,7 +174,7 @@ def _check_faster(
 
     def check(change: Callable[[], None] = lambda: None) -> EngineError | None:
         try:
-            check_model(model, info.vocab_size, executor, group, (WINDOW,), change)
+            check_model(model, info.vocab_size, info.max_sequence_length, executor, group, (WINDOW,), change)
         except EngineError as error:
             return error
         return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import EngineError, NewSequence
 from text_generation_shard.engines.torch.executor import Executor
-from text_generation_shard.engines.torch.huggingface.library import LibraryModel
+from text_generation_shard.engines.torch.huggingface.library import LibraryConfig, LibraryModel
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -39,6 +39,7 @@ log = structlog.get_logger()
 def check_model(
     model: TransformersModel,
     vocab_size: int,
+    longest: int,
     executor: Callable[[], Executor],
     group: ParallelGroup,
     limits: Sequence[str] = (WINDOW, CHUNK),
@@ -46,12 +47,12 @@ def check_model(
 ) -> None:
     """Raise EngineError if our logits differ from the model's own. `executor` builds one for the model as it is recorded.
 
-    `limits` are the names of the limits of attention that the executor knows. `change` changes the model after it has computed
+    `longest` is the length of the longest sequence. `limits` are the names of the limits of attention that the executor knows. `change` changes the model after it has computed
     its own logits.
     """
-    with small_windows(model.library, limits):
+    with small_windows(model.library, limits, longest):
         model.record()
-        ids = torch.randint(0, vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+        ids = _random_ids(model.library.config, vocab_size)
         try:
             expected = torch.stack([model.own_logits(sequence) for sequence in ids])
             change()
@@ -72,8 +73,8 @@ def check_model(
 
 
 @contextmanager
-def small_windows(model: LibraryModel, names: Sequence[str]) -> Iterator[None]:
-    """Make the sliding windows of a model so small that they matter in a short text."""
+def small_windows(model: LibraryModel, names: Sequence[str], longest: int) -> Iterator[None]:
+    """Make the sliding windows of a model so small that they matter in a short text; those that never matter stay."""
     changed: list[tuple[object, str, int]] = []
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
@@ -81,7 +82,7 @@ def small_windows(model: LibraryModel, names: Sequence[str]) -> Iterator[None]:
     for holder in (*model.modules(), *configs.values()):
         for name in names:
             window = vars(holder).get(name)
-            if isinstance(window, int) and not isinstance(window, bool) and window > SMALL_WINDOW:
+            if isinstance(window, int) and not isinstance(window, bool) and SMALL_WINDOW < window < longest:
                 changed.append((holder, name, window))
                 setattr(holder, name, SMALL_WINDOW)
     try:
@@ -89,6 +90,14 @@ def small_windows(model: LibraryModel, names: Sequence[str]) -> Iterator[None]:
     finally:
         for holder, name, window in changed:
             setattr(holder, name, window)
+
+
+def _random_ids(config: LibraryConfig, vocab_size: int) -> Tensor:
+    """Return two random sequences without the placeholders of images, which the library does not take as text."""
+    ids = torch.randint(0, vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    special = {value for name, value in vars(config).items() if "token" in name and isinstance(value, int)}
+    plain = next(each for each in range(len(special) + 1) if each not in special)
+    return ids.masked_fill(torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype)), plain)
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from text_generation_shard.engines.torch.huggingface.library import (
     config_from_json,
     decoder_class,
     is_known,
+    share_conversions,
 )
 from text_generation_shard.engines.torch.model.config import DTYPES, read_quantization
 from text_generation_shard.engines.torch.model.rope_config import check_rope_numbers
@@ -40,6 +41,7 @@ class TransformersConfig:
     """A model that transformers runs; for a model of several modalities, its text part."""
 
     library: LibraryConfig
+    """The config that the class takes."""
     model_class: LibraryModel
     model_type: str
     dtype: str
@@ -80,22 +82,25 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
     try:
         whole = config_from_json(_unquantized(raw.values))
         text = whole.get_text_config(decoder=True)
-        model_class = decoder_class(text)
-        if model_class is None:
+        found = decoder_class(whole)
+        if found is None:
             raise raw.error(
                 f"transformers {VERSION} has no model of type {shortened(text.model_type)} that generates text"
             )
+        model_class, library = found
+        if library is not whole:
+            share_conversions(whole, model_class)
         with torch.device("meta"):
-            model = model_class(text)
+            model = model_class(library)
         base = base_of(model)
+        embeddings = model.get_input_embeddings().weight.numel()
     except EngineError:
         raise
     except Exception as error:  # noqa: BLE001 – the library checks values in many ways
         raise raw.error(f"transformers {VERSION} does not take it: {one_line(error)}") from None
     weights = sum(parameter.numel() for parameter in model.parameters())
-    embeddings = model.get_input_embeddings().weight.numel()
     return TransformersConfig(
-        library=text,
+        library=library,
         model_class=model_class,
         model_type=text.model_type,
         dtype=_dtype(raw, whole),

@@ -82,7 +82,7 @@ class _Finder:
     def __init__(self, model: TransformersModel, max_sequence_length: int, group: ParallelGroup) -> None:
         self._model = model
         self._group = group
-        self._config: Any = model.library.config
+        self._config: Any = model.base.config
         self._max_sequence_length = max_sequence_length
         self._embedding: Tensor = model.library.get_input_embeddings().weight
         last = max_sequence_length - 1

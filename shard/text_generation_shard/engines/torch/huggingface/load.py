@@ -72,7 +72,8 @@ def _from_checkpoint(
     checkpoint = Checkpoint(folder)
     scheme = model_config.quantization
     tensors = checkpoint.map(checkpoint.names) if scheme is None else dequantized_tensors(checkpoint, scheme, dtype)
-    if any(TEXT_PART.match(name) for name in tensors):
+    is_text_class = model_config.library.get_text_config(decoder=True) is model_config.library
+    if is_text_class and any(TEXT_PART.match(name) for name in tensors):
         tensors = _text_tensors(tensors, model_config.base_name)
         # The checkpoint decides: the config of the whole model and that of its text part may differ.
         model_config.library.tie_word_embeddings = "lm_head.weight" not in tensors

@@ -18,7 +18,13 @@ from text_generation_shard.engines.torch.huggingface.attention import (
     StepAttention,
     handled_by,
 )
-from text_generation_shard.engines.torch.huggingface.library import LibraryModel, base_of, use_attention
+from text_generation_shard.engines.torch.huggingface.library import (
+    HiddenStates,
+    LibraryModel,
+    base_of,
+    part_before_head,
+    use_attention,
+)
 from text_generation_shard.engines.torch.huggingface.states import SlotStates
 from text_generation_shard.engines.torch.model.interface import Step
 
@@ -33,7 +39,7 @@ class TransformersModel:
     """Implements `Model`. Its hidden states are the outputs of the base model. Call `record` first.
 
     The last steps from hidden states to logits are known to the model's own `forward` alone. Logits are computed by it, with
-    given hidden states in the place of the base model's output.
+    given hidden states in the place of the output that its LM head gets.
     """
 
     def __init__(self, model: LibraryModel, head_dims: Sequence[int] = ()) -> None:
@@ -45,11 +51,12 @@ class TransformersModel:
         self.base = base_of(model)
         """The part of the model whose output the LM head gets."""
         self._run_base = self.base.forward
-        self.base.forward = self._run_or_give
+        before_head = part_before_head(model)
+        self._run_before_head = before_head.forward
+        before_head.forward = self._run_or_give
         self._states = SlotStates(model)
         self._given: Any = None
-        """The output that the base model is to give without running."""
-        self._output_class: Any = None
+        """The output that the part before the LM head is to give without running."""
         self.calls: list[AttentionCall] = []
         """The attention calls of a pass."""
         self.layers: list[LayerShape] = []
@@ -96,14 +103,13 @@ class TransformersModel:
         positions = torch.arange(RECORDED_TOKENS, device=device).unsqueeze(0)
         try:
             with handled_by(recorder), self._states.recorded():
-                output = self._run_base(input_ids=ids, position_ids=positions, use_cache=False)
+                self._run_base(input_ids=ids, position_ids=positions, use_cache=False)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
             raise self.failure(error) from None
         if not recorder.calls:
             raise self.refusal("its attention has no interface")
-        self._output_class = type(output)
         self.calls, self.layers, self.rules = recorder.calls, recorder.layers, recorder.rules
 
     def forward(self, step: Step) -> Tensor:
@@ -121,7 +127,7 @@ class TransformersModel:
         return None if self.keeps_states else self.forward
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
-        self._given = self._output_class(last_hidden_state=hidden.unsqueeze(0))
+        self._given = HiddenStates(last_hidden_state=hidden.unsqueeze(0))
         try:
             logits = self._library_logits(torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device))
         finally:
@@ -146,4 +152,4 @@ class TransformersModel:
         return logits
 
     def _run_or_give(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 – a module's forward
-        return self._run_base(*arguments, **named) if self._given is None else self._given
+        return self._run_before_head(*arguments, **named) if self._given is None else self._given

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Embedding, Linear, Module, Parameter, functional
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.huggingface.library import LibraryModel, base_of
+from text_generation_shard.engines.torch.huggingface.library import LibraryConfig, LibraryModel, base_of
 from text_generation_shard.engines.torch.model.linear import ShardRange
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
@@ -90,13 +90,13 @@ class _Division:
         self._model = model
         self._name = type(model).__name__
         self._group, self._tp, self._device = group, group.tp, device
-        self._plan: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+        self._config: LibraryConfig = base_of(model).config
+        self._plan: Mapping[str, str] = getattr(self._config, "base_model_tp_plan", None) or {}
 
     def divide(self) -> None:
         if not self._plan:
             raise self._error("its config in transformers has no plan for it")
-        config = self._model.config
-        self._even(config.num_attention_heads, "attention heads")
+        self._even(self._config.num_attention_heads, "attention heads")
         base = base_of(self._model)
         modules = dict(base.named_modules())
         for name, module in modules.items():
@@ -148,7 +148,7 @@ class _Division:
             part = self._even(heads, f"heads of {name}")
         else:
             part = self._tp.kv_heads(heads)
-            parent.num_key_value_groups = self._model.config.num_attention_heads // self._tp.world_size
+            parent.num_key_value_groups = self._config.num_attention_heads // self._tp.world_size
         return ShardRange(part.start * head_dim, part.length * head_dim, total)
 
     def _divide_parameter(

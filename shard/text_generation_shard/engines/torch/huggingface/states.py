@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Conv1d, Module
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.huggingface.library import LibraryConfig, LibraryModel, new_cache
+from text_generation_shard.engines.torch.huggingface.library import LibraryConfig, LibraryModel, base_of, new_cache
 from text_generation_shard.engines.torch.model.interface import SequenceTokens, SingleTokens, Step
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
@@ -38,7 +38,7 @@ class SlotStates:
     """The states of all slots, and the layers that have them."""
 
     def __init__(self, model: LibraryModel) -> None:
-        self._config: LibraryConfig = model.config
+        self._config: LibraryConfig = base_of(model).config
         self._slots = 0
         self._used: LibraryCache = None
         """A cache that a pass has used. It is lent the states of a batch."""

@@ -67,7 +67,9 @@ class Served:
         self.model = TransformersModel(load_model(config, self.config, ALONE, CPU, dtype), head_dims)
 
     def check(self, change: Callable[[], None] = lambda: None) -> None:
-        check_model(self.model, self.config.vocab_size, self.executor, ALONE, (WINDOW,), change)
+        check_model(
+            self.model, self.config.vocab_size, self.config.max_sequence_length, self.executor, ALONE, (WINDOW,), change
+        )
         self.model.record()
 
     def executor(self) -> CudaExecutor:
