@@ -64,7 +64,7 @@ class CallParser:
     RAW_MARKERS: ClassVar[Markers] = Markers(())
     """Markers that end broken arguments."""
     ENDS: ClassVar[frozenset[str]] = frozenset()
-    """Those of them that end a call or a block of calls."""
+    """Raw markers that end a call or a block of calls."""
     ENDS_OF_REASONING: ClassVar[tuple[str, ...]] = ()
     """Markers of calls that also end the reasoning before the answer."""
     SPECIAL: ClassVar[frozenset[str]] = frozenset()
