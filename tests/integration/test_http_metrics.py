@@ -303,5 +303,6 @@ async def test_every_request_counts_by_route_and_status_and_a_refusal_has_its_re
     assert "secret" not in str(logs)
     refused = [(status, "search", reason) for _, _, _, status, reason in ENDINGS if reason]
     assert len(shown) == len(refused)
+    assert [text for status, _, text in shown if status == 405] == ["/generate: DELETE is not allowed here, only POST"]
     for (status, tenant, text), (wanted, _, reason) in zip(shown, refused, strict=True):
         assert (status, tenant, reason in text) == (wanted, "search", True)

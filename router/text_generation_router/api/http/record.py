@@ -166,7 +166,8 @@ def finish(record: Record, request: web.Request, status: int, metrics: HttpMetri
     tenant, error_text = _tenant(record, request), ""
     if failed and first_error:
         error_text = failed.error_text
-        shown_text = error_text if route else f"{request.method} {request.path}: {error_text}"[:MAX_ERROR_TEXT]
+        path_is_known = route or request.path in error_text
+        shown_text = error_text if path_is_known else f"{request.path}: {error_text}"[:MAX_ERROR_TEXT]
         shown_status = status_of(dialect_of(request), first_error)
         metrics.errors.add(first_error, shown_status, shown_text, route, tenant, record.http_request_id, now)
     posted = request.method == "POST"
