@@ -237,10 +237,11 @@ class Sandbox:
                         self._started.set_result(None)
                     await self._serve(worker)
             except SandboxError as error:
-                if not self._started.done():
+                if self._started.done():
+                    if not self._ready:
+                        self._break(str(error))
+                elif not isinstance(error, _Crashed) or pause_s > FIRST_PAUSE_S:  # one that dies has a second try
                     self._started.set_exception(error)
-                elif not self._ready:
-                    self._break(str(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

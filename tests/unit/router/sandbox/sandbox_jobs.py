@@ -121,3 +121,13 @@ def hungry(config: dict[str, Any]) -> Callable[[], Job]:
         return echo(config)()
 
     return make
+
+
+def dies(config: dict[str, Any]) -> Callable[[], Job]:
+    """Die, unless the file of the config is gone; remove it first if the config says so."""
+    file = Path(config["file"])
+    if file.exists():
+        if config["once"]:
+            file.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return obey(config)

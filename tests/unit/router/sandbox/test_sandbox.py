@@ -319,6 +319,16 @@ async def test_a_factory_or_process_that_fails_stops_the_start(
         await a_sandbox(factory).__aenter__()
 
 
+async def test_a_worker_that_is_killed_while_it_starts_is_started_once_more(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    async with a_sandbox("dies", {"file": str(file), "once": True}) as sandbox:
+        assert int(await sandbox.call(b"pid")) in sandbox.pids
+    file.touch()
+    with pytest.raises(SandboxError, match="the worker died of SIGKILL"):
+        await a_sandbox("dies", {"file": str(file), "once": False}).__aenter__()
+
+
 async def test_calls_fail_while_no_worker_can_start_and_succeed_once_one_can(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
