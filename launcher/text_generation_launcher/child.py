@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class ChildFailed(Exception):
-    """A shard or the router ended before the server was ready."""
+    """A shard or a process of the router failed to start."""
 
 
 class ChildLost(Exception):

@@ -11,6 +11,9 @@ A unit is what starts and ends together: the shards of a replica (shard_restarts
                        ▼ no unit of its kind serves and none has a restart left
                      the kind's final error
 
+A unit that ends before it has ever served failed to start, which ends the server, unless the server has answered clients
+before. A death after that is never a failed start, however early it comes.
+
 The first restart comes almost at once, because most deaths are accidents. Further ones wait longer, so that a process that
 cannot live does not keep the machine busy. After `max_restarts` restarts in a row another one is unlikely to help. It is
 still tried, at the longest delay, while another unit of its kind serves.
@@ -27,6 +30,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from text_generation_launcher.child import ChildFailed
+from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.exit_codes import ExitCode, exit_fields
 from text_generation_proto.sockets import remove_socket, socket_path
 
@@ -97,6 +101,8 @@ class Unit(ABC):
         self._addresses = addresses
         self.streak = FailureStreak()
         self.serving = asyncio.Event()
+        self.has_served = False
+        """True once it has served, also in a former run."""
         self._serving_since = 0.0
         self._died_at: float | None = None
 
@@ -119,6 +125,7 @@ class Unit(ABC):
     def mark_serving(self) -> None:
         """Record that all processes serve."""
         self.serving.set()
+        self.has_served = True
         self._serving_since = time.monotonic()
         if self._died_at is not None:
             seconds = round(self._serving_since - self._died_at, 2)
@@ -142,16 +149,18 @@ class Restarts:
         self,
         units: Sequence[Unit],
         policy: RestartPolicy,
-        ready: asyncio.Event,
+        stop: GracefulShutdown,
+        answers: Callable[[], bool],
         give_up: Callable[[str], Exception],
     ) -> None:
-        """`ready` is set once the whole server serves: a death before that is a failure to start.
+        """`answers` says that the server has answered clients, perhaps before all units serve.
 
-        `give_up` returns the final error when no unit serves and none has a restart left, given the last process that died.
+        `stop` learns of the end of the server, and `give_up` returns the final error when no unit serves and none has a restart left, given the last process that died.
         """
         self._units = units
         self._policy = policy
-        self._ready = ready
+        self._stop = stop
+        self._answers = answers
         self._give_up = give_up
 
     def __len__(self) -> int:
@@ -162,6 +171,11 @@ class Restarts:
     def serving(self) -> int:
         """The number of units that serve."""
         return sum(unit.serving.is_set() for unit in self._units)
+
+    @property
+    def has_served(self) -> bool:
+        """True once a unit has served."""
+        return any(unit.has_served for unit in self._units)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start all units. Their tasks raise ChildFailed or the error of `give_up`; cancelled, they stop the processes."""
@@ -177,14 +191,16 @@ class Restarts:
         while True:
             end, served = await unit.run_once()
             fields = {**unit.fields, **end.fields, **exit_fields(end.code)}
-            if not self._ready.is_set():
+            if not unit.has_served and not self._answers():
                 log.error(unit.event("failed to start"), **fields)
+                self._stop.requests_lost()
                 raise ChildFailed(end.child)
             unit.streak = self._policy.after_death(unit.streak, served, end.code)
             hopeless = self._all_hopeless()
             delay = None if hopeless else self._policy.delay(unit.streak)
             log.error(unit.event("died"), **fields, restart_in_s=delay)
             if hopeless:
+                self._stop.requests_lost()
                 raise self._give_up(end.child)
             if delay is None:
                 return

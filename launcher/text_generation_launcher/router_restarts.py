@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def supervise_router(
     specs: Sequence[ChildSpec],
     stop: GracefulShutdown,
     policy: RestartPolicy,
-    ready: asyncio.Event,
+    answers: Callable[[], bool],
     reserve: DescriptorReserve,
     *,
     json_output: bool,
@@ -79,11 +79,10 @@ def supervise_router(
     units = [RouterUnit(spec, stop, reserve, json_output=json_output) for spec in specs]
 
     def give_up(child: str) -> Exception:
-        stop.requests_lost()
         if policy.max_restarts:
             log.error("giving up: the router does not serve, and is not worth another restart", child=child)
         return ChildLost(child)
 
     # Any serving ends the streak: a start takes a second and no weights, and a request that kills the processes which run it
     # is given up after a few of them.
-    return Restarts(units, replace(policy, stable_after=0.0), ready, give_up)
+    return Restarts(units, replace(policy, stable_after=0.0), stop, answers, give_up)

@@ -12,7 +12,7 @@ The router is not notified: its stream breaks, and it connects to the same addre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -94,7 +94,7 @@ def supervise_replicas(
     groups: Sequence[Sequence[ShardSpec]],
     stop: GracefulShutdown,
     policy: RestartPolicy,
-    ready: asyncio.Event,
+    answers: Callable[[], bool],
     reserve: DescriptorReserve,
     run_shard: RunShard = run_to_end,
     *,
@@ -104,10 +104,9 @@ def supervise_replicas(
     units = [ReplicaUnit(group, stop, reserve, run_shard, json_output=json_output) for group in groups]
 
     def give_up(_child: str) -> Exception:
-        stop.requests_lost()
         if policy.max_restarts == 0:
             return ChildLost("no shard is left")
         log.error("giving up: no shard serves, and none is worth another restart", shards=len(units))
         return ShardsHopeless("no shard serves")
 
-    return Restarts(units, policy, ready, give_up)
+    return Restarts(units, policy, stop, answers, give_up)

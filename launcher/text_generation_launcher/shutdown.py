@@ -60,8 +60,10 @@ class GracefulShutdown:
             log.warning("stopping at once", signal=sig.name)
 
     def requests_lost(self) -> None:
-        """Shorten the grace periods that begin from now on: no shard, or no router, is left to finish the requests."""
+        """Shorten all grace periods: no shard, or no router, is left to finish the requests."""
         self._lost = True
+        for timeout, terminate in self._stopping.items():
+            self._lose(timeout, terminate)
 
     @asynccontextmanager
     async def grace_period(self, seconds: float, terminate: Callable[[], None]) -> AsyncIterator[None]:
@@ -70,21 +72,24 @@ class GracefulShutdown:
         A second signal calls `terminate` and leaves FORCED_GRACE seconds. After `requests_lost`, `terminate` is called
         after LOST_SECOND_SIGNAL seconds, and at most LOST_GRACE seconds are left.
         """
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(seconds) as timeout:
             if self._forced:
                 self._shorten(timeout, FORCED_GRACE)
-            second_signal = None
-            if self._lost:
-                self._shorten(timeout, LOST_GRACE)
-                second_signal = loop.call_later(LOST_SECOND_SIGNAL, terminate)
             self._stopping[timeout] = terminate
+            if self._lost:
+                self._lose(timeout, terminate)
             try:
                 yield
             finally:
                 del self._stopping[timeout]
-                if second_signal is not None:
-                    second_signal.cancel()
+
+    def _lose(self, timeout: asyncio.Timeout, terminate: Callable[[], None]) -> None:
+        def ask_again() -> None:
+            if timeout in self._stopping:
+                terminate()
+
+        self._shorten(timeout, LOST_GRACE)
+        asyncio.get_running_loop().call_later(LOST_SECOND_SIGNAL, ask_again)
 
     @staticmethod
     def _shorten(timeout: asyncio.Timeout, grace: float) -> None:

@@ -55,11 +55,11 @@ class Supervisor:
         self.ready = asyncio.Event()
         self._reserve = DescriptorReserve(RESERVED_DESCRIPTORS)
         self._replicas = supervise_replicas(
-            plan.groups, stop, restarts, self.ready, self._reserve, run_shard, json_output=json_output
+            plan.groups, stop, restarts, self._answers, self._reserve, run_shard, json_output=json_output
         )
         # The router or its scheduler process, and the HTTP workers, if there are some.
         self._first, self._workers = (
-            supervise_router(specs, stop, restarts, self.ready, self._reserve, json_output=json_output)
+            supervise_router(specs, stop, restarts, self._answers, self._reserve, json_output=json_output)
             for specs in (plan.router[:1], plan.router[1:])
         )
 
@@ -93,6 +93,10 @@ class Supervisor:
                             "router_seconds": round(time.monotonic() - loaded, 2),
                         }
                     log.info("ready", **fields)
+
+    def _answers(self) -> bool:
+        """Return True once a process that listens for clients has served."""
+        return (self._workers if len(self._workers) else self._first).has_served
 
     def _status(self) -> str:
         """Return the status for the service manager."""

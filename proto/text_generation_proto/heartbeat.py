@@ -84,15 +84,9 @@ class HeartbeatSender:
 
 
 async def send_heartbeats(notifier: Notifier) -> None:
-    """Send heartbeats until cancelled. Once `notifier` is ready, tell the launcher too."""
+    """Send heartbeats until cancelled. When `notifier` becomes ready, the launcher is told first."""
     sender = HeartbeatSender(notifier)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_tell_when_ready(sender, notifier))
-        while True:
-            sender.send(ALIVE)
-            await asyncio.sleep(CHECK_EVERY_S)
-
-
-async def _tell_when_ready(sender: HeartbeatSender, notifier: Notifier) -> None:
-    await notifier.is_ready.wait()
-    sender.serves()
+    notifier.on_ready = sender.serves
+    while True:
+        sender.send(ALIVE)
+        await asyncio.sleep(CHECK_EVERY_S)

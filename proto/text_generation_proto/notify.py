@@ -9,7 +9,6 @@ sent.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -32,8 +31,9 @@ class Notifier:
         self._status: Callable[[], str] = str
         self._shown = ""
         self._unsent: dict[str, str] = {}
-        self.is_ready = asyncio.Event()
-        """Set by `ready`."""
+        self.is_ready = False
+        """Set by `ready`, after the calls of `on_ready`."""
+        self.on_ready: Callable[[], None] = lambda: None
         if self._socket is not None:
             self._socket.settimeout(0)
 
@@ -49,7 +49,8 @@ class Notifier:
 
     def ready(self) -> None:
         """Tell that the server serves."""
-        self.is_ready.set()
+        self.on_ready()
+        self.is_ready = True
         self._unsent["READY"] = "1"
         self._send()
 

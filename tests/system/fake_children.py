@@ -70,6 +70,16 @@ def main():
 """A router with a health route only. If the file FAULT exists, it exits with the code in it."""
 
 
+WORKER = """
+import os, signal
+say(f"{name} starts {{os.getpid()}}")
+open('{gate}').read()
+os.write(int(os.environ['{variable}']), b"\\n")
+say("{name} serves")
+signal.pause()
+"""
+"""An HTTP worker that serves nothing."""
+
 TIMEOUT = 60.0
 """Seconds to wait for a message or a log record."""
 
@@ -163,6 +173,12 @@ class FakeServer:
         """Make the shard serve again at its next start."""
         (self.folder / f"fault{replica}").unlink()
 
+    def gate(self, number: int) -> Path:
+        """Return the named pipe that a worker reads before it serves."""
+        if not (path := self.folder / f"gate{number}").exists():
+            os.mkfifo(path)
+        return path
+
     def shard(self, replica: int, rank: int | None = None, change: str = "") -> ShardSpec:
         """Return the shard of a replica, or one rank of its group; `change` is code that replaces parts of it."""
         place = f"{replica}" if rank is None else f"{replica}-{rank}"
@@ -181,11 +197,15 @@ class FakeServer:
             group_address="" if rank is None else f"unix://{self.folder}/g{replica}",
         )
 
-    def supervisor(self, policy: RestartPolicy, *shards: ShardSpec) -> Supervisor:
-        """Return a supervisor of these shards and a router."""
+    def supervisor(self, policy: RestartPolicy, *shards: ShardSpec, workers: int = 0) -> Supervisor:
+        """Return a supervisor of these shards and a router; each of `workers` serves once its file `gateN` can be read."""
         values = f"PORT, HEARTBEAT, FAULT = {self._port}, {VARIABLE!r}, {str(self.folder / 'faultrouter')!r}"
         router = child("router", self.journal, f"{values}\n{ROUTER}\n{self.router_change}\nmain()")
-        plan = LaunchPlan(shards, (router,), "127.0.0.1", self._port)
+        http = (
+            child(f"worker-{n}", self.journal, WORKER.format(name=f"worker-{n}", gate=self.gate(n), variable=VARIABLE))
+            for n in range(workers)
+        )
+        plan = LaunchPlan(shards, (router, *http), "127.0.0.1", self._port)
         return Supervisor(plan, self.stop, policy, Notifier({}), json_output=False)
 
     @asynccontextmanager
@@ -193,7 +213,7 @@ class FakeServer:
         """Run a supervisor and yield its task once it is ready. The task returns the type of the final error."""
         supervisor = self.supervisor(policy, *shards)
         async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(_error_type(supervisor))
+            task = tasks.create_task(error_type(supervisor))
             ready = tasks.create_task(supervisor.ready.wait())
             await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
             assert supervisor.ready.is_set(), task.result()
@@ -216,7 +236,8 @@ class FakeServer:
         os.kill(self.pids[f"shard-{place}"], signal.SIGKILL)
 
 
-async def _error_type(supervisor: Supervisor) -> type | None:
+async def error_type(supervisor: Supervisor) -> type | None:
+    """Run a supervisor; return the type of its final error."""
     try:
         await supervisor.run()
     except ExceptionGroup as errors:

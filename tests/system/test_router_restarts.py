@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 import pytest
 from full_grid import full
-from stack import Stack, generate, running
+from stack import START_TIMEOUT, Stack, generate, running
 from streams import Streams
 
 from text_generation_proto.exit_codes import ExitCode
@@ -105,3 +105,30 @@ def loaded(process: psutil.Process) -> set[str]:
     """Return the packages for HTTP and text whose compiled modules a process has loaded."""
     paths = [Path(each.path).parts for each in process.memory_maps()]
     return {name for name in ("aiohttp", "tokenizers") if any(name in parts for parts in paths)}
+
+
+async def test_a_death_right_after_the_first_200_of_health_is_a_death(
+    demo_model: Path, session: aiohttp.ClientSession
+) -> None:
+    """Other processes still start then, and the launcher has not said that it is ready."""
+    stack = Stack(demo_model, "--http-workers", "2")
+    try:
+        async with asyncio.timeout(3 * START_TIMEOUT):
+            while await healthy(session, stack.url) != 200:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.01)
+        for process in (*stack.router().values(), stack.shard(0)):
+            process.kill()
+        await asyncio.to_thread(stack.wait_for, "ready")
+        assert await generate(session, stack.url) == "one two three"
+        assert "router failed to start" not in stack.events("launcher")
+    finally:
+        stack.close()
+
+
+async def healthy(session: aiohttp.ClientSession, url: str) -> int:
+    """Return the status of /health; 0 if nothing listens."""
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status
+    except aiohttp.ClientError:
+        return 0

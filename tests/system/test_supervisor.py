@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import psutil
 import pytest
-from fake_children import FakeServer, fake_server
+from fake_children import FakeServer, error_type, fake_server
 
-from text_generation_launcher.child import ChildLost, ShardsHopeless
+from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless
 from text_generation_launcher.restarts import RestartPolicy
 from text_generation_proto.exit_codes import ExitCode
 
@@ -188,3 +189,68 @@ signal.signal(signal.SIGHUP, lambda *_: say("router-reloads"))
         f"shard-0 serves {server.pids['shard-0']}",
         "shard-0 stops",
     ]
+
+
+async def test_a_death_before_the_server_is_ready_is_no_failed_start_once_it_has_served(server: FakeServer) -> None:
+    """A shard that has served, and a worker that starts while another one serves: clients may use the server by then."""
+    supervisor = server.supervisor(RestartPolicy(delays=(0.0,)), server.shard(0), workers=2)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(supervisor.run())
+        await server.wait_for("worker-0 starts", "worker-1 starts")
+        server.kill(0)
+        await server.log.next("shard serves again")
+        await asyncio.to_thread(server.gate(0).write_text, "")
+        await server.wait_for("worker-0 serves")
+        os.kill(server.pids["worker-1"], signal.SIGKILL)
+        assert (await server.log.next("router died"))["child"] == "worker-1"
+        await server.wait_for("worker-1 starts")
+        assert not supervisor.ready.is_set()
+        await asyncio.to_thread(server.gate(1).write_text, "")
+        await supervisor.ready.wait()
+        task.cancel()
+
+
+async def test_a_worker_that_ends_before_any_has_served_fails_the_start_at_once(server: FakeServer) -> None:
+    """The router that drains is asked again: nothing will finish what it runs."""
+    server.router_change = "def drain(): signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); signal.pause()"
+    supervisor = server.supervisor(RestartPolicy(delays=(0.0,)), server.shard(0), workers=2)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(error_type(supervisor))
+        await server.wait_for("router-listens", "worker-0 starts", "worker-1 starts")
+        os.kill(server.pids["worker-1"], signal.SIGKILL)
+        assert await asyncio.wait_for(task, 15.0) is ChildFailed, "the router has 20 seconds to stop"
+    assert server.log.rest("child killed") == []
+
+
+async def test_a_drain_ends_when_no_shard_is_left(server: FakeServer) -> None:
+    server.router_change = (
+        "def drain(): signal.signal(signal.SIGTERM, lambda *_: say('router-asked-again')); signal.pause()"
+    )
+    async with server.running(RestartPolicy(max_restarts=0), server.shard(0)) as task:
+        task.cancel()
+        await server.wait_for("router-stops")
+        server.kill(0)
+        await server.wait_for("router-asked-again")
+
+
+async def test_a_child_that_serves_for_an_instant_has_served(server: FakeServer) -> None:
+    """The launcher learns of its readiness and of its end at the same time."""
+    gate = server.gate(0)
+    server.router_change = f"""
+def main():
+    open(FAULT, "w").write("3")
+    say(f"router-starts {{os.getpid()}}")
+    held = open({str(gate)!r}, "w")
+    os.write(int(os.environ[HEARTBEAT]), b"\\n")
+    os._exit(9)
+"""
+    supervisor = server.supervisor(RestartPolicy(max_restarts=1, delays=(0.0,)), server.shard(0))
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(error_type(supervisor))
+        await server.wait_for("router-starts")
+        gate.read_text()  # until its end, and not in a thread: the event loop is to see nothing before
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(server.pids["router-starts"]).status() != psutil.STATUS_ZOMBIE:
+                pass
+        assert await task is ChildLost
+    assert [record["exit_code"] for record in server.log.rest("router died")] == [9, 3]

@@ -139,7 +139,7 @@ class HttpSide:
                         serving,
                         chats,
                         backend.overview,
-                        healthy=lambda: cluster.ready and not cluster.stopping,
+                        healthy=lambda: self._notifier.is_ready and cluster.ready and not cluster.stopping,
                         info=_model_info(model, self._templates),
                         tracer=tracer,
                     )
