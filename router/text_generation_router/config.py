@@ -82,9 +82,13 @@ def listen_host(hostname: str) -> str:
 
 
 ToolCallFormat = Literal[
-    "auto", "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "gemma4", "glm", "glm45", "glm47", "gpt-oss",
-    "harmony", "hermes", "json", "kimi_k2", "llama3", "llama3_json", "llama4", "llama4_json", "llama4_pythonic",
-    "minimax-m2", "minimax_m2", "mistral", "openai", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_xml", "seed_oss",
+    "auto", "apertus", "cohere_command", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31",
+    "deepseek_v32", "deepseek_v4", "deepseek_v41", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "ernie45",
+    "functiongemma", "gemma4", "glm", "glm45", "glm47", "gpt-oss", "granite", "granite4", "harmony", "hermes",
+    "hunyuan", "hunyuan_a13b", "hy_v3", "json", "kimi_k2", "lfm2", "ling3", "llama3", "llama3_json", "llama4",
+    "llama4_json", "llama4_pythonic", "minimax-m2", "minimax_m2", "minimax_m3", "mistral", "olmo3", "openai",
+    "phi4_mini_json", "poolside_v1", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_json", "qwen3_xml", "seed_oss",
+    "step3p5", "xlam",
 ]  # fmt: skip
 
 
@@ -92,7 +96,8 @@ class RouterSettings(SharedSettings, ShardAccess):
     """The settings of the router that a user may give to the launcher."""
 
     topics: ClassVar[Mapping[Topic, str]] = {
-        Topic.MODEL: "model_id served_model_name revision tokenizer_config_path chat_template tool_call_parser split_reasoning",
+        Topic.MODEL: "model_id served_model_name revision tokenizer_config_path chat_template tool_call_parser "
+        "forward_unknown_tools split_reasoning",
         Topic.REPLICAS: "dispatch max_request_moves shards peers peer_name shard_connect_timeout",
         Topic.HTTP: "hostname port management_port api_key api_keys_file open_metrics dashboard cors_allow_origin "
         "payload_limit max_connections max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout "
@@ -204,6 +209,8 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Reject grammars, response formats and forced tool calls."""
     tool_call_parser: ToolCallFormat = "auto"
     """Format of the model's tool calls, by the name that vLLM or SGLang gives it. auto: derived from its chat template."""
+    forward_unknown_tools: bool = False
+    """Return calls of tools that the request does not have as calls; by default they are text."""
     split_reasoning: bool = False
     """Return text between `<think>` and `</think>`, or the markers that the chat template has for it, separately, as
     `reasoning_content`. The formats openai and gemma4 always do."""

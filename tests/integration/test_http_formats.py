@@ -161,3 +161,19 @@ async def test_reasoning_tokens_are_counted(reasoning: Stack, thought: str, says
     assert len(set(counts)) == 1, counts
     tokens = len(stack.tokenizer.encode_ids(thought, add_special_tokens=False))
     assert tokens <= counts[0][1] <= tokens + bool(thought), "a marker may share a token with the reasoning"
+
+
+async def test_calls_of_unknown_tools_are_forwarded_if_the_server_is_told_so(demo_model: Path) -> None:
+    says = '<tool_call>{"name": "rm", "arguments": {"a": 1}}</tool_call>'
+    for marks, setting, calls in (
+        ("<tool_call>", True, [{"name": "rm", "arguments": '{"a": 1}'}]),
+        ("<tool_call>", False, []),
+        ("<|python_tag|>", True, []),
+    ):
+        settings = {"forward_unknown_tools": setting}
+        async with serve(demo_model, chat_template=template("") + f"{{# {marks} #}}", settings=settings) as stack:
+            answer = says if marks == "<tool_call>" else says[11:-12]
+            body = asking(stack, answer, tools=ASKED)
+            assert whole(await post(stack.client, CHAT, body))["tool_calls"] == calls
+            body = asking(stack, answer)
+            assert whole(await post(stack.client, CHAT, body))["tool_calls"] == []

@@ -168,6 +168,56 @@ PLAIN: Table = {
     "text": (f" \n<tool_call>{WEATHER}", None),
     "nothing": ("", None),
 }
+STOPPED = '{"name": "stop", "arguments": {}}'
+GRANITE: Table = {
+    "one": (f"<|tool_call|>[{WEATHER}]", [LOOK]),
+    "two, as text": (f"Yes.<tool_call> [{WEATHER}, {STOPPED}]\nNo.", ["Yes.", LOOK, STOP, "\nNo."]),
+    "no array": (f"<|tool_call|> {WEATHER}", [LOOK]),
+    "unknown tool": ('<|tool_call|>[{"name": "rm", "arguments": {}}]', None),
+    "cut in the opening": ("Yes.<|tool_call|>", ["Yes."]),
+    "cut in a text": (f"<|tool_call|>[{WEATHER.partition(', NY')[0]}", [Call("get_weather", '{"location": "Brooklyn')]),
+}
+PHI: Table = {
+    "one": (f"functools[{WEATHER}]", [LOOK]),
+    "two, with tokens": (f"Yes.<|tool_call|>[{WEATHER}, {STOPPED}]<|/tool_call|> No.", ["Yes.", LOOK, STOP, " No."]),
+    "code": ("import functools", None),
+    "an empty array": ("functools[] is it", None),
+}
+HUNYUAN: Table = {
+    "one": (f"<tool_calls>[{WEATHER}]</tool_calls>", [LOOK]),
+    "two, with text": (f"Yes.<tool_calls>[{WEATHER}, {STOPPED}]\n</tool_calls> No.", ["Yes.", LOOK, STOP, " No."]),
+    "an empty block": ("<tool_calls>\n</tool_calls>", []),
+}
+APERTUS: Table = {
+    "one": (f'<|tools_prefix|>[{{"get_weather": {BROOKLYN}}}]<|tools_suffix|>', [LOOK]),
+    "two, with text": (
+        f'Yes.<|tools_prefix|>[{{"get_weather": {BROOKLYN}}}, {{"stop": {{}}}}]<|tools_suffix|> No.',
+        ["Yes.", LOOK, STOP, " No."],
+    ),
+    "a name with an escape": ('<|tools_prefix|>[{"st\\u006fp": {}}]', [STOP]),
+    "no object": ('<|tools_prefix|>[{"stop": [1]}]<|tools_suffix|>', [Call("stop", "[1]}]")]),
+    "two names": ('<|tools_prefix|>[{"stop": {}, "search": {}}]', [STOP]),
+    "unknown tool": ('<|tools_prefix|>[{"rm": {}}]<|tools_suffix|>', None),
+}
+COMMAND = '{{"tool_call_id": "{}", "tool_name": "{}", "parameters": {}}}'.format
+COHERE: Table = {
+    "one": (f"<|START_ACTION|>[\n    {COMMAND(0, 'get_weather', BROOKLYN)}\n]<|END_ACTION|>", [LOOK]),
+    "two": (
+        f"<|START_ACTION|>[\n    {COMMAND(0, 'get_weather', BROOKLYN)},\n    {COMMAND(1, 'stop', '{}')}\n]<|END_ACTION|>",
+        [LOOK, STOP],
+    ),
+    "an answer": ("<|START_RESPONSE|>Yes.<|END_RESPONSE|>", ["Yes."]),
+    "a name": (f"<|START_ACTION|>[{WEATHER}]<|END_ACTION|>", None),
+}
+XLAM: Table = {
+    "one": (f"[{WEATHER}]", [LOOK]),
+    "marked": (f"Yes.[TOOL_CALLS][{WEATHER}]", ["Yes.", LOOK]),
+    "marked, at the start": (f"[TOOL_CALLS][{WEATHER}]", [LOOK]),
+    "in tags": (f"<tool_call>[{WEATHER}, {STOPPED}]</tool_call>", [LOOK, STOP]),
+    "in a fence": (f"Yes.\n```json\n[{WEATHER}]\n```", ["Yes.\n", LOOK]),
+    "code": ("```python\nf()\n```", None),
+    "a list": ("[1, 2]", None),
+}
 THINKS: Table = {
     "thought and answer": ("<think>\nWell,\n\nso.\n</think>\n\nHi.", [Thought("Well,\n\nso."), "Hi."]),
     "spaces stay": ("\n <think> a </think> b", [Thought(" a "), " b"]),

@@ -3,150 +3,29 @@
 from __future__ import annotations
 
 from json_call_answers import (
+    APERTUS,
     BROOKLYN,
+    COHERE,
+    GRANITE,
     HERMES,
+    HUNYUAN,
     JSON_ANSWER,
     JSON_CALLS,
     LLAMA,
     LOOK,
     MISTRAL,
     PARAMETERS,
+    PHI,
     PLAIN,
     STOP,
     THINKS,
     THINKS_INSIDE,
-    WEATHER,
+    XLAM,
     Table,
 )
 from parser_events import Call, Thought
+from tagged_answers import DSML, DSML4, DSML41, GLM, HUNYUAN3, MINIMAX, NESTED, QWEN, QWEN_THINKS, SEED
 
-QWEN_LOOK = (
-    "<tool_call>\n<function=get_weather>\n<parameter=location>\nBrooklyn, NY\n</parameter>\n<parameter=unit>\ncelsius\n"
-    "</parameter>\n</function>\n</tool_call>"
-)
-
-
-def qwen(*parameters: tuple[str, str]) -> str:
-    """Return a call of `search` with values as they are written."""
-    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
-    return f"<tool_call>\n<function=search>\n{written}</function>\n</tool_call>"
-
-
-QWEN: Table = {
-    "one": (QWEN_LOOK, [LOOK]),
-    "text before and after": (f"Let me look.\n{QWEN_LOOK}\nDone.", ["Let me look.\n", LOOK, "\nDone."]),
-    "two": (f"{QWEN_LOOK}\n<tool_call>\n<function=stop>\n</function>\n</tool_call>\n", [LOOK, STOP]),
-    "every type": (
-        qwen(("q", "1"), ("limit", "-3"), ("score", "1e-5"), ("deep", "True"), ("sites", '["a", 1]'), ("filter", "{}")),
-        [Call("search", '{"q": "1", "limit": -3, "score": 1e-5, "deep": true, "sites": ["a", 1], "filter": {}}')],
-    ),
-    "null": (
-        qwen(("page", "null"), ("page", "None"), ("page", "2"), ("code", "null"), ("q", "null")),
-        [Call("search", '{"page": null, "page": null, "page": 2, "code": null, "q": "null"}')],
-    ),
-    "Python in place of JSON": (
-        qwen(("filter", "{'a': (None, True)}")),
-        [Call("search", '{"filter": {"a": [null, true]}}')],
-    ),
-    "values that do not fit": (
-        qwen(
-            ("limit", "ten"),
-            ("limit", "1.5"),
-            ("limit", "2.0"),
-            ("deep", "yes"),
-            ("sites", "{}"),
-            ("filter", "[1"),
-            ("page", ""),
-        ),
-        [
-            Call(
-                "search",
-                '{"limit": "ten", "limit": "1.5", "limit": 2, "deep": "yes", "sites": "{}", "filter": "[1", "page": ""}',
-            )
-        ],
-    ),
-    "a text that may be null": (
-        qwen(("code", "nul"), ("code", "None!"), ("code", "x = 1\n"), ("code", ""), ("limit", "null")),
-        [Call("search", '{"code": "nul", "code": "None!", "code": "x = 1\\n", "code": "", "limit": "null"}')],
-    ),
-    "no type": (qwen(("other", "5")), [Call("search", '{"other": "5"}')]),
-    "lines, quotes and tags in a text": (
-        qwen(("q", 'if a < b:\n\n    say("\\n")\n</div></function>\n</param')),
-        [Call("search", r'{"q": "if a < b:\n\n    say(\"\\n\")\n</div></function>\n</param"}')],
-    ),
-    "an empty value": (qwen(("q", ""), ("limit", "")), [Call("search", '{"q": "", "limit": ""}')]),
-    "on one line": (
-        "<tool_call><function=search><parameter=q>a</parameter><parameter=limit>2</parameter></function></tool_call>",
-        [Call("search", '{"q": "a", "limit": 2}')],
-    ),
-    "no block": (QWEN_LOOK.removeprefix("<tool_call>\n"), [LOOK]),
-    "no end of a value": (QWEN_LOOK.replace("\n</parameter>", ""), [LOOK]),
-    "no end of the call": (QWEN_LOOK.replace("\n</function>", ""), [LOOK]),
-    "no end at all": (QWEN_LOOK.removesuffix("\n</function>\n</tool_call>"), [LOOK]),
-    "a call in a call": (
-        "<tool_call>\n<function=search>\n<parameter=q>\na\n</parameter>\n<function=stop></function></tool_call>",
-        [Call("search", '{"q": "a"}'), STOP],
-    ),
-    "text in a call": (
-        "<tool_call>\n<function=search>\n<parameter=q>\na\n</parameter>\nwell </function></tool_call>.",
-        [Call("search", '{"q": "a"}'), "well </function>."],
-    ),
-    "a long key": (f"<function=stop><parameter={'k' * 300}>", [STOP, f"<parameter={'k' * 300}>"]),
-    "unknown tool": ("<tool_call>\n<function=rm>\n</function>\n</tool_call>", None),
-    "no name": (
-        f"<tool_call>\n<function=search\n</function>\n{QWEN_LOOK}",
-        ["<tool_call>\n<function=search\n</function>\n", LOOK],
-    ),
-    "JSON": (f"<tool_call>\n{WEATHER}\n</tool_call>", None),
-    "cut in a text": (QWEN_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
-    "cut in a number": (qwen(("limit", "12")).partition("2")[0], [Call("search", '{"limit": 1')]),
-    "cut in a key": (qwen(("q", "a"), ("limit", "1")).partition("mit")[0], [Call("search", '{"q": "a"}')]),
-    "cut in a tag": (qwen(("q", "a")).partition("ameter>\n</f")[0], [Call("search", '{"q": "a\\n</par')]),
-    "cut after the call": (QWEN_LOOK.removesuffix("call>"), [LOOK]),
-    "a stray end": ("a </tool_call> b", None),
-    "an empty block": ("<tool_call>\n</tool_call>", []),
-    "cut in the opening": ("I look.\n<tool_call>\n<functio", ["I look.\n"]),
-}
-QWEN_THINKS: Table = {
-    "a call in the thought": (f"I look.\n{QWEN_LOOK}", [Thought("I look."), LOOK]),
-}
-GLM_LOOK = (
-    "<tool_call>get_weather\n<arg_key>location</arg_key>\n<arg_value>Brooklyn, NY</arg_value>\n<arg_key>unit</arg_key>\n"
-    "<arg_value>celsius</arg_value>\n</tool_call>"
-)
-GLM: Table = {
-    "one": (GLM_LOOK, [LOOK]),
-    "newer, without newlines": (GLM_LOOK.replace("\n", ""), [LOOK]),
-    "two, with text": (f"\nI look.\n{GLM_LOOK}\n<tool_call>stop</tool_call>", ["\nI look.\n", LOOK, STOP]),
-    "types": (
-        "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>\n7\n</arg_value>\n<arg_key>limit</arg_key>\n<arg_value>7</arg_value>"
-        "\n<arg_key>sites</arg_key>\n<arg_value>[]</arg_value>\n</tool_call>",
-        [Call("search", '{"q": "\\n7\\n", "limit": 7, "sites": []}')],
-    ),
-    "no arguments": ("<tool_call>stop\n</tool_call>", [STOP]),
-    "no end": (GLM_LOOK.removesuffix("\n</tool_call>"), [LOOK]),
-    "no value": ("<tool_call>search<arg_key>q</arg_key>!</tool_call>", [STOP._replace(name="search"), "!"]),
-    "unknown tool": ("<tool_call>rm\n</tool_call>", None),
-    "cut in the name": ("<tool_call>sto", None),
-    "an empty block": ("<tool_call>\n</tool_call>", []),
-}
-MINIMAX_LOOK = (
-    '<invoke name="get_weather">\n<parameter name="location">Brooklyn, NY</parameter>\n<parameter name="unit">celsius'
-    "</parameter>\n</invoke>\n"
-)
-MINIMAX: Table = {
-    "one": (f"<minimax:tool_call>\n{MINIMAX_LOOK}</minimax:tool_call>", [LOOK]),
-    "two in a block": (
-        f'Yes.<minimax:tool_call>\n{MINIMAX_LOOK}<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
-        ["Yes.", LOOK, STOP],
-    ),
-    "newlines around a value": (
-        '<minimax:tool_call><invoke name="search"><parameter name="q">\na\n</parameter></invoke></minimax:tool_call>',
-        [Call("search", '{"q": "\\na\\n"}')],
-    ),
-    "unknown tool": ('<minimax:tool_call>\n<invoke name="rm">\n</invoke>\n</minimax:tool_call>', None),
-}
-SEED: Table = {"one": (QWEN_LOOK.replace("tool_call>", "seed:tool_call>"), [LOOK])}
 V3_LOOK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{BROOKLYN}\n```<｜tool▁call▁end｜>"
 V31_LOOK = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{BROOKLYN}<｜tool▁call▁end｜>"
 DEEPSEEK: Table = {
@@ -226,6 +105,14 @@ GEMMA: Table = {
         ["<|tool_call>call:search q<tool_call|>", LOOK],
     ),
 }
+FUNCTION_GEMMA: Table = {
+    case: (
+        GEMMA[case][0].replace("<|tool_call>", "<start_function_call>").replace("<tool_call|>", "<end_function_call>")
+        .replace('<|"|>', "<escape>"),
+        GEMMA[case][1],
+    )
+    for case in ("one", "two, with text", "texts without quotes", "no end", "cut in a text", "no word before the name")
+}  # fmt: skip
 PYTHON_LOOK = "get_weather(location='Brooklyn, NY', unit=\"celsius\")"
 PYTHONIC: Table = {
     "one": (f"[{PYTHON_LOOK}]", [LOOK]),
@@ -257,6 +144,26 @@ PYTHONIC: Table = {
     "cut in a text": ("[search(q='a", [Call("search", '{"q": "a')]),
     "cut in the name": ("[sear", None),
     "cut between": (f"[{PYTHON_LOOK}, ", [LOOK]),
+}
+LFM: Table = {
+    "one": (f"<|tool_call_start|>[{PYTHON_LOOK}]<|tool_call_end|>", [LOOK]),
+    "two, with text": (
+        f"Yes. <|tool_call_start|> [{PYTHON_LOOK}, stop()]<|tool_call_end|>\nNo.",
+        ["Yes. ", LOOK, STOP, "\nNo."],
+    ),
+    "a number with a zero in front": ("<|tool_call_start|>[search(limit=07)]", [Call("search", '{"limit": 7}')]),
+    "no marker": (f"[{PYTHON_LOOK}]", None),
+    "unknown tool": ("<|tool_call_start|>[rm()]<|tool_call_end|>", None),
+    "cut in the opening": ("Yes.<|tool_call_start|>", ["Yes."]),
+}
+OLMO: Table = {
+    "one": (f"<function_calls>\n{PYTHON_LOOK}\n</function_calls>", [LOOK]),
+    "two, with text": (f"Yes.<function_calls>{PYTHON_LOOK}\nstop()</function_calls> No.", ["Yes.", LOOK, STOP, " No."]),
+    "JSON words": ("<function_calls>search(deep=true, page=null)", [Call("search", '{"deep": true, "page": null}')]),
+    "text after a call": (f"<function_calls>{PYTHON_LOOK}\n- so</function_calls>", [LOOK, "\n- so"]),
+    "unknown tool": ("<function_calls>\nrm()\n</function_calls>", None),
+    "an empty block": ("<function_calls>\n</function_calls>", []),
+    "no marker": (PYTHON_LOOK, None),
 }
 HARMONY_LOOK = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{BROOKLYN}<|call|>"
 THINKING = "<|channel|>analysis<|message|>User asks.\nLook.<|end|><|start|>assistant"
@@ -336,6 +243,20 @@ TABLES = {
     "glm45": GLM,
     "minimax_m2": MINIMAX,
     "seed_oss": SEED,
+    "hy_v3": HUNYUAN3,
+    "deepseek_v32": DSML,
+    "deepseek_v4": DSML4,
+    "deepseek_v41": DSML41,
+    "minimax_m3": NESTED,
+    "functiongemma": FUNCTION_GEMMA,
+    "lfm2": LFM,
+    "olmo3": OLMO,
+    "granite": GRANITE,
+    "phi4_mini_json": PHI,
+    "hunyuan_a13b": HUNYUAN,
+    "apertus": APERTUS,
+    "cohere_command": COHERE,
+    "xlam": XLAM,
     "deepseek_v3": DEEPSEEK,
     "kimi_k2": KIMI,
     "gemma4": GEMMA,

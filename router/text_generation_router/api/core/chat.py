@@ -36,12 +36,14 @@ from text_generation_router.chat.parsers import (
     END_THINK,
     FORMATS,
     THINK,
+    AnyTools,
     ReasoningParser,
     Tools,
     begun_answer,
     create_parser,
     starts_in_reasoning,
 )
+from text_generation_router.chat.parsers.first_call import FirstCall
 from text_generation_router.chat.parsers.syntax import Pieces, Repeat, Slot, Until
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import InvalidRequest, ServingError, ToolError
@@ -224,32 +226,17 @@ class AnswerForm:
         return FirstCall(inner) if self.one_call else inner
 
 
-class FirstCall:
-    """A parser that drops all but the first tool call of `inner`, for clients that take one."""
-
-    def __init__(self, inner: OutputParser) -> None:
-        self._inner = inner
-
-    @property
-    def markers(self) -> frozenset[str]:
-        return self._inner.markers
-
-    def feed(self, text: str) -> Sequence[Event]:
-        return _without_further_calls(self._inner.feed(text))
-
-    def finish(self) -> Sequence[Event]:
-        return _without_further_calls(self._inner.finish())
-
-
-def _without_further_calls(events: Sequence[Event]) -> Sequence[Event]:
-    return [event for event in events if not isinstance(event, ToolCallStart | ToolCallArguments) or event.index == 0]
-
-
 class ChatPreparer:
     """Prepares chats."""
 
     def __init__(
-        self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: tuple[str, str] | None
+        self,
+        serving: Serving,
+        renderer: TemplateRenderer,
+        *,
+        call_format: str,
+        reasoning: tuple[str, str] | None,
+        any_tool: bool,
     ) -> None:
         self._serving = serving
         self._renderer = renderer
@@ -257,6 +244,8 @@ class ChatPreparer:
         """The format of unconstrained tool calls of this model."""
         self._reasoning = reasoning
         """The markers of the reasoning that is split from the text."""
+        self._any_tool = any_tool and not FORMATS[call_format].unmarked
+        """Calls of tools that the request does not have are calls."""
 
     async def prompt(self, conversation: Conversation, tenant: TenantId) -> str:
         """Return the prompt text. Raises TemplateError, ToolError, Overloaded, CannotKeepUp."""
@@ -335,7 +324,7 @@ class ChatPreparer:
             )
         form = AnswerForm(
             self._call_format if tools or own.has_channels else PLAIN,
-            schemas,
+            AnyTools(schemas) if tools and self._any_tool else schemas,
             None if own.has_channels else self._reasoning,
             starts_inside,
             one_call,

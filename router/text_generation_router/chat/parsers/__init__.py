@@ -7,7 +7,22 @@ from dataclasses import dataclass
 from typing import Final
 
 from text_generation_router.chat.events import OutputParser
-from text_generation_router.chat.parsers.base import Tools
+from text_generation_router.chat.parsers.arrays import (
+    APERTUS_CALLS,
+    COHERE_CALLS,
+    GRANITE_CALLS,
+    HUNYUAN_CALLS,
+    PHI_CALLS,
+    PHI_END,
+    ApertusParser,
+    CohereParser,
+    GraniteParser,
+    HunyuanParser,
+    PhiParser,
+    XlamParser,
+)
+from text_generation_router.chat.parsers.base import AnyTools, Tools
+from text_generation_router.chat.parsers.dsml import DSML, DeepSeek4Parser, DeepSeek32Parser, DeepSeek41Parser
 from text_generation_router.chat.parsers.formats import (
     HERMES_START,
     LLAMA_TAG,
@@ -19,7 +34,13 @@ from text_generation_router.chat.parsers.formats import (
     MistralParser,
     PlainParser,
 )
-from text_generation_router.chat.parsers.gemma import GEMMA_CALL, GEMMA_THOUGHT, Gemma4Parser
+from text_generation_router.chat.parsers.gemma import (
+    FUNCTION_CALL,
+    GEMMA_CALL,
+    GEMMA_THOUGHT,
+    FunctionGemmaParser,
+    Gemma4Parser,
+)
 from text_generation_router.chat.parsers.harmony import (
     HARMONY_ANSWER,
     HARMONY_ASSISTANT,
@@ -28,16 +49,26 @@ from text_generation_router.chat.parsers.harmony import (
     HARMONY_THOUGHT,
     HarmonyParser,
 )
-from text_generation_router.chat.parsers.pythonic import PYTHON_START, PythonicParser
+from text_generation_router.chat.parsers.nested import MINIMAX_TOKEN, MiniMaxM3Parser
+from text_generation_router.chat.parsers.pythonic import (
+    LFM_START,
+    OLMO_START,
+    PYTHON_START,
+    Lfm2Parser,
+    Olmo3Parser,
+    PythonicParser,
+)
 from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, ReasoningParser
 from text_generation_router.chat.parsers.sections import DEEPSEEK_CALLS, KIMI_CALLS, DeepSeekParser, KimiParser
 from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces
 from text_generation_router.chat.parsers.tagged import (
     GLM_KEY,
+    HUNYUAN_SEPARATOR,
     MINIMAX_BLOCK,
     QWEN_FUNCTION,
     SEED_BLOCK,
     GlmParser,
+    Hunyuan3Parser,
     MiniMaxParser,
     Qwen3CoderParser,
     SeedParser,
@@ -48,6 +79,7 @@ __all__ = [
     "FORMATS",
     "NAMES",
     "THINK",
+    "AnyTools",
     "ReasoningParser",
     "Tools",
     "begun_answer",
@@ -63,10 +95,12 @@ class Format:
     """A form of answers."""
 
     parser: Callable[[Tools], OutputParser]
-    marker: str = ""
-    """A chat template or a special token of the models that write it."""
+    signs: Sequence[str] = ()
+    """Texts in the chat template, or special tokens, of the models that write it."""
     aliases: Sequence[str] = ()
     """Names that vLLM or SGLang give it."""
+    unmarked: bool = False
+    """JSON with the name of a tool may be a call without any marker."""
     has_channels: bool = False
     """Reasoning and text are apart by special tokens: answers without calls need the parser too."""
     assistant: str = ""
@@ -91,7 +125,7 @@ def _plain(tools: Tools) -> OutputParser:
 FORMATS: Final[dict[str, Format]] = {
     "openai": Format(
         HarmonyParser,
-        HARMONY_CHANNEL,
+        (HARMONY_CHANNEL,),
         ("gpt-oss", "harmony"),
         has_channels=True,
         assistant=HARMONY_ASSISTANT,
@@ -99,27 +133,47 @@ FORMATS: Final[dict[str, Format]] = {
         call_start=HARMONY_CALL,
         thought=HARMONY_THOUGHT,
     ),
-    "gemma4": Format(Gemma4Parser, GEMMA_CALL, has_channels=True, thought=GEMMA_THOUGHT),
-    "deepseek_v3": Format(DeepSeekParser, DEEPSEEK_CALLS, ("deepseek_v31", "deepseekv3", "deepseekv31")),
-    "kimi_k2": Format(KimiParser, KIMI_CALLS),
-    "glm45": Format(GlmParser, GLM_KEY, ("glm47", "glm")),
-    "minimax_m2": Format(MiniMaxParser, MINIMAX_BLOCK, ("minimax-m2",)),
-    "seed_oss": Format(SeedParser, SEED_BLOCK),
-    "qwen3_coder": Format(Qwen3CoderParser, QWEN_FUNCTION, ("qwen3_xml",)),
-    "hermes": Format(HermesParser, HERMES_START, ("qwen25", "qwen")),
-    "mistral": Format(MistralParser, MISTRAL_CALLS),
-    "llama4_pythonic": Format(PythonicParser, PYTHON_START, ("pythonic", "llama4")),
-    "llama3_json": Format(Llama3JsonParser, LLAMA_TAG, ("llama3", "llama4_json")),
-    "json": Format(JsonAnswerParser),
-    "json_calls": Format(JsonCallsParser),
+    "gemma4": Format(Gemma4Parser, (GEMMA_CALL,), has_channels=True, thought=GEMMA_THOUGHT),
+    "functiongemma": Format(FunctionGemmaParser, (FUNCTION_CALL,)),
+    "deepseek_v3": Format(DeepSeekParser, (DEEPSEEK_CALLS,), ("deepseek_v31", "deepseekv3", "deepseekv31")),
+    "deepseek_v41": Format(DeepSeek41Parser, (f"{DSML} calls",)),
+    "deepseek_v4": Format(DeepSeek4Parser, (f"{DSML}tool_calls",), ("deepseekv4",)),
+    "deepseek_v32": Format(DeepSeek32Parser, (f"{DSML}function_calls", DSML), ("deepseekv32",)),
+    "kimi_k2": Format(KimiParser, (KIMI_CALLS,)),
+    "hy_v3": Format(Hunyuan3Parser, (HUNYUAN_SEPARATOR,)),
+    "hunyuan_a13b": Format(HunyuanParser, (f"{HUNYUAN_CALLS}[",), ("hunyuan",)),
+    "glm45": Format(GlmParser, (GLM_KEY,), ("glm47", "glm", "poolside_v1", "ling3")),
+    "minimax_m3": Format(MiniMaxM3Parser, (MINIMAX_TOKEN,)),
+    "minimax_m2": Format(MiniMaxParser, (MINIMAX_BLOCK,), ("minimax-m2",)),
+    "seed_oss": Format(SeedParser, (SEED_BLOCK,)),
+    "cohere_command": Format(CohereParser, (COHERE_CALLS,), ("cohere_command3", "cohere_command4")),
+    "apertus": Format(ApertusParser, (APERTUS_CALLS,)),
+    "phi4_mini_json": Format(PhiParser, (f"{PHI_CALLS}[", PHI_END)),
+    "granite": Format(GraniteParser, (GRANITE_CALLS,)),
+    "lfm2": Format(Lfm2Parser, (LFM_START,)),
+    "olmo3": Format(Olmo3Parser, (OLMO_START,)),
+    "qwen3_coder": Format(Qwen3CoderParser, (QWEN_FUNCTION,), ("qwen3_xml", "step3p5")),
+    "hermes": Format(HermesParser, (HERMES_START,), ("qwen25", "qwen", "qwen3_json", "ernie45", "granite4")),
+    "mistral": Format(MistralParser, (MISTRAL_CALLS,)),
+    "xlam": Format(XlamParser, unmarked=True),
+    "llama4_pythonic": Format(PythonicParser, (PYTHON_START,), ("pythonic", "llama4")),
+    "llama3_json": Format(Llama3JsonParser, (LLAMA_TAG,), ("llama3", "llama4_json"), unmarked=True),
+    "json": Format(JsonAnswerParser, unmarked=True),
+    "json_calls": Format(JsonCallsParser, unmarked=True),
     "plain": Format(_plain),
 }
-"""By name. A template with the markers of several has the first one."""
+"""By name. A template with the signs of several has the first one."""
 
 NAMES: Final = {alias: name for name, form in FORMATS.items() for alias in (name, *form.aliases)}
 """The names of formats by the names and aliases that operators use."""
 
-REASONING: Final = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+REASONING: Final = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
 """Markers of the reasoning of models that do not use THINK and END_THINK."""
 
 
@@ -140,10 +194,10 @@ def detect_format(template: str, special_tokens: Collection[str]) -> str:
 
     A special token counts only if the template reads `tools`: otherwise the prompt asks the model to answer with JSON.
     """
-    marked = [(form.marker, name) for name, form in FORMATS.items() if form.marker]
-    found = [name for marker, name in marked if marker in template]
+    signed = [(sign, name) for name, form in FORMATS.items() for sign in form.signs]
+    found = [name for sign, name in signed if sign in template]
     if not found and "tools" in template:
-        found = [name for marker, name in marked if marker in special_tokens]
+        found = [name for sign, name in signed if sign in special_tokens]
     return found[0] if found else "json"
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
-from text_generation_router.chat.parsers.literals import literal_as_json
+from text_generation_router.chat.parsers.literals import literal_as_json, refuse
 
 Schema = Mapping[str, Any]
 
 STRING: Final = frozenset({"string"})
+JSON_OR_STRING: Final = frozenset({"JSON", "string"})
 NULL_OR_STRING: Final = frozenset({"string", "null"})
 
 _NULLS: Final = ("null", "None")
@@ -31,34 +33,58 @@ _OTHER_NAMES: Final = {
 _NAMES: Final[dict[type, str]] = {
     str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array",
 }  # fmt: skip
-_INTEGER: Final = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0+)?")
+_INTEGER: Final = re.compile(r"(-?)0*(0|[1-9][0-9]*)(?:\.0+)?")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
 
 def argument_types(parameters: Schema, name: str) -> frozenset[str]:
     """Return the JSON types of a tool's argument; only `string` if the schema has no types for it."""
-    schema: object = parameters
+    return types_of(member_schema(parameters, parameters, name), parameters)
+
+
+def types_of(schema: object, root: Schema, otherwise: frozenset[str] = STRING) -> frozenset[str]:
+    """Return the JSON types that a schema names; `otherwise` if it names none."""
+    return _types(schema, root, _MAX_DEPTH) or otherwise
+
+
+def member_schema(schema: object, root: Schema, name: str | None = None) -> object:
+    """Return the schema of a member of an object, without `name` that of the items of an array; None if there is none."""
     for _ in range(_MAX_DEPTH):
-        if not isinstance(schema, Mapping) or "$ref" not in schema or "properties" in schema:
+        if not isinstance(schema, Mapping):
+            return None
+        if "$ref" in schema and "properties" not in schema:
+            schema = _resolve(schema["$ref"], root)
+            continue
+        unions = (schema.get(union) for union in ("anyOf", "oneOf"))
+        branches = next((union for union in unions if isinstance(union, list)), ())
+        kind = "array" if name is None else "object"
+        fitting = (branch for branch in branches if kind in _types(branch, root, _MAX_DEPTH))
+        if "type" in schema or "properties" in schema or (branch := next(fitting, None)) is None:
             break
-        schema = _resolve(schema["$ref"], parameters)
+        schema = branch
     if not isinstance(schema, Mapping):
-        return STRING
+        return None
+    if name is None:
+        return schema.get("items")
     properties = schema.get("properties")
-    if isinstance(properties, Mapping) and name in properties:
-        found = properties[name]
-    else:
-        found = schema.get("additionalProperties")
-    return _types(found, parameters, _MAX_DEPTH) or STRING
+    return (
+        properties[name]
+        if isinstance(properties, Mapping) and name in properties
+        else schema.get("additionalProperties")
+    )
 
 
 def value_as_json(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a value of one of `types`; the text as a string if it fits none of the others."""
     written = text.strip()
+    if "JSON" in types:
+        with suppress(ValueError, RecursionError):
+            json.loads(written, parse_constant=refuse)
+            return written
     if "null" in types and written in _NULLS:
         return "null"
     if "integer" in types and (integer := _INTEGER.fullmatch(written)):
-        return integer[1]
+        return integer[1] + integer[2]
     if "number" in types and _NUMBER.fullmatch(written):
         return written
     if "boolean" in types and written.lower() in ("true", "false"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.event_buffer import EventBuffer
@@ -14,6 +14,18 @@ from text_generation_router.chat.parsers.syntax import CallSyntax
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the parameters of the tools, by name."""
+
+_TOOL_NAME: Final = re.compile(r"[\w.:/-]{1,256}")
+
+
+class AnyTools(dict[str, Mapping[str, Any]]):
+    """Tools to which every name belongs; those that it does not list have no schema."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and _TOOL_NAME.fullmatch(name) is not None
+
+    def __missing__(self, name: str) -> Mapping[str, Any]:
+        return {}
 
 
 class Markers:
@@ -68,9 +80,20 @@ class CallParser:
     ENDS_OF_REASONING: ClassVar[tuple[str, ...]] = ()
     """Markers of calls that also end the reasoning before the answer."""
     SPECIAL: ClassVar[frozenset[str]] = frozenset()
+    """Texts that may be special tokens of the model."""
+    TAGS_OF_CALLS: ClassVar[frozenset[str]] = frozenset()
+    """Texts that stand around calls and are not special tokens."""
     READER: ClassVar[type[JsonCallReader]] = JsonCallReader
     CALLS: ClassVar[Sequence[CallSyntax]]
     """The ways in which a grammar lets models write calls."""
+
+    def __init_subclass__(cls, starts: tuple[str, ...] = (), ends: tuple[str, ...] = ()) -> None:
+        """Set the markers of a format whose calls stand between `starts` and `ends`."""
+        if starts:
+            cls.TEXT_MARKERS = cls.RAW_MARKERS = Markers((*starts, *ends))
+            cls.ENDS = frozenset(ends)
+            own = frozenset(marker for marker in starts + ends if not marker.isalpha())
+            cls.SPECIAL = cls.__dict__.get("SPECIAL", own)
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -119,15 +142,16 @@ class CallParser:
 
     @property
     def _rest_is_bare(self) -> bool:
-        return any(token.startswith(self._rest.strip()) for token in self.SPECIAL)
+        return any(token.startswith(self._rest.strip()) for token in self.SPECIAL | self.TAGS_OF_CALLS)
 
     @property
     def _is_bare(self) -> bool:
-        """Nothing but special tokens was read of a call."""
+        """True if nothing but special tokens and tags was read of a call."""
+        tags = self.SPECIAL | self.TAGS_OF_CALLS
         opening = "".join(self._opening)
-        for token in self.SPECIAL:
-            opening = opening.replace(token, "")
-        return self._opening[:1] != [] and self._opening[0] in self.SPECIAL and not opening.strip()
+        for tag in sorted(tags, key=len, reverse=True):
+            opening = opening.replace(tag, "")
+        return self._opening[:1] != [] and self._opening[0] in tags and not opening.strip()
 
     def _on_marker(self, marker: str) -> None:
         """Handle a marker in the text."""

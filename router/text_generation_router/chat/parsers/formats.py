@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from text_generation_router.chat.events import Event, TextDelta
-from text_generation_router.chat.parsers.base import ArrayParser, CallParser, Markers, Tools
+from text_generation_router.chat.parsers.base import ArrayParser, CallParser, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader, TgiCallReader
 from text_generation_router.chat.parsers.syntax import CallSyntax, JsonCall, Pattern, Slot
@@ -21,27 +21,22 @@ FENCE: Final = "```"
 _OPENINGS: Final = ("", FENCE, f"{FENCE}json")
 
 
-class HermesParser(CallParser):
+class HermesParser(CallParser, starts=(HERMES_START,), ends=(HERMES_END,)):
     """Hermes and Qwen: `<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>`, anywhere in the text, any number of times.
 
     The end tag may be missing; without a call before it, it is text. Characters between a call and its end tag are text.
     """
 
-    TEXT_MARKERS = RAW_MARKERS = Markers((HERMES_START, HERMES_END))
-    ENDS = frozenset({HERMES_END})
     ENDS_OF_REASONING = (HERMES_START,)
-    SPECIAL = frozenset({HERMES_START, HERMES_END})
     CALLS = (CallSyntax((HERMES_START, Slot.GAP, JsonCall(), Slot.GAP, HERMES_END), blocks=True),)
 
 
-class Llama3JsonParser(CallParser):
+class Llama3JsonParser(CallParser, starts=(LLAMA_TAG,)):
     """Llama 3: `{"name": …, "parameters": {…}}` at the start of the answer or after `<|python_tag|>`.
 
     Several calls are separated by `;` or by whitespace alone.
     """
 
-    TEXT_MARKERS = RAW_MARKERS = Markers((LLAMA_TAG,))
-    SPECIAL = frozenset({LLAMA_TAG})
     CALLS = tuple(CallSyntax((JsonCall("parameters"),), before, between=("; ",)) for before in ((), (LLAMA_TAG,)))
 
     def __init__(self, tools: Tools) -> None:
@@ -55,13 +50,12 @@ class Llama3JsonParser(CallParser):
         return self._head(text, at)
 
 
-class MistralParser(ArrayParser):
+class MistralParser(ArrayParser, starts=(MISTRAL_CALLS,)):
     """Mistral: `[TOOL_CALLS]` and an array of calls, or, newer, `[TOOL_CALLS]name[ARGS]{…}` for each call.
 
     The newer form may have `[CALL_ID]` and an id after the name, which are skipped, and may lack `[ARGS]`.
     """
 
-    TEXT_MARKERS = RAW_MARKERS = Markers((MISTRAL_CALLS,))
     SPECIAL = frozenset({MISTRAL_CALLS, MISTRAL_CALL_ID, MISTRAL_ARGS})
     CALLS = (
         *(

@@ -1,32 +1,58 @@
-"""Gemma 4: `<|channel>thought\\n…<channel|>` for reasoning, `<|tool_call>call:NAME{key:<|"|>text<|"|>}<tool_call|>` for calls."""
+"""Gemma 4: `<|channel>thought\\n…<channel|>` for reasoning, `<|tool_call>call:NAME{key:<|"|>text<|"|>}<tool_call|>` for calls.
+FunctionGemma: `<start_function_call>call:NAME{key:<escape>text<escape>}<end_function_call>`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
-from text_generation_router.chat.parsers.literals import GEMMA, LiteralCallReader
+from text_generation_router.chat.parsers.literals import FUNCTION_GEMMA, GEMMA, LiteralCallReader, LiteralSyntax
 from text_generation_router.chat.parsers.readers import CallReader
 from text_generation_router.chat.parsers.syntax import CallSyntax, Slot, Until
 
 GEMMA_CALL: Final = "<|tool_call>"
 _CALL_END: Final = "<tool_call|>"
+FUNCTION_CALL: Final = "<start_function_call>"
+_FUNCTION_END: Final = "<end_function_call>"
 _CHANNEL: Final = "<|channel>"
 _CHANNEL_END: Final = "<channel|>"
 _THOUGHT: Final = "thought\n"
 GEMMA_THOUGHT: Final = (_CHANNEL, Until(_CHANNEL_END), Slot.GAP)
 
 
-class Gemma4Parser(CallParser):
-    """Reads calls and reasoning. The end tokens may be missing; without a start before it, that of a call is text."""
+def _calls(start: str, end: str, literals: LiteralSyntax) -> tuple[CallSyntax, ...]:
+    return (CallSyntax((f"{start}call:", Slot.NAME, "{", Until(end, inside=(literals.mark,))), blocks=True),)
 
+
+class FunctionGemmaParser(CallParser, starts=(FUNCTION_CALL,), ends=(_FUNCTION_END,)):
+    """FunctionGemma. The end tokens may be missing; without a start before it, that of a call is text."""
+
+    LITERALS: ClassVar = FUNCTION_GEMMA
+    SPECIAL = frozenset({FUNCTION_CALL, _FUNCTION_END, FUNCTION_GEMMA.mark})
+    CALLS = _calls(FUNCTION_CALL, _FUNCTION_END, FUNCTION_GEMMA)
+
+    def _head(self, text: str, at: int) -> int:
+        return self._named(text, at)
+
+    def _call_name(self, opening: str) -> str:
+        return opening.removeprefix(self._opening[0]).strip().removeprefix("call:").removeprefix(":").strip()
+
+    def _arguments_reader(self) -> CallReader:
+        return LiteralCallReader(self._events, self.LITERALS)
+
+
+class Gemma4Parser(FunctionGemmaParser):
+    """Reads also reasoning."""
+
+    LITERALS = GEMMA
     TEXT_MARKERS = Markers((GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END))
     RAW_MARKERS = TEXT_MARKERS
     ENDS = frozenset({_CALL_END})
     SPECIAL = frozenset({GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END, GEMMA.mark})
-    CALLS = (CallSyntax((f"{GEMMA_CALL}call:", Slot.NAME, "{", Until(_CALL_END, inside=(GEMMA.mark,))), blocks=True),)
+    CALLS = _calls(GEMMA_CALL, _CALL_END, GEMMA)
     _ENDS_OF_REASONING = Markers((_CHANNEL_END, GEMMA_CALL))
 
     def __init__(self, tools: Tools) -> None:
@@ -79,12 +105,3 @@ class Gemma4Parser(CallParser):
             return at + 1
         self._phase = self._text
         return at
-
-    def _head(self, text: str, at: int) -> int:
-        return self._named(text, at)
-
-    def _call_name(self, opening: str) -> str:
-        return opening.removeprefix(GEMMA_CALL).strip().removeprefix("call:").removeprefix(":").strip()
-
-    def _arguments_reader(self) -> CallReader:
-        return LiteralCallReader(self._events, GEMMA)

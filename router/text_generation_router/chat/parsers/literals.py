@@ -10,7 +10,8 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Final
 
 import orjson
@@ -49,6 +50,7 @@ class LiteralSyntax:
 
 PYTHON: Final = LiteralSyntax()
 GEMMA: Final = LiteralSyntax(mark='<|"|>', quotes='"', triple=False, bare=True)
+FUNCTION_GEMMA: Final = replace(GEMMA, mark="<escape>")
 
 
 class LiteralScanner:
@@ -308,7 +310,7 @@ class LiteralCallReader:
 def literal_as_json(text: str) -> str | None:
     """Return a list or an object, in JSON or short in Python, as JSON; None if it is neither."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError):
         if len(text) > MAX_PYTHON:
             return None
@@ -333,10 +335,9 @@ def _word_as_json(word: str) -> str | None:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
         return word
-    try:
-        return str(int(word, 0)) if len(word) <= 64 else None
-    except ValueError:
-        pass
+    for base in (0, 10) if len(word) <= 64 else ():
+        with suppress(ValueError):
+            return str(int(word, base))
     try:
         number = float(word)
     except ValueError:
@@ -344,5 +345,6 @@ def _word_as_json(word: str) -> str | None:
     return repr(number) if math.isfinite(number) else None
 
 
-def _refuse(constant: str) -> None:
+def refuse(constant: str) -> None:
+    """Raise ValueError for NaN and infinity, which are not JSON."""
     raise ValueError(constant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from text_generation_router.chat.parsers.event_buffer import EventBuffer
 from text_generation_router.chat.parsers.json_scanner import SPACE, ObjectScanner, StringUnwrapper, escaped
@@ -13,9 +13,6 @@ MAX_NAME: Final = 256
 """Characters of a tool's name, as written."""
 MAX_HELD: Final = 1 << 18
 """Characters of a call that are read before its name; a longer one is text."""
-
-_KEY_SEEN: Final = 16
-"""Characters of a key that are kept: more than any known key has."""
 
 
 class CallReader(Protocol):
@@ -48,6 +45,8 @@ class JsonCallReader:
 
     The name must be one of `names`. Arguments may be an object, a string that holds one, or null: `{}`.
     """
+
+    NAME_KEY: ClassVar[str] = "name"
 
     def __init__(self, events: EventBuffer, names: Collection[str], opening: str) -> None:
         self.started = False
@@ -101,7 +100,7 @@ class JsonCallReader:
     def _key(self, char: str) -> bool:
         if not self._scanner.in_string:
             self._route = self._before_value
-        elif len(self._text) < _KEY_SEEN:
+        elif len(self._text) <= MAX_NAME:
             self._text.append(char)
         return True
 
@@ -113,7 +112,7 @@ class JsonCallReader:
     def _value(self, key: str, char: str) -> bool:
         """Read the first character of a member's value."""
         self._route = self._members
-        if key == "name" and not self.started:
+        if key == self.NAME_KEY and not self.started:
             return self._open_name(char)
         if key in ("arguments", "parameters") and not self.complete:
             return self._open_arguments(char)
@@ -128,8 +127,13 @@ class JsonCallReader:
         if self._scanner.in_string:
             self._text.append(char)
             return len(self._text) <= MAX_NAME
+        self._route = self._after_name
+        return self._start("".join(self._text))
+
+    def _start(self, written: str) -> bool:
+        """Start the call with this name, as it is written in JSON; False if it is not a tool's."""
         try:
-            name = str(json.loads(f'"{"".join(self._text)}"'))
+            name = str(json.loads(f'"{written}"'))
         except ValueError:  # bare control characters
             return False
         if name not in self._names:
@@ -139,7 +143,6 @@ class JsonCallReader:
         self._raw.clear()
         self._held.clear()
         self.started = True
-        self._route = self._after_name
         return True
 
     def _open_arguments(self, char: str) -> bool:

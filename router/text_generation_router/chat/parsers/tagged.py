@@ -4,6 +4,8 @@ Qwen3-Coder     <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</para
 GLM-4.5         <tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>
 MiniMax-M2      <minimax:tool_call>\\n<invoke name="NAME">\\n<parameter name="KEY">VALUE</parameter>\\n</invoke>\\n
                 </minimax:tool_call>
+Hunyuan 3       <tool_calls>\\n<tool_call>NAME<tool_sep>\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>\\n
+                </tool_calls>
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.literals import json_text
 from text_generation_router.chat.parsers.readers import MAX_NAME
-from text_generation_router.chat.parsers.syntax import CallSyntax, Repeat, Slot, Until
+from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces, Repeat, Slot, Until
 
 QWEN_FUNCTION: Final = "<function="
 GLM_KEY: Final = "<arg_key>"
 MINIMAX_BLOCK: Final = "<minimax:tool_call>"
 SEED_BLOCK: Final = "<seed:tool_call>"
+
+HUNYUAN_SEPARATOR: Final = "<tool_sep>"
 
 _MAX_GAP: Final = 16
 """Whitespace between the end of a call and the end of its block, where the end tag of the last value is missing."""
@@ -47,11 +51,13 @@ class Tags:
         *,
         lines: bool = False,
         quote: str = "",
+        attributes: Pieces = (),
     ) -> None:
         """`block`, `value`: start and end; `key`: before and after the name; `call`: before and after the name, and the end.
 
         Without `call` the block is a call, and its name ends at the next tag. `lines`: a newline after the start and
-        before the end of a value belongs to the tags. `quote`: stands around names.
+        before the end of a value belongs to the tags. `quote`: stands around names. `attributes`: follow the name of an
+        argument.
         """
         (self.block, self.block_end), (self.key, _), (self.value, self.value_end) = block, key, value
         self.call, name_end, self.call_end = call
@@ -67,12 +73,12 @@ class Tags:
         self.value_ends = _markers(self.value_end, self.key, self.call_end)
         self.block_ends = _markers(self.block_end)
         self.after_call = _markers(self.call, self.block_end)
-        self.syntax = self._syntax(key[1], name_end, quote)
+        self.syntax = self._syntax((quote, *attributes, key[1]), name_end, quote)
 
-    def _syntax(self, key_end: str, name_end: str, quote: str) -> CallSyntax:
+    def _syntax(self, key_end: Pieces, name_end: str, quote: str) -> CallSyntax:
         gap = Slot.GAP
         value = (gap, self.value) if self.value else ()
-        member = (self.key + quote, Slot.KEY, quote + key_end, *value, Until(self.value_end), gap)
+        member = (self.key + quote, Slot.KEY, *key_end, *value, Until(self.value_end), gap)
         if not self.call:
             return CallSyntax((self.block, Slot.NAME, gap, Repeat(member), self.block_end), blocks=True)
         head = (self.call + quote, Slot.NAME, quote + name_end)
@@ -98,8 +104,9 @@ class TaggedParser(CallParser):
         cls.TEXT_MARKERS = cls.RAW_MARKERS = cls.TAGS.in_text
         cls.ENDS = frozenset({cls.TAGS.block_end})
         cls.ENDS_OF_REASONING = (cls.TAGS.block,)
-        cls.SPECIAL = cls.TAGS.all
-        cls.CALLS = (cls.TAGS.syntax,)
+        cls.SPECIAL = cls.SPECIAL or cls.TAGS.all
+        cls.TAGS_OF_CALLS = cls.TAGS.all
+        cls.CALLS = cls.__dict__.get("CALLS") or (cls.TAGS.syntax,)
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
@@ -113,6 +120,10 @@ class TaggedParser(CallParser):
         """The value has not started: its tags may end with a newline."""
         self._newline = ""
         """The newline at the end of a text value so far."""
+        self._key_name = ""
+        """The name of the argument."""
+        self._value_end = self.TAGS.value_end
+        self._value_ends = self.TAGS.value_ends
 
     def finish(self) -> Sequence[Event]:
         if self._phase in (self._members, self._key, self._before_value):
@@ -157,7 +168,7 @@ class TaggedParser(CallParser):
             return self._not_a_call(most)
         if start == end:
             return self._hold(text, start)
-        name = _unquoted(self._word)
+        name = unquoted(self._word)
         if name not in self._tools:
             return self._no_call(text, start)
         self._opening.clear()
@@ -235,25 +246,31 @@ class TaggedParser(CallParser):
         return end
 
     def _begin_value(self) -> None:
-        key = _unquoted(self._word)
-        self._types = argument_types(self._schema, key)
+        self._key_name, self._types = self._argument()
         before = ", " if self._arguments else "{"
         opening = '"' if self._types == STRING else ""
-        self._events.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {opening}")
+        self._events.arguments(f"{before}{json.dumps(self._key_name, ensure_ascii=False)}: {opening}")
         self._arguments += 1
         self._parts.clear()
         self._newline = ""
         self._line_start = self.TAGS.lines
         self._phase = self._value
 
+    def _argument(self) -> tuple[str, frozenset[str]]:
+        """Return the name and the types of the argument."""
+        key = unquoted(self._word)
+        return key, argument_types(self._schema, key)
+
+    def _value_as_json(self, value: str) -> str:
+        return value_as_json(value, self._types)
+
     def _value(self, text: str, at: int) -> int:
-        tags = self.TAGS
-        start, end = tags.value_ends.find(text, at)
+        start, end = self._value_ends.find(text, at)
         self._add_value(text[at:start])
         if start == end:
             return self._hold(text, start)
         marker = text[start:end]
-        if marker == tags.call_end:
+        if marker == self.TAGS.call_end:
             ends = self._ends_block(text, end)
             if ends is None:
                 return self._hold(text, start)
@@ -262,7 +279,7 @@ class TaggedParser(CallParser):
                 return end
         self._end_value()
         self._phase = self._members
-        return end if marker == tags.value_end else start
+        return end if marker == self._value_end else start
 
     def _ends_block(self, text: str, at: int) -> bool | None:
         """Return True if the end of the block follows; None if more text will show."""
@@ -295,7 +312,7 @@ class TaggedParser(CallParser):
             self._events.arguments('"')
         else:
             value = "".join(self._parts)
-            self._events.arguments(value_as_json(value.removesuffix("\n") if self.TAGS.lines else value, self._types))
+            self._events.arguments(self._value_as_json(value.removesuffix("\n") if self.TAGS.lines else value))
 
 
 def _qwen_tags(start: str, end: str) -> Tags:
@@ -340,5 +357,17 @@ class MiniMaxParser(TaggedParser):
     )
 
 
-def _unquoted(name: str) -> str:
+class Hunyuan3Parser(TaggedParser):
+    """Format `hy_v3`."""
+
+    TAGS = Tags(
+        block=("<tool_calls>", "</tool_calls>"),
+        call=("<tool_call>", HUNYUAN_SEPARATOR, "</tool_call>"),
+        key=(GLM_KEY, "</arg_key>"),
+        value=("<arg_value>", "</arg_value>"),
+    )
+
+
+def unquoted(name: str) -> str:
+    """Return a name without the quotes around it."""
     return name.strip().strip("\"'")

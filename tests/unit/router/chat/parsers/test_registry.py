@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from json_call_answers import TOOLS
+from model_answers import TABLES
+from parser_events import Call, read_parts
 
 from text_generation_router.chat.events import TextDelta, ToolCallStart
 from text_generation_router.chat.parsers import (
     FORMATS,
     NAMES,
+    AnyTools,
     ReasoningParser,
     begun_answer,
     create_parser,
@@ -22,7 +26,7 @@ from text_generation_router.config import ToolCallFormat
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown tool call format 'xml'; known are deepseek_v3, .*plain"):
+    with pytest.raises(ValueError, match=r"unknown tool call format 'xml'; known are apertus, .*plain"):
         create_parser("xml", tools={})
 
 
@@ -44,6 +48,20 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
         ("{% if tools %}", ("<|tool_call>",), "gemma4"),
         ("{% if tools %}", ("<|python_start|>",), "llama4_pythonic"),
         ("<minimax:tool_call>", (), "minimax_m2"),
+        ("]<]minimax[>[<tool_call>", (), "minimax_m3"),
+        ("<|tool_call|>", (), "granite"),
+        ("{% if tools %}", ("<|tool_call|>", "<|/tool_call|>"), "phi4_mini_json"),
+        ("functools[", (), "phi4_mini_json"),
+        ('<tool_calls>[{"name"', (), "hunyuan_a13b"),
+        ("<tool_calls><tool_call><tool_sep><arg_key>", (), "hy_v3"),
+        ("<|tools_prefix|>", (), "apertus"),
+        ("<|START_ACTION|>", (), "cohere_command"),
+        ("<|tool_call_start|>", (), "lfm2"),
+        ("<function_calls>", (), "olmo3"),
+        ("<start_function_call>", (), "functiongemma"),
+        ("<｜DSML｜function_calls>", (), "deepseek_v32"),
+        ("<｜DSML｜tool_calls>", (), "deepseek_v4"),
+        ("{% if tools %}", ("｜DSML｜",), "deepseek_v32"),
     ],
 )
 def test_the_template_implies_the_format(template: str, special: tuple[str, ...], expected: str) -> None:
@@ -54,6 +72,15 @@ def test_the_template_implies_the_format(template: str, special: tuple[str, ...]
 def test_a_prompt_may_start_the_reasoning() -> None:
     assert starts_in_reasoning("<|assistant|><think>\n")
     assert not starts_in_reasoning("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if "unknown tool" in TABLES.get(name, {})])
+def test_calls_of_unknown_tools_are_calls_if_every_name_is_a_tools(name: str) -> None:
+    answer, _ = TABLES[name]["unknown tool"]
+    parts = read_parts(create_parser(name, tools=AnyTools(TOOLS)), answer)
+    assert [part.name for part in parts if isinstance(part, Call)][-1] == "rm"
+    spaced = read_parts(create_parser(name, tools=AnyTools(TOOLS)), answer.replace("rm", "r m"))
+    assert not any(isinstance(part, Call) and " " in part.name for part in spaced)
 
 
 def test_a_flag_takes_every_name_of_a_format() -> None:

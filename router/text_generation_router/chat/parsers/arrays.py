@@ -1,0 +1,120 @@
+"""Tool calls in a JSON array after a marker.
+
+Granite 3       <|tool_call|>[{"name": NAME, "arguments": {…}}, …]
+Phi-4-mini      functools[{"name": NAME, "arguments": {…}}, …], or <|tool_call|>[…]<|/tool_call|>
+Hunyuan         <tool_calls>[{"name": NAME, "arguments": {…}}, …]</tool_calls>
+Apertus         <|tools_prefix|>[{NAME: {…}}, …]<|tools_suffix|>
+Command A, R7B  <|START_ACTION|>[{"tool_call_id": "0", "tool_name": NAME, "parameters": {…}}, …]<|END_ACTION|>
+xLAM            [{"name": NAME, "arguments": {…}}, …], also in a fence or after [TOOL_CALLS] or <tool_call>
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from text_generation_router.chat.parsers.base import ArrayParser, Tools
+from text_generation_router.chat.parsers.readers import JsonCallReader
+from text_generation_router.chat.parsers.syntax import CallSyntax, JsonCall, Pattern, Pieces, Slot
+
+GRANITE_CALLS: Final = "<|tool_call|>"
+PHI_CALLS: Final = "functools"
+PHI_END: Final = "<|/tool_call|>"
+HUNYUAN_CALLS: Final = "<tool_calls>"
+APERTUS_CALLS: Final = "<|tools_prefix|>"
+COHERE_CALLS: Final = "<|START_ACTION|>"
+_COHERE_FRAMES: Final = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+_FENCE: Final = "```"
+
+
+_JSON: Final = (JsonCall(),)
+
+
+def _array(start: str, end: str = "", call: Pieces = _JSON) -> CallSyntax:
+    return CallSyntax(call, (f"{start}[",), (", ",), (f"]{end}",))
+
+
+class GraniteParser(ArrayParser, starts=(GRANITE_CALLS, "<tool_call>")):
+    """Granite 3."""
+
+    CALLS = (_array(GRANITE_CALLS), _array("<tool_call>"), _array(f"{GRANITE_CALLS} "), _array("<tool_call> "))
+
+
+class PhiParser(ArrayParser, starts=(PHI_CALLS, GRANITE_CALLS), ends=(PHI_END,)):
+    """Format `phi4_mini_json`."""
+
+    CALLS = (_array(PHI_CALLS), _array(GRANITE_CALLS, PHI_END))
+
+
+class HunyuanParser(ArrayParser, starts=(HUNYUAN_CALLS,), ends=("</tool_calls>",)):
+    """Hunyuan A13B and the dense models."""
+
+    CALLS = (_array(HUNYUAN_CALLS, "</tool_calls>"),)
+
+
+class KeyCallReader(JsonCallReader):
+    """Reads `{NAME: {…}}`. The first name counts."""
+
+    def _value(self, key: str, char: str) -> bool:
+        return self.started or (self._start(key) and self._open_arguments(char))
+
+
+class ApertusParser(ArrayParser, starts=(APERTUS_CALLS,), ends=("<|tools_suffix|>",)):
+    """Apertus."""
+
+    READER = KeyCallReader
+    CALLS = (_array(APERTUS_CALLS, "<|tools_suffix|>", ('{"', Slot.NAME, '": ', Slot.ARGUMENTS, "}")),)
+
+
+class CohereCallReader(JsonCallReader):
+    """Reads `{"tool_name": NAME, "parameters": {…}}`."""
+
+    NAME_KEY = "tool_name"
+
+
+class CohereParser(ArrayParser, starts=(COHERE_CALLS, *_COHERE_FRAMES), ends=("<|END_ACTION|>",)):
+    """Format `cohere_command`. The tokens around an answer are dropped."""
+
+    READER = CohereCallReader
+    CALLS = (
+        CallSyntax(
+            ('{"tool_call_id": "', Pattern("[0-9]{1,3}"), '", "tool_name": "', Slot.NAME, '", "parameters": ', Slot.ARGUMENTS, "}"),
+            (f"{COHERE_CALLS}[\n    ",),
+            (",\n    ",),
+            ("\n]<|END_ACTION|>",),
+        ),
+    )  # fmt: skip
+
+    def _on_marker(self, marker: str) -> None:
+        if marker not in _COHERE_FRAMES:
+            super()._on_marker(marker)
+
+
+class XlamParser(ArrayParser, starts=("[TOOL_CALLS]", "<tool_call>", _FENCE), ends=("</tool_call>",)):
+    """xLAM. An array at the start of the answer needs no marker."""
+
+    SPECIAL = frozenset({"[TOOL_CALLS]", "<tool_call>", "</tool_call>"})
+    CALLS = (
+        _array(""),
+        _array("[TOOL_CALLS]"),
+        _array("<tool_call>", "</tool_call>"),
+        _array(f"{_FENCE}json\n", f"\n{_FENCE}"),
+    )
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._phase = self._head
+
+    def _on_marker(self, marker: str) -> None:
+        if marker == _FENCE and self._awaits_end:
+            self._on_end(marker)
+        else:
+            super()._on_marker(marker)
+
+    def _head(self, text: str, at: int) -> int:
+        end = self.TEXT_MARKERS.at(text, at) if not self._opening else -1
+        if end >= at:
+            return self._text(text, at)
+        word = "".join(self._opening[1:]) + text[at]
+        if self._opening[:1] == [_FENCE] and "json".startswith(word):
+            return self._skip(text[at], at)
+        return super()._head(text, at)
