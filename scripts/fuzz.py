@@ -10,8 +10,10 @@ between router and shard to tests/corpus, whose findings are tried first.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 START_TIMEOUT_S = 60.0
 
@@ -32,7 +35,7 @@ def fuzz_http(model: str, seconds: float, schemathesis: str, seed: int) -> bool:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     launcher = Path(sys.executable).with_name("text-generation-launcher")
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
         server = subprocess.Popen(
             [
                 *(launcher, "--model-id", model, "--engine", "echo", "--hostname", "127.0.0.1", "--port", str(port)),
@@ -42,15 +45,12 @@ def fuzz_http(model: str, seconds: float, schemathesis: str, seed: int) -> bool:
         )
         try:
             wait_until_healthy(url)
-            run = [
-                schemathesis,
-                "run",
-                f"{url}/api-doc/openapi.json",
-                "--checks",
-                CHECKS,
-                "--phases",
-                "coverage,fuzzing",
-            ]
+            with urllib.request.urlopen(f"{url}/openapi.json") as answer:
+                described = json.load(answer)
+            runpy.run_path(str(SUPPORT / "strict_document.py"))["describe_events"](described)
+            Path(folder, "openapi.json").write_text(json.dumps(described))
+            run = [schemathesis, "run", f"{folder}/openapi.json", "--url", url, "--checks", CHECKS]
+            run += ["--phases", "coverage,fuzzing"]
             run += ["--max-time", str(int(seconds)), "--seed", str(seed), "--suppress-health-check", "all"]
             found = subprocess.run([*run, "--continue-on-failure", "--warnings", "off"], check=False).returncode != 0
         finally:

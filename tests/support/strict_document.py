@@ -194,15 +194,20 @@ def strict(document: Json, limits: Limits, *, generations: int) -> Json:
             header["schema"]["minimum"] = PROMISED_S * 1000
         if header["name"] == "grpc-timeout":
             header["schema"]["pattern"] = "^[1-9][0-9]{2,6}S$|^[1-9][0-9]{0,2}[HM]$"
-    for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
-        content = operation["responses"]["200"].get("content", {})
-        if (media := content.get("text/event-stream")) is not None:  # schemathesis reads one event at a time
-            data = {"type": "string", "contentMediaType": "application/json", **media["schema"]}
-            event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
-            media["schema"] = event
+    describe_events(document)
     stream = document["paths"]["/generate_stream"]["post"]["requestBody"]["content"]["application/json"]
     stream["schema"] = {"allOf": [stream["schema"], _STREAMED]}
     return document
+
+
+def describe_events(document: Json) -> None:
+    """Let the schema of a stream be that of one event: schemathesis reads one at a time."""
+    for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
+        content = operation["responses"]["200"].get("content", {})
+        if (media := content.get("text/event-stream")) is not None:
+            data = {"type": "string", "contentMediaType": "application/json", **media["schema"]}
+            event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+            media["schema"] = event
 
 
 def _bounded(schema: Json) -> Json:
