@@ -165,6 +165,8 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
         events.observe(members, stats())
         first = [replicas.submit(300) for _ in range(2)]
         await replicas.until_running(1, 1)
+        while not first[0].tokens:  # noqa: ASYNC110 - a listener has no event for it
+            await asyncio.sleep(0)
         resume = threading.Event()
         step = silent.step
         monkeypatch.setattr(silent, "step", lambda: (resume.wait(), step())[1])
