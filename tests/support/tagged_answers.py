@@ -214,6 +214,10 @@ NESTED: Table = {
         nested("[<sites>[</sites>[<filter>\n[</filter>[<q>[</q>"),
         [Call("search", '{"sites": [], "filter": {}, "q": ""}')],
     ),
+    "no types in the schema": (
+        nested("[<a>[<b>7[</b>[</a>[<c>7[</c>"),
+        [Call("search", '{"a": {"b": "7"}, "c": "7"}')],
+    ),
     "elements without ends": (
         nested("[<filter>[<a>x[<b>y[</filter>"),
         [Call("search", '{"filter": {"a": {"b": "y"}}}')],

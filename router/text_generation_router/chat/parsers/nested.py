@@ -19,6 +19,9 @@ MINIMAX_TOKEN: Final = "]<]minimax[>["
 
 _TAG: Final = re.compile(re.escape(MINIMAX_TOKEN) + r"<(/?)([^>]*)>")
 
+_TEXT_OR_ELEMENTS: Final = STRING | {"elements"}
+"""The types of a value without types in the schema, which is held until its elements show."""
+
 Element = tuple[str, str, list["Element"]]
 """Name, text and elements."""
 
@@ -52,6 +55,11 @@ class MiniMaxM3Parser(TaggedParser):
         super()._begin_value()
         self._value_end = f"{MINIMAX_TOKEN}</{self._word}>"
         self._value_ends = Markers((self._value_end, self.TAGS.call_end))
+
+    def _argument(self) -> tuple[str, frozenset[str]]:
+        return self._word, types_of(
+            member_schema(self._schema, self._schema, self._word), self._schema, _TEXT_OR_ELEMENTS
+        )
 
     def _value_as_json(self, value: str) -> str:
         root: Element = ("", "", [])
