@@ -27,14 +27,13 @@ _TYPES = {
     "model_type": "an object",
     "string_type": "a string",
 }
-_JSON_TYPES: dict[type, str] = {
+_JSON_TYPES = {
     bool: "a boolean",
     dict: "an object",
     float: "a number",
     int: "an integer",
     list: "an array",
     str: "a string",
-    type(None): "null",
 }
 _RULES = {
     "greater_than_equal": ("must be >= {ge}", "integer_below_min_value"),
@@ -68,11 +67,11 @@ def invalid_body(error: ValidationError, value: object) -> InvalidBody:
     field = f"`{name}`" if name else "the body"
     given = _at(path, value)
     same = [each for where, each in placed if where == path]
-    types = dict.fromkeys(_TYPES[each["type"]] for each in same if each["type"] in _TYPES)
-    if len(same) == len([each for each in same if each["type"] in _TYPES]):
-        text = f"must be {' or '.join(types)}. Given: {_JSON_TYPES[type(given)]}"
+    other = next((each for each in same if each["type"] not in _TYPES), None)
+    if other is None:
+        types = dict.fromkeys(_TYPES[each["type"]] for each in same)
+        text = f"must be {' or '.join(types)}. Given: {_JSON_TYPES.get(type(given), 'null')}"
         return InvalidBody(f"{field} {text}", param=name or None, code="invalid_type")
-    other = next(each for each in same if each["type"] not in _TYPES)
     rule, code = _RULES.get(other["type"], (other["msg"], "unsupported_parameter"))
     text = rule.format_map(other.get("ctx", {})).replace("'", "`")
     if given != "" and isinstance(given, str | float | int) and other["type"] not in ("value_error", "not_supported"):

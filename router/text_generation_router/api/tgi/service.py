@@ -35,17 +35,8 @@ from text_generation_router.text.tokenizer_pool import TokenizerPool
 TGI_VERSION = "3.3.7"
 """The last release of TGI, whose clients are served."""
 _HOME = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="color-scheme" content="light dark">
-<title>Text Generation Inference</title>
-</head>
-<body>
-<h1>Text Generation Inference</h1>
-<ul>{links}</ul>
-</body>
-</html>
+<html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>Text Generation Inference</title><h1>Text Generation Inference</h1><ul>{links}</ul></html>
 """
 MAX_IDS = 1 << 18
 """Tokens that /detokenize takes."""
