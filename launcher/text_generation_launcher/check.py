@@ -27,9 +27,8 @@ from text_generation_proto.options import options_by_topic
 from text_generation_proto.settings import exit_with_usage_error, print_to_end
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.assemble import find_call_format
-from text_generation_router.chat.template_files import ChatTemplateError
+from text_generation_router.chat.template_files import ChatTemplateError, load_templates
 from text_generation_router.config import RouterConfig
-from text_generation_router.serve.http import load_templates
 from text_generation_router.serve.limits import resolve_limits
 from text_generation_router.serve.shards import check_honoured
 from text_generation_router.shards.join import ReplicaInfo
@@ -136,7 +135,7 @@ async def _check_shard(config: LauncherCheckConfig, plan: LaunchPlan) -> dict[st
 
 def _check_router(config: RouterConfig, model: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what the router finds out. Raises CannotServe, TokenizerError, ChatTemplateError."""
-    tokenizer, templates = Tokenizer.load(Path(config.model_path)), load_templates(config)
+    tokenizer, templates = Tokenizer.load(Path(config.model_path)), load_templates(config, Path(config.model_path))
     found: dict[str, Any] = {
         "chat_template": sorted(templates.sources),
         "tools_in_template": bool(templates.using_tools),

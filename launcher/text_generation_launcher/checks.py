@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig
@@ -69,6 +70,25 @@ def _check_mpirun(config: LauncherConfig, environ: Mapping[str, str]) -> None:
         raise PlanError(
             f"--trtllm-launch mpirun: the path of Python, {sys.executable!r}, has characters that a shell changes"
         )
+
+
+def check_router_files(config: LauncherConfig) -> None:
+    """Check the files that the settings of the router name. Raises PlanError."""
+    # Imported only where they are used: they load the web server and the templates.
+    if config.api_keys_file:
+        from text_generation_router.api.http.keys import ApiKeys
+
+        try:
+            ApiKeys.of(config)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+    if config.chat_template or config.tokenizer_config_path:
+        from text_generation_router.chat.template_files import ChatTemplateError, load_templates
+
+        try:
+            load_templates(config, Path(config.model_id))
+        except ChatTemplateError as error:
+            raise PlanError(str(error)) from error
 
 
 def check_ports(config: LauncherConfig, devices: Devices) -> None:

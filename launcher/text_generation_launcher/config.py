@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt, model_validator
@@ -20,29 +21,22 @@ from text_generation_proto.topics import Topic
 from text_generation_router.config import CommaList, RouterSettings
 from text_generation_shard.config import ShardSettings
 
-UNSUPPORTED = frozenset(
-    {
-        "cuda_graphs",
-        "kv_cache_dtype",
-        "max_image_fetch_size",
-        "ngrok",
-        "ngrok_authtoken",
-        "ngrok_edge",
-        "rope_factor",
-        "rope_scaling",
-        "speculate",
-        "watermark_delta",
-        "watermark_gamma",
-        "weights_cache_override",
-    }
-)
-"""TGI settings that this server does not have."""
-
-ALTERNATIVES = {
-    "cuda_graphs": "the tensorrt-llm engine has cuda_graph_config in --trtllm-options",
+_TUNNEL, _ROPE = "run a tunnel of your own to --port", "set rope_scaling in the config.json of the model"
+UNSUPPORTED = {
     "kv_cache_dtype": "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options",
+    "ngrok": _TUNNEL,
+    "ngrok_authtoken": _TUNNEL,
+    "ngrok_edge": _TUNNEL,
+    "rope_factor": _ROPE,
+    "rope_scaling": _ROPE,
+    "weights_cache_override": "give the folder with the weights as --model-id, or set --huggingface-hub-cache",
 }
-"""Alternatives to some of them, for the error message."""
+"""TGI settings that this server does not have and that change what is served, with the alternatives."""
+NO_EFFECT = (
+    "cuda_graphs", "disable_custom_kernels", "master_addr", "master_port", "max_image_fetch_size", "prometheus_port",
+    "speculate", "trust_remote_code", "usage_stats", "watermark_delta", "watermark_gamma",
+)  # fmt: skip
+"""TGI settings that are accepted and change nothing here: each answer is the same without them."""
 
 
 GROUP_PORT = 29500
@@ -53,11 +47,24 @@ GROUP_VARIABLES = {
     "leader_address": "LWS_LEADER_ADDRESS",
 }
 """Variables of a LeaderWorkerSet's pods, by the setting that takes its default from them."""
+SAGEMAKER_VARIABLES = {
+    "model_id": "HF_MODEL_ID",
+    "revision": "HF_MODEL_REVISION",
+    "num_shard": "SM_NUM_GPUS",
+    "quantize": "HF_MODEL_QUANTIZE",
+}
+"""Variables of SageMaker's containers, likewise. HF_MODEL_TRUST_REMOTE_CODE has no effect here."""
+SAGEMAKER_PORT = "8080"
+"""The port to which SageMaker sends /ping and /invocations."""
 
 
 COMMANDS = {
     "check": ("check MODEL [flags]", "Print how a model would be served, or why not."),
     "env": ("env [flags]", "Print versions, devices, packages and settings."),
+    "serve": (
+        "serve [flags]",
+        "Serve as SageMaker expects: HF_MODEL_ID and SM_NUM_GPUS from the environment, at port 8080.",
+    ),
     "completion": ("completion bash|zsh|fish", "Print the script that completes this command in a shell."),
 }
 """The commands of the launcher beside serving, with their forms and meanings."""
@@ -78,7 +85,8 @@ class LauncherConfig(
         "shard_uds_path shard_tcp_port shard_hostname shards peers peer_name",
         Topic.REQUESTS: "max_input_tokens max_input_length",
         Topic.TENSORRT_LLM: "lora_adapters trtllm_options trtllm_launch trtllm_hosts",
-        Topic.LOGS: "env usage_stats prometheus_port disable_custom_kernels",
+        Topic.LOGS: "env usage_stats prometheus_port disable_custom_kernels cuda_graphs speculate watermark_gamma watermark_delta "
+        "master_addr master_port max_image_fetch_size",
     }
     usages: ClassVar[Sequence[str]] = ("--model-id MODEL [flags]", *(form for form, _ in COMMANDS.values()))
 
@@ -134,6 +142,21 @@ class LauncherConfig(
     """Accepted for compatibility with TGI: the router serves metrics at /metrics."""
     disable_custom_kernels: bool = False
     """Accepted for compatibility with TGI; no effect."""
+    cuda_graphs: str = ""
+    """Accepted for compatibility with TGI: the torch engine chooses the sizes of its CUDA graphs itself; the tensorrt-llm engine
+    has cuda_graph_config in --trtllm-options."""
+    speculate: NonNegativeInt = 0
+    """Accepted for compatibility with TGI: no tokens are speculated, which changes no answer."""
+    watermark_gamma: float = 0.0
+    """Accepted for compatibility with TGI; no effect."""
+    watermark_delta: float = 0.0
+    """Accepted for compatibility with TGI; no effect."""
+    master_addr: str = ""
+    """Accepted for compatibility with TGI: the shards of a host meet at a socket. Shards of several hosts: --leader-address."""
+    master_port: NonNegativeInt = 0
+    """Accepted for compatibility with TGI; no effect."""
+    max_image_fetch_size: NonNegativeInt = 0
+    """Accepted for compatibility with TGI: images are not served."""
     env: bool = False
     """Log versions, devices and platform at start; without a model print them, and end. A flag only. The command
     `text-generation-launcher env` prints them and the settings, and ends."""
@@ -275,27 +298,36 @@ class LauncherCheckConfig(LauncherConfig, cli_prog_name="text-generation-launche
 Settings = TypeVar("Settings", bound=LauncherConfig)
 
 
-def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> LauncherConfig:
-    """Return the launcher's settings. Invalid ones: one line on standard error and exit code USAGE."""
-    return read_settings(LauncherConfig, argv, environ)
+def read_config(
+    argv: Sequence[str], environ: Mapping[str, str] = os.environ, further: Mapping[str, str] = MappingProxyType({})
+) -> LauncherConfig:
+    """Return the launcher's settings. Invalid ones: one line on standard error and exit code USAGE.
+
+    `further`: variables from which settings take their defaults, by the name of the setting.
+    """
+    return read_settings(LauncherConfig, argv, environ, further)
 
 
-def read_settings(config: type[Settings], argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+def read_settings(
+    config: type[Settings],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    further: Mapping[str, str] = MappingProxyType({}),
+) -> Settings:
     """Return the settings of the launcher or of one of its commands. Invalid ones: one line on standard error and exit code USAGE."""
-    for name in sorted(UNSUPPORTED):
+    for name, instead in UNSUPPORTED.items():
         flag = f"--{name.replace('_', '-')}"
-        instead = f"; {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
-            exit_with_usage_error(config, f"{flag} is a flag of TGI's that this server does not have{instead}")
+            exit_with_usage_error(config, f"{flag} is a flag of TGI's that this server does not have: {instead}")
         if environ.get(name.upper()):
             # Ignoring it would be worse: with KV_CACHE_DTYPE unnoticed, the cache takes twice the memory.
             exit_with_usage_error(
                 config,
-                f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it{instead}",
+                f"{name.upper()} is set: that is a setting of TGI's which this server does not have: unset it; {instead}",
             )
     given = {word.partition("=")[0] for word in argv}
     variables = {}
-    for name, variable in GROUP_VARIABLES.items():
+    for name, variable in {**GROUP_VARIABLES, **further}.items():
         flag = f"--{name.replace('_', '-')}"
         if environ.get(variable) and not environ.get(name.upper()) and flag not in given:
             variables[name] = variable

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import structlog
 
-from text_generation_launcher.checks import check_engine, check_ports
+from text_generation_launcher.checks import check_engine, check_ports, check_router_files
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
-from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.config import NO_EFFECT, LauncherConfig
 from text_generation_launcher.counts import PlanError, count_partitions, count_processes, gpus_per_shard
 from text_generation_launcher.devices import Devices, find_devices
 from text_generation_launcher.environment import describe_environment
@@ -96,6 +96,8 @@ async def _serve(
     used = count_partitions(config, devices)
     if used < devices.count and config.parts != "router":
         log.warning("not all devices are used", devices=devices.count, used=used)
+    if ignored := [name for name in NO_EFFECT if getattr(config, name) != config.default(name)]:
+        log.warning("settings of TGI without effect here", settings=ignored)
     if config.input_limit != config.max_input_tokens:
         log.warning("max_input_length is deprecated: use max_input_tokens")
     if (address := listen_host(config.hostname)) in ("0.0.0.0", "::") and address != config.hostname.strip("[]"):
@@ -143,6 +145,8 @@ def check_settings(config: LauncherConfig, environ: Mapping[str, str], devices: 
     check_ports(config, devices)
     if config.parts != "router":
         check_engine(config, environ)
+    if config.parts != "shards":
+        check_router_files(config)
     if config.shard_tls_cert:
         try:
             read_certificates(config)

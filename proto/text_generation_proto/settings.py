@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -25,6 +27,18 @@ from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.secrets import is_secret
 from text_generation_proto.topics import Topic
+
+_LEVELS = {"trace": "debug", "warn": "warning", "off": "error"}
+"""Levels of TGI's filters that have another name here."""
+
+
+def _level(text: object) -> object:
+    """Return the level that a filter of TGI's sets for all targets; info if it names only targets."""
+    if not isinstance(text, str):
+        return text
+    plain = [part.strip() for part in text.split(",") if "=" not in part]
+    level = plain[-1] if plain else "info"
+    return _LEVELS.get(level.lower(), level)
 
 
 class ProcessConfig(BaseSettings):
@@ -57,8 +71,9 @@ class ProcessConfig(BaseSettings):
 
     json_output: bool = False
     """Log JSON objects, one per line."""
-    log_level: Annotated[str, Field(pattern="^(?i:debug|info|warning|error)$")] = "info"
-    """Least severe level that is logged: debug, info, warning or error."""
+    log_level: Annotated[str, BeforeValidator(_level), Field(pattern="^(?i:debug|info|warning|error)$")] = "info"
+    """Least severe level that is logged: debug, info, warning or error. Of a filter as TGI has it, such as
+    `warn,text_generation_router=debug`, the level without a target counts."""
 
     @classmethod
     def settings_customise_sources(
@@ -166,6 +181,9 @@ def parse_config(
     argv = list(sys.argv[1:] if argv is None else argv)
     if (word := _asked_help(argv)) is not None:
         _print_help(config, word)
+    if not {"-V", "--version"}.isdisjoint(argv):
+        print_to_end(f"{_program(config)} {version('text-generation-trtllm')}\n")
+        raise SystemExit(0)
     # Where the case of flags does not matter, pydantic-settings cuts values at line breaks.
     source: CliSettingsSource[Any] = CliSettingsSource(config, case_sensitive=True, cli_exit_on_error=False)
     try:
@@ -173,7 +191,8 @@ def parse_config(
     except ValidationError as error:
         exit_with_usage_error(config, "; ".join(_message(config, detail) for detail in error.errors()))
     except SettingsError as error:
-        exit_with_usage_error(config, str(error).removeprefix("error parsing CLI: "))
+        message = str(error).removeprefix("error parsing CLI: ")
+        exit_with_usage_error(config, message + _hint(config, message))
     from_environment = _Environment(config, config.without_variable())()
     sources = {name: f"environment {name.upper()}" for name in from_environment} | dict.fromkeys(source(), "flag")
     sources |= {name: f"environment {variable}" for name, variable in (variables or {}).items()}
@@ -182,6 +201,18 @@ def parse_config(
             sources[name] = f"file of --{file.replace('_', '-')}"
     parsed._sources = sources
     return parsed
+
+
+def _hint(config: type[ProcessConfig], message: str) -> str:
+    """Return the flags and commands that are written like the unknown ones of a message; "" if it is about something else."""
+    _, unrecognized, words = message.partition("unrecognized arguments:")
+    known = [f"--{name.replace('_', '-')}" for name in config.model_fields] + [
+        usage.split()[0] for usage in config.usages
+    ]
+    close = (get_close_matches(word.partition("=")[0].replace("_", "-"), known, 1, 0.75) for word in words.split())
+    if meant := [match for matches in close for match in matches]:
+        return f"; did you mean {', '.join(meant)}?"
+    return "; --help lists the flags" if unrecognized else ""
 
 
 def _asked_help(argv: Sequence[str]) -> str | None:
@@ -217,10 +248,13 @@ def print_to_end(text: str) -> None:
 
 def exit_with_usage_error(config: type[ProcessConfig], message: str) -> NoReturn:
     """Write one line to standard error and exit with code USAGE."""
-    prog = config.model_config.get("cli_prog_name") or Path(sys.argv[0]).name
-    line = " ".join(f"{prog}: error: {message}".split())
+    line = " ".join(f"{_program(config)}: error: {message}".split())
     sys.stderr.write(f"{line}\n")
     raise SystemExit(int(ExitCode.USAGE))
+
+
+def _program(config: type[ProcessConfig]) -> str:
+    return config.model_config.get("cli_prog_name") or Path(sys.argv[0]).name
 
 
 def _message(config: type[ProcessConfig], error: ErrorDetails) -> str:

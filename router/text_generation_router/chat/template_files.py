@@ -25,6 +25,7 @@ from jinja2.nodes import Name
 
 from text_generation_proto.model_files import ModelFileError, find_file, read_file
 from text_generation_router.chat.template_job import template_environment
+from text_generation_router.config import RouterSettings
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -78,6 +79,15 @@ class ChatTemplates:
         """Return the name of the template for a request; None if there is none."""
         name = TOOL_USE if tools_given and TOOL_USE in self.sources else DEFAULT
         return name if name in self.sources else None
+
+
+def load_templates(config: RouterSettings, folder: Path) -> ChatTemplates:
+    """Load the chat templates of the model in `folder`, or those that the settings name. Raises ChatTemplateError."""
+    return ChatTemplates.load(
+        folder,
+        tokenizer_config=Path(config.tokenizer_config_path) if config.tokenizer_config_path else None,
+        override=config.chat_template,
+    )
 
 
 def _find(folder: Path, tokenizer_config: Path | None, override: str | None) -> dict[str, str]:

@@ -30,7 +30,7 @@ from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
 from text_generation_router.api.starting import create_starting_app
 from text_generation_router.api.tgi.service import ModelInfo
-from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
+from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates, load_templates
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
 from text_generation_router.metrics import HttpMetrics
@@ -90,7 +90,7 @@ class HttpSide:
         signals = StopSignals()
         try:
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
-            templates = load_templates(config)
+            templates = load_templates(config, Path(config.model_path))
             counts = None
             if config.role == "http":
                 counts = SharedCounts(config.counts_fd, config.http_worker, config.http_workers)
@@ -224,15 +224,6 @@ def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
         device_type=model.info.device.partition(":")[0],
         special_tokens=templates.special_tokens,
         chat_template=templates.default_text or None,
-    )
-
-
-def load_templates(config: RouterConfig) -> ChatTemplates:
-    """Load the chat templates. Raises ChatTemplateError."""
-    return ChatTemplates.load(
-        Path(config.model_path),
-        tokenizer_config=Path(config.tokenizer_config_path) if config.tokenizer_config_path else None,
-        override=config.chat_template,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,8 @@ def test_router_and_shard_print_their_configuration(program: str) -> None:
 SIGNAL_WHILE_IMPORTING = """
 import os, signal, sys
 
+module = sys.argv.pop(1)
+
 class Signal:
     def __del__(self):  # an exception in it is printed and forgotten
         os.kill(os.getpid(), signal.SIGTERM)
@@ -123,7 +126,7 @@ class Signal:
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "text_generation_launcher.launch":
+        if name == module:
             Signal()
 
 sys.meta_path.insert(0, Finder())
@@ -132,6 +135,54 @@ main()
 """
 
 
-def test_a_signal_that_arrives_during_an_import_stops_the_launcher() -> None:
-    command = [sys.executable, "-c", SIGNAL_WHILE_IMPORTING, "--model-id", "/missing"]
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == ExitCode.STOPPED
+@pytest.mark.parametrize(
+    ("module", "words", "code"),
+    [
+        ("text_generation_launcher.launch", ["--model-id", "/missing"], ExitCode.STOPPED),
+        ("pydantic", ["--model-id", "/missing"], ExitCode.STOPPED),
+        ("pydantic", ["check", "/missing"], -signal.SIGTERM),
+    ],
+)
+def test_a_signal_that_arrives_during_an_import_ends_the_launcher(module: str, words: list[str], code: int) -> None:
+    command = [sys.executable, "-c", SIGNAL_WHILE_IMPORTING, module, *words]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, b"")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file"),
+        ("keys = 5", "expected [[keys]] tables"),
+        ("[[keys]]\nkey = 'sk'\ntennant = 'a'\n", "tennant"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command", [["check"], ["--print-config", "--model-id"], ["--model-id"]], ids=lambda words: words[0]
+)
+def test_keys_that_cannot_be_read_are_found_before_the_model_is_loaded(
+    command: list[str], content: str | None, reason: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    if content is not None:
+        keys.write_text(content)
+    done = launcher(*command, str(tmp_path), "--api-keys-file", str(keys), "--engine=echo", "--port=39999")
+    assert done.returncode == (ExitCode.FAILED if command == ["check"] else ExitCode.USAGE)
+    assert reason in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_template_that_cannot_be_parsed_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    done = launcher("--print-config", "--model-id", str(tmp_path), "--chat-template", "{% for", "--engine=echo")
+    assert done.returncode == ExitCode.USAGE
+    assert "chat template" in done.stdout + done.stderr
+
+
+def test_sagemaker_starts_the_server_by_its_variables() -> None:
+    variables = {"HF_MODEL_ID": "org/model", "HF_MODEL_REVISION": "main", "SM_NUM_GPUS": "1"}
+    done = launcher("serve", "--engine=echo", "--print-config", "--json-output", **variables)
+    assert done.returncode == ExitCode.STOPPED, done.stderr
+    settings = json.loads(done.stdout)["launcher"]
+    found = {name: (settings[name]["value"], settings[name]["source"]) for name in ("model_id", "revision", "port")}
+    assert found["model_id"] == ("org/model", "environment HF_MODEL_ID")
+    assert (found["revision"][0], found["port"][0]) == ("main", 8080)

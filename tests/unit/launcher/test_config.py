@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -129,20 +130,76 @@ def test_unsupported_tgi_flags_are_rejected_by_name(name: str, capsys: pytest.Ca
     assert f"{name.upper()} is set" in usage_error(capsys, *MODEL, environ={name.upper(): "1"})
 
 
+def test_rejection_names_the_alternative(capsys: pytest.CaptureFixture[str]) -> None:
+    alternative = "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options"
+    assert usage_error(capsys, *MODEL, "--kv-cache-dtype", "fp8").endswith(f"does not have: {alternative}\n")
+    assert usage_error(capsys, *MODEL, environ={"KV_CACHE_DTYPE": "fp8"}).endswith(f"unset it; {alternative}\n")
+
+
 @pytest.mark.parametrize(
-    ("name", "alternative"),
+    ("line", "environ"),
     [
-        ("kv_cache_dtype", "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options"),
-        ("cuda_graphs", "the tensorrt-llm engine has cuda_graph_config in --trtllm-options"),
+        ("--model-id m --cuda-graphs 1,2,4", {}),
+        ("--model-id m", {"CUDA_GRAPHS": "0"}),
+        ("--model-id m --watermark-gamma 0.5 --watermark-delta 2", {"WATERMARK_GAMMA": "0.25"}),
+        ("--model-id m --master-addr localhost --master-port 29500", {}),
+        ("--model-id m --speculate 2 --max-image-fetch-size 1000", {}),
+        ("--model-id m --disable-custom-kernels --trust-remote-code --usage-stats off", {}),
+        ("--model-id m", {"LOG_LEVEL": "info,text_generation_router=debug", "PROMETHEUS_PORT": "9100"}),
+        ("--model-id m --num-shard 2 --quantize awq --port 8080 --json-output", {"HUGGINGFACE_HUB_CACHE": "/data"}),
+        ("--model-id m --cors-allow-origin a --cors-allow-origin b -g 30 -p 80 -e", {"MAX_INPUT_LENGTH": "100"}),
     ],
 )
-def test_rejection_names_the_alternative(name: str, alternative: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert usage_error(capsys, *MODEL, f"--{name.replace('_', '-')}", "fp8").endswith(f"does not have; {alternative}\n")
-    assert usage_error(capsys, *MODEL, environ={name.upper(): "fp8"}).endswith(f"unset it; {alternative}\n")
+def test_command_lines_of_tgi_are_accepted(line: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert read_config(line.split(), environ).model_id == "m"
 
 
-def test_rejection_without_alternative_or_secret(capsys: pytest.CaptureFixture[str]) -> None:
-    assert usage_error(capsys, *MODEL, "--rope-scaling", "linear").endswith("does not have\n")
+@pytest.mark.parametrize(
+    ("level", "meant"),
+    [
+        ("info,text_generation_router=debug", "info"),
+        ("text_generation_router=trace,warn", "warning"),
+        ("text_generation_launcher=debug", "info"),
+        ("trace", "debug"),
+        ("off", "error"),
+        ("WARN", "warning"),
+        ("Debug", "Debug"),
+    ],
+)
+def test_a_filter_of_tgi_sets_the_level(level: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOG_LEVEL", level)
+    assert read_config(MODEL, {}).log_level == meant
+
+
+def test_an_unknown_level_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--log-level (or LOG_LEVEL)" in usage_error(capsys, *MODEL, "--log-level", "loud")
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("--modelid x", "did you mean --model-id?"),
+        ("--model_id x", "did you mean --model-id?"),
+        ("--model-id m --max-batch-prefil-tokens=5 --prot 1", "did you mean --max-batch-prefill-tokens, --port?"),
+        ("chekc m", "did you mean check?"),
+        ("--model-id m --zzz", "--help lists the flags"),
+    ],
+)
+def test_a_mistyped_flag_gets_a_hint(line: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert usage_error(capsys, *line.split()).endswith(f"; {hint}\n")
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_printed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_config([flag], {})
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"text-generation-launcher {version('text-generation-trtllm')}\n"
+
+
+def test_rejection_without_secret(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hush" not in usage_error(capsys, *MODEL, environ={"NGROK_AUTHTOKEN": "hush"})
     message = usage_error(capsys, *MODEL, "--shard-token", "hüsh")
     assert "--shard-token (or SHARD_TOKEN)" in message
@@ -179,7 +236,7 @@ def test_rejection_without_alternative_or_secret(capsys: pytest.CaptureFixture[s
         ("--trtllm-launch mpirun --trtllm-hosts a,-b", "`trtllm_hosts`: '-b' is no name of a host"),
         ("--trtllm-launch mpirun --trtllm-hosts a,a", "`trtllm_hosts`: a host is given twice"),
         ("--trtllm-launch mpirun --trtllm-hosts a,b --num-replicas 2", "the ranks of several hosts are one replica"),
-        ("--num-sh 1", "unrecognized arguments: --num-sh 1"),
+        ("--num-sh 1", "unrecognized arguments: --num-sh 1; did you mean --num-shard?"),
     ],
 )
 def test_invalid_settings_are_one_line_and_exit_code_2(

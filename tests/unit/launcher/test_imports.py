@@ -12,7 +12,8 @@ SLOW = {*MODEL_RUNTIMES, "grpc", "aiohttp", "huggingface_hub"}
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("text_generation_launcher.__main__", SLOW),
+        ("text_generation_launcher.__main__", {*SLOW, "pydantic"}),
+        ("text_generation_launcher.commands", SLOW),
         ("text_generation_launcher.launch", MODEL_RUNTIMES | {"grpc_health.v1.health"}),
         ("text_generation_launcher.download", MODEL_RUNTIMES | {"grpc", "aiohttp"}),
         ("text_generation_shard.engines.torch.build", {"triton"}),  # torch for CPUs comes without it

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from text_generation_launcher.__main__ import memory_is_out
+from text_generation_launcher.commands import memory_is_out
 
 NO_THREAD = """
 import resource, threading
-from text_generation_launcher.__main__ import memory_is_out
+from text_generation_launcher.commands import memory_is_out
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 20, resource.RLIM_INFINITY))
 try:
     threading.Thread(target=print).start()

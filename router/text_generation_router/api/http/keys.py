@@ -31,7 +31,7 @@ from aiohttp.typedefs import Handler, Middleware
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from text_generation_proto.model_files import read_file
-from text_generation_router.config import RouterConfig
+from text_generation_router.config import RouterSettings
 from text_generation_router.errors import Unauthorized
 from text_generation_router.rate_limits import RateCounter, RateLimits, Rates
 from text_generation_router.request import DEFAULT_TENANT, Priority, TenantId
@@ -125,7 +125,7 @@ class ApiKeys:
         self.reload()
 
     @classmethod
-    def of(cls, config: RouterConfig, counter: RateCounter | None = None) -> ApiKeys:
+    def of(cls, config: RouterSettings, counter: RateCounter | None = None) -> ApiKeys:
         """Return the keys of the settings. Raises ValueError; its text contains no key."""
         return cls(
             config.api_key,

@@ -1,0 +1,111 @@
+"""The commands of `text-generation-launcher`: serve a model, check one, print the environment or a completion script."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+import structlog
+
+from text_generation_launcher.config import COMMANDS, SAGEMAKER_PORT, SAGEMAKER_VARIABLES, LauncherConfig, read_config
+from text_generation_launcher.init import fork_from_init
+from text_generation_proto.descriptors import raise_descriptor_limit
+from text_generation_proto.effective import print_config
+from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.logs import configure_logging
+from text_generation_proto.secrets import erase_secrets
+from text_generation_proto.settings import exit_with_usage_error, print_to_end
+
+
+def run() -> None:
+    """Run the command that the command line names."""
+    if os.getpid() == 1:
+        fork_from_init()
+    argv = sys.argv[1:]
+    if argv[:1] == ["completion"]:
+        _print_completion(argv[1:])
+        return
+    if argv[:1] == ["check"]:
+        sys.exit(_check(argv[1:]))
+    only_env = argv[:1] == ["env"]
+    if argv[:1] == ["serve"]:
+        config = read_config([*argv[1:], "--port", SAGEMAKER_PORT], os.environ, SAGEMAKER_VARIABLES)
+    else:
+        config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
+    configure_logging(config, "launcher")
+    faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
+    raise_descriptor_limit()
+    environ = dict(os.environ)
+    erase_secrets()
+    if only_env or not config.model_id:
+        from text_generation_launcher.environment import environment_report
+
+        sys.stdout.write(f"{asyncio.run(environment_report(config, environ))}\n")
+        return
+    if config.print_config:
+        sys.exit(_print_config(config, environ))
+    from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
+
+    try:
+        code = asyncio.run(launch(config, environ))
+    except Exception as error:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
+        if memory_is_out(error):
+            structlog.get_logger().error("no memory is left for a thread or a process of the launcher")
+            code = ExitCode.FAILED
+        else:
+            structlog.get_logger().exception("a bug ended the launcher")
+            code = ExitCode.BUG
+    sys.exit(code)
+
+
+def _print_config(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
+    from text_generation_launcher.effective import effective_settings
+    from text_generation_launcher.launch import START_ERRORS, log_start_error
+
+    try:
+        processes = asyncio.run(effective_settings(config, environ))
+    except START_ERRORS as error:
+        return log_start_error(error)
+    print_config(processes, json_output=config.json_output)
+    return ExitCode.STOPPED
+
+
+def _check(arguments: list[str]) -> ExitCode:
+    from text_generation_launcher.check import check, check_command
+
+    config = check_command(arguments, os.environ)
+    configure_logging(config, "check")
+    environ = dict(os.environ)
+    erase_secrets()
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, signal.default_int_handler)
+    try:
+        return asyncio.run(check(config, environ))
+    except KeyboardInterrupt:  # temporary files are removed by now
+        sys.stderr.write("text-generation-launcher check: interrupted\n")
+        return ExitCode.FAILED
+
+
+def _print_completion(arguments: list[str]) -> None:
+    from text_generation_launcher.completion import completion_script
+
+    try:
+        if len(arguments) != 1:
+            raise ValueError(f"expected {COMMANDS['completion'][0]}")
+        print_to_end(completion_script(arguments[0]))
+    except ValueError as error:
+        exit_with_usage_error(LauncherConfig, str(error))
+
+
+def memory_is_out(error: BaseException) -> bool:
+    """Return True if the error, or one in its group, is that the system refused memory or a thread."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(memory_is_out, error.exceptions))
+    # Python has no class of its own for a thread that cannot be started.
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and str(error).startswith("can't start new thread")
+    )
