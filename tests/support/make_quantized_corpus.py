@@ -1,6 +1,6 @@
 """Writes tests/corpus/quantized: weights that the libraries of each format packed, and what they dequantize them to.
 
-Needs an environment of its own, because some of these libraries pin torch: compressed-tensors 0.20.0, transformers 5, and the
+Needs an environment of its own, because some of these libraries pin torch: compressed-tensors 0.20.0, transformers 5, bitsandbytes 0.50.2, and the
 files of auto-gptq 0.7.1 and autoawq 0.2.9, unpacked:
 
     python tests/support/make_quantized_corpus.py --auto-gptq FOLDER --autoawq FOLDER --out tests/corpus/quantized
@@ -40,6 +40,7 @@ def main() -> None:
         **awq(module(options.autoawq / "awq/utils/packing_utils.py")),
         **compressed_tensors(),
         **transformers(),
+        **bitsandbytes(),
     }
     for name, (config, tensors, expected) in cases.items():
         stored = {f"m.{key}": tensor.contiguous().clone() for key, tensor in tensors.items()}
@@ -172,6 +173,24 @@ def transformers() -> dict[str, Case]:
             convert_moe_packed_tensors(blocks, scales),
         ),
     }
+
+
+def bitsandbytes() -> dict[str, Case]:
+    """Quantize and dequantize by the library, on a CPU."""
+    from bitsandbytes import functional
+
+    cases: dict[str, Case] = {}
+    weight = torch.randn(OUTPUTS, INPUTS, dtype=torch.bfloat16)
+    for name, kind, nested in (("nf4-nested", "nf4", True), ("nf4", "nf4", False), ("fp4", "fp4", False)):
+        codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=nested)
+        tensors = {"weight": codes} | {f"weight.{key}": each for key, each in state.as_dict(packed=True).items()}
+        config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+        cases[f"bitsandbytes-{name}"] = config, tensors, functional.dequantize_4bit(codes, state)
+    codes, scale, _ = functional.int8_vectorwise_quant(weight.half())
+    tensors = {"weight": codes, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    cases["bitsandbytes-int8"] = config, tensors, functional.int8_vectorwise_dequant(codes, scale)
+    return cases
 
 
 if __name__ == "__main__":

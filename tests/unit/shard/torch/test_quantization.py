@@ -104,7 +104,8 @@ def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
     ("config", "message"),
     [
         ("int8", "quantized checkpoints (int8)"),
-        ({"quant_method": "bitsandbytes"}, "(bitsandbytes) are not supported, only fp8, gptq, awq"),
+        ({"quant_method": "aqlm"}, "(aqlm) are not supported, only fp8, gptq, awq"),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "int4"}, "bitsandbytes: int4 is not supported"),
         ({"quant_method": ["gptq"]}, "quantized checkpoints (['gptq'])"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
         ({"quant_method": "fp8", "weight_block_size": [0, -1]}, "weight_block_size is [0, -1]"),
@@ -183,7 +184,8 @@ def test_an_expression_that_matches_for_ever_ends_the_start_in_one_line() -> Non
 
 
 SERVED = {name: config for name, (config, _) in FORMATS.items()} | {"compressed-tensors, fp8": COMPRESSED_DYNAMIC}
-NOT_SERVED = {"bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True}, "exl2": {"quant_method": "exl2"}}
+SERVED["bitsandbytes"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+NOT_SERVED = {"exl2": {"quant_method": "exl2"}}
 
 
 @pytest.mark.parametrize("asked", get_args(Quantize))

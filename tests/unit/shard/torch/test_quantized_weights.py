@@ -13,7 +13,10 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.checkpoint import Checkpoint
+from text_generation_shard.engines.torch.huggingface.dequantize import dequantized_tensors
 from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.quantization.formats.gptq import GptqFormat
 from text_generation_shard.engines.torch.quantization.humming import (
     bits_and_group,
@@ -48,6 +51,9 @@ def test_weights_equal_the_library_s_to_the_bit(tmp_path: Path, name: str, dtype
     whole = torch.full(expected.shape, float("nan"), dtype=dtype)
     load_weights(tmp_path, {parameter: whole}, scheme)
     assert torch.equal(whole, expected.to(dtype))
+    if parameter == "m.weight":
+        found = dequantized_tensors(Checkpoint(tmp_path), scheme, dtype)
+        assert torch.equal(found[parameter], whole), "for a model that transformers runs"
     # A rank's part, which begins and ends within words, groups and blocks.
     starts, sizes = [size // 3 + 1 for size in expected.shape], [size // 3 for size in expected.shape]
     part = torch.full(sizes, float("nan"), dtype=dtype)
@@ -170,3 +176,44 @@ def test_zero_points_beyond_the_codes_are_refused_where_they_are_packed() -> Non
     tensors = {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)}
     with pytest.raises(EngineError, match="a zero point is 16, more than a code"):
         packed_zeros(weights, tensors, slice(0, 4), slice(0, 64))
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128},
+            {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 128},
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {
+                    "weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+                    "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": False},
+                },
+            },
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+        ),
+    ],
+)
+def test_a_method_with_the_tensors_of_another_is_read_as_that(
+    config: dict[str, object], own: dict[str, object]
+) -> None:
+    assert read_scheme(config).rules == read_scheme(own).rules
+
+
+def test_layers_that_auto_round_leaves_wide_are_not_quantized() -> None:
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {"lm_head": {"bits": 16}}}
+    assert read_scheme(config).format_of("lm_head") is None
+    with pytest.raises(UnsupportedSchemeError, match="another format for m"):
+        read_scheme(config | {"extra_config": {"m": {"bits": 8}}})
+
+
+def test_fbgemm_fp8_has_a_scale_by_row() -> None:
+    (_, weights), *_ = read_scheme({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}).rules
+    assert weights.label == "FP8 by row"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -11,6 +12,12 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.parameter import ParameterShard
 from text_generation_shard.engines.torch.quantization.format import WIDE, UnsupportedSchemeError, WeightFormat
+from text_generation_shard.engines.torch.quantization.formats.bitsandbytes import (
+    KINDS,
+    MAX_STATE,
+    STATE,
+    read_state,
+)
 from text_generation_shard.engines.torch.quantization.loading import LoadingPlan, type_name
 from text_generation_shard.engines.torch.quantization.schemes import Scheme
 from text_generation_shard.engines.torch.transfer import copy_all
@@ -19,7 +26,16 @@ CODES = {".qweight": ".weight", ".weight_packed": ".weight", "_blocks": ""}
 """Ends of the names of tensors with codes, and of the weights that they stand for."""
 PER_CODE = (1, 2, 4, 8, 16)
 """Numbers of values in one number of a tensor with codes."""
-OTHERS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale", ".bias_scale", ".weight_shape")
+OTHERS = (
+    ".input_scale",
+    ".activation_scale",
+    ".k_scale",
+    ".v_scale",
+    ".output_scale",
+    ".bias_scale",
+    ".weight_shape",
+    ".weight_format",
+)
 """Ends of the names of tensors beside the weights that are not needed, or no longer."""
 
 Shape = tuple[int, ...]
@@ -80,6 +96,15 @@ def _shapes(weight: str, codes: torch.Size, tensors: Mapping[str, Tensor]) -> It
     """Yield shapes that a weight may have: codes are packed along one of its dimensions, which may be exchanged."""
     if (given := tensors.get(f"{weight}_shape")) is not None and given.numel() == 2:
         yield tuple(int(each) for each in given)
+    for kind in KINDS:
+        if (state := tensors.get(f"{weight}{STATE}{kind}")) is not None and state.numel() <= MAX_STATE:
+            shape = read_state(state).get("shape")
+            if (
+                isinstance(shape, list)
+                and all(isinstance(each, int) for each in shape)
+                and math.prod(shape) == 2 * codes.numel()
+            ):
+                yield tuple(shape)
     if len(codes) == 4:
         experts, outputs, groups, size = codes
         yield experts, 2 * groups * size, outputs

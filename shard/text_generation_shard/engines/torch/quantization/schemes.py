@@ -8,6 +8,7 @@ from typing import Any
 
 from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError, WeightFormat
 from text_generation_shard.engines.torch.quantization.formats.awq import read_awq
+from text_generation_shard.engines.torch.quantization.formats.bitsandbytes import read_bitsandbytes
 from text_generation_shard.engines.torch.quantization.formats.compressed_tensors import read_groups
 from text_generation_shard.engines.torch.quantization.formats.float4 import GptOssMxfp4Format, Nvfp4Format
 from text_generation_shard.engines.torch.quantization.formats.float8 import Fp8BlockFormat, Fp8Format, read_block
@@ -132,6 +133,55 @@ def _mxfp4(given: Mapping[str, Any]) -> Scheme:
     )
 
 
+def _bitsandbytes(given: Mapping[str, Any]) -> Scheme:
+    ignored = parts_of_names(given.get("llm_int8_skip_modules"))
+    return Scheme("bitsandbytes", ((ALL_MODULES, read_bitsandbytes(given)),), ignored)
+
+
+def _auto_round(given: Mapping[str, Any]) -> Scheme:
+    """Read a config of AutoRound, which packs as AutoGPTQ or AutoAWQ does."""
+    packing = str(given.get("packing_format") or "auto_round:auto_gptq")
+    layers = given.get("extra_config") or {}
+    if not isinstance(layers, dict) or not all(isinstance(each, dict) for each in layers.values()):
+        raise UnsupportedSchemeError("auto-round: extra_config is not an object of objects")
+    keys = ("bits", "group_size", "sym")
+    if given.get("data_type", "int") != "int":
+        raise UnsupportedSchemeError(f"auto-round: data_type {str(given['data_type'])[:50]} is not supported, only int")
+    wide = [name for name, each in layers.items() if isinstance(bits := each.get("bits"), int) and bits >= 16]
+    for name, each in layers.items():
+        if name not in wide and any(key in each and each[key] != given.get(key) for key in keys):
+            raise UnsupportedSchemeError(f"auto-round: extra_config has another format for {name[:100]}")
+    if packing.endswith("awq"):
+        weights: WeightFormat = read_awq({**given, "zero_point": not given.get("sym", True)})
+    elif packing.endswith("gptq"):
+        weights = read_gptq({key: given.get(key) for key in keys} | {"sym": given.get("sym", True)})
+    else:
+        raise UnsupportedSchemeError(
+            f"auto-round: packing_format {packing[:50]} is not supported, only GPTQ's and AWQ's"
+        )
+    return Scheme("auto-round", ((ALL_MODULES, weights),), module_names(wide))
+
+
+def _fbgemm_fp8(given: Mapping[str, Any]) -> Scheme:
+    weights = Fp8Format(scale_per_row=True, static_inputs=False)
+    return Scheme("fbgemm_fp8", ((ALL_MODULES, weights),), parts_of_names(given.get("modules_to_not_convert")))
+
+
+def _quark(given: Mapping[str, Any]) -> Scheme:
+    """Read a config of AMD Quark with FP8 weights."""
+    whole = given.get("global_quant_config")
+    if not isinstance(whole, dict) or given.get("layer_quant_config") or given.get("layer_type_quant_config"):
+        raise UnsupportedSchemeError("quark: only one global_quant_config is supported")
+    weights, inputs = whole.get("weight"), whole.get("input_tensors")
+    kinds = [each.get("dtype") for each in (weights, inputs) if isinstance(each, dict)]
+    scheme = weights.get("qscheme") if isinstance(weights, dict) else None
+    if scheme not in ("per_tensor", "per_channel") or set(kinds) != {"fp8_e4m3"}:
+        raise UnsupportedSchemeError("quark: only FP8 weights by tensor or channel are supported")
+    is_static = isinstance(inputs, dict) and not inputs.get("is_dynamic")
+    found = Fp8Format(scheme == "per_channel", static_inputs=is_static, weight_only=inputs is None)
+    return Scheme("quark", ((ALL_MODULES, found),), module_names(given.get("exclude")))
+
+
 _READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
     "gptq": _gptq,
@@ -139,4 +189,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,
+    "auto-round": _auto_round,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "quark": _quark,
+    "bitsandbytes": _bitsandbytes,
 }
