@@ -22,6 +22,7 @@ still tried, at the longest delay, while another unit of its kind serves.
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,7 +41,17 @@ STABLE_AFTER = 2.0
 """Seconds of serving after which a death starts a new streak: the start was not at fault. The router handles requests
 that kill the shards which serve them: it fails a request that loses several replicas in a row."""
 
+USUAL_LIMITS = {"AS": 1 << 62, "DATA": 1 << 62, "FSIZE": 1 << 62, "NOFILE": 1024, "NPROC": 1024, "STACK": 8 << 20}
+"""Resource limits below which a start may fail."""
+
 log = structlog.get_logger()
+
+
+def low_limits() -> dict[str, str]:
+    """Return a field for the log with the low resource limits of this process, by systemd's names; none if all are usual."""
+    limits = {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in USUAL_LIMITS}
+    low = [f"Limit{name}={value}" for name, value in limits.items() if 0 <= value < USUAL_LIMITS[name]]
+    return {"low_limits": " ".join(low)} if low else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +203,7 @@ class Restarts:
             end, served = await unit.run_once()
             fields = {**unit.fields, **end.fields, **exit_fields(end.code)}
             if not unit.has_served and not self._answers():
-                log.error(unit.event("failed to start"), **fields)
+                log.error(unit.event("failed to start"), **fields, **low_limits())
                 self._stop.requests_lost()
                 raise ChildFailed(end.child)
             unit.streak = self._policy.after_death(unit.streak, served, end.code)

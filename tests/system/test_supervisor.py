@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -211,7 +212,9 @@ async def test_a_death_before_the_server_is_ready_is_no_failed_start_once_it_has
 
 
 async def test_a_worker_that_ends_before_any_has_served_fails_the_start_at_once(server: FakeServer) -> None:
-    """The router that drains is asked again: nothing will finish what it runs."""
+    """The router that drains is asked again: nothing will finish what it runs. The log names a limit that may be the reason."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, before[1]))
     server.router_change = "def drain(): signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); signal.pause()"
     supervisor = server.supervisor(RestartPolicy(delays=(0.0,)), server.shard(0), workers=2)
     async with asyncio.TaskGroup() as tasks:
@@ -219,6 +222,8 @@ async def test_a_worker_that_ends_before_any_has_served_fails_the_start_at_once(
         await server.wait_for("router-listens", "worker-0 starts", "worker-1 starts")
         os.kill(server.pids["worker-1"], signal.SIGKILL)
         assert await asyncio.wait_for(task, 15.0) is ChildFailed, "the router has 20 seconds to stop"
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"LimitFSIZE={1 << 40}" in (await server.log.next("router failed to start"))["low_limits"]
     assert server.log.rest("child killed") == []
 
 
