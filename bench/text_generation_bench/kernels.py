@@ -41,9 +41,10 @@ from text_generation_bench.kernel_timing import (
     timed,
 )
 from text_generation_shard.engines.torch.kernels import activation, embedding, matvec, norm, rope
-from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention, DecodeStep
+from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.decode_launch import Merge, config_for
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
+from text_generation_shard.engines.torch.kernels.step import DecodeStep, RopeStep
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.model.rope import rotary_table
 
@@ -209,7 +210,7 @@ def layer_kernels(table: Table, rows: int, angles: Tensor, embeddings: Tensor) -
     gate_up, active = randn(rows, 2 * inner), empty(rows, inner)
     qkv, layer = randn(rows, (heads + 2 * kv_heads) * head_dim), empty(blocks, 2, kv_heads, BLOCK_SIZE, head_dim)
     queries = qkv[:, : heads * head_dim]
-    step = rope.RopeStep(ids, slots, ints(range(blocks)).view(1, -1), angles, heads, kv_heads, head_dim, EPS)
+    step = RopeStep(ids, slots, ints(range(blocks)).view(1, -1), angles, heads, kv_heads, head_dim, EPS)
     work: list[tuple[str, Launch, int]] = [
         ("embed", lambda: embedding.embed(ids, slots, ids, embeddings, residual), rows * hidden * 6),
         ("rms_norm", lambda: norm.rms_norm(residual, weight, EPS, out), rows * hidden * 6),

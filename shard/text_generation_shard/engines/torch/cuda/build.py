@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 from text_generation_shard.config import ShardConfig
@@ -29,8 +27,6 @@ from text_generation_shard.grammar import Grammars
 def prepare_device(device: torch.device, dtype: torch.dtype) -> None:
     """Make `device` the one of this thread. Raises EngineError if it cannot compute in `dtype`."""
     if device.type != "cuda":
-        if find_spec("triton") is None:
-            raise EngineError("tensor parallelism needs Triton, on CPU as well: pip install triton")
         return
     if dtype == torch.float32:
         raise EngineError("dtype float32 is not served on CUDA: --dtype bfloat16 or float16")

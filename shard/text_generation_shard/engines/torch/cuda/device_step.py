@@ -11,8 +11,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
-from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
-from text_generation_shard.engines.torch.kernels.rope import RopeStep
+from text_generation_shard.engines.torch.kernels.step import DecodeStep, RopeStep
 from text_generation_shard.engines.torch.model.interface import SequenceTokens, SingleTokens
 from text_generation_shard.engines.torch.model.norm import HeadNorms
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding

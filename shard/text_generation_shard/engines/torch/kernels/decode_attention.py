@@ -14,7 +14,6 @@ can be replayed with other lengths, and the result of a row does not depend on t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,28 +27,13 @@ from text_generation_shard.engines.torch.kernels.decode_launch import (
     config_for,
     group_rows,
 )
+from text_generation_shard.engines.torch.kernels.step import DecodeStep
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
 
 LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """The inputs of decode attention that are the same in all layers of a step."""
-
-    positions: Tensor
-    """int32 [T]: the token attends to keys 0 … position."""
-    slots: Tensor
-    """int32 [T]: row of the block table."""
-    block_tables: Tensor
-    """int32 [slots, blocks of the longest sequence]."""
-    scale: float
-    """Factor of the products of query and key, usually 1 / √head_dim."""
-    softcap: float | None = None
-    """If given, scores s become softcap · tanh(s / softcap)."""
 
 
 class DecodeAttention:

@@ -7,43 +7,19 @@ A program handles some heads of one token: few if there are few tokens, so that 
 # ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.step import RopeStep
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 _MANY_TOKENS = 128
 """From this number of tokens on there are enough programs, even with many heads per program."""
 _ELEMENTS_PER_THREAD = 8
 """Elements of each half of a head: 16 bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeStep:
-    """The inputs of the rotation that are the same in all layers of a step."""
-
-    positions: Tensor
-    """int32 [tokens]."""
-    slots: Tensor
-    """int32 [tokens]."""
-    block_tables: Tensor
-    """int32 [slots, blocks]."""
-    table: Tensor
-    """float32 [max_positions, 2, head_dim / 2], of `RotaryEmbedding`."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    """Epsilon of the query and key norms."""
-    query_beta: float = 0.0
-    """Rotated queries are multiplied by 1 + query_beta · ln(1 + ⌊position / query_period⌋)."""
-    query_period: int = 1
-    norms_values: bool = False
-    """True: values are normed too, without a weight."""
 
 
 def rotate_and_append(

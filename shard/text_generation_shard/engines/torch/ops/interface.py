@@ -16,8 +16,7 @@ from text_generation_shard.engines.torch.ops.activation import GatedActivation
 from text_generation_shard.engines.torch.ops.experts import ExpertLinear
 
 if TYPE_CHECKING:
-    from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
-    from text_generation_shard.engines.torch.kernels.rope import RopeStep
+    from text_generation_shard.engines.torch.kernels.step import DecodeStep, RopeStep
 
 
 @dataclass(slots=True)

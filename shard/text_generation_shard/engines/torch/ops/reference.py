@@ -20,8 +20,7 @@ from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
 from text_generation_shard.engines.torch.ops.experts import experts_by_loop
 
 if TYPE_CHECKING:
-    from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
-    from text_generation_shard.engines.torch.kernels.rope import RopeStep
+    from text_generation_shard.engines.torch.kernels.step import DecodeStep, RopeStep
 
 
 class ReferenceKernels:

@@ -15,7 +15,7 @@ from text_generation_shard.engines.torch.attention.chunks import (
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.activation import activate
 from text_generation_shard.engines.torch.kernels.chunk_attention import MAX_HEAD_DIM, PagedChunkAttention
-from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention, DecodeStep
+from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.embedding import embed
 from text_generation_shard.engines.torch.kernels.experts import experts
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
@@ -30,6 +30,7 @@ from text_generation_shard.engines.torch.kernels.norm import add_rms_norm, rms_n
 from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
 from text_generation_shard.engines.torch.kernels.rotate import append
 from text_generation_shard.engines.torch.kernels.routing import route
+from text_generation_shard.engines.torch.kernels.step import DecodeStep
 from text_generation_shard.engines.torch.kernels.tables import update_tables
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE

@@ -13,8 +13,9 @@ from reference_ops import relative_error as error
 from torch import Tensor
 from triton_interpreter import allow_computed_bounds
 
-from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention, DecodeStep
+from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.decode_launch import MAX_SPLITS, LaunchConfig, Merge, config_for
+from text_generation_shard.engines.torch.kernels.step import DecodeStep
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 H200_MULTIPROCESSORS = 132

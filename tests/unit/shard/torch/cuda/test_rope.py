@@ -10,7 +10,8 @@ from full_grid import full
 from reference_ops import rms_norm, rotate, rounded_once
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.rope import RopeStep, rotate_and_append
+from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
+from text_generation_shard.engines.torch.kernels.step import RopeStep
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding, inverse_frequencies, rotary_table
 from text_generation_shard.engines.torch.model.rope_config import Rope
