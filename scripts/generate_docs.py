@@ -207,7 +207,7 @@ TRANSFORMERS_INTRODUCTION = """\
 
 ## By transformers
 
-Needs the extra `transformers`, 4.57 or newer (tried: 4.57.3, 5.17, 5.23). A check at the start compares the engine's attention with that of transformers and refuses a
+Needs the packages transformers, 4.57 or newer (tried: 4.57.3, 5.17, 5.23), and accelerate; the extra `transformers` and the images have both. A check at the start compares the engine's attention with that of transformers and refuses a
 model that it would compute wrongly. Served is any decoder that passes; checked by `tests/unit/shard/torch/test_transformers.py`
 are these: a random checkpoint gives the logprobs of transformers' eager attention (relative error at most 1e-5, float32, CPU) and
 its greedy tokens; alone, together, in chunks, preempted, with a reused prefix.

@@ -31,8 +31,9 @@ Lock = Mapping[str, str]
 def main(uv: str) -> None:
     """Write the files. Those for torch list only packages that requirements.txt lacks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    server, torch = project["project"]["dependencies"], project["project"]["optional-dependencies"]["torch"]
-    cuda = [*torch, *project["project"]["optional-dependencies"]["cuda"]]
+    server, extras = project["project"]["dependencies"], project["project"]["optional-dependencies"]
+    torch = [*extras["torch"], *extras["transformers"]]
+    cuda = [*torch, *extras["cuda"], *extras["humming"]]
     base = resolve(uv, server, LINUX)
     write("", base, without=())
     write("-cpu", resolve(uv, [*server, *torch], WITHOUT_CUDA), without=(*base, "torch"))

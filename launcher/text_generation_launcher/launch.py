@@ -160,7 +160,7 @@ async def devices_for_shards(config: LauncherConfig, environ: Mapping[str, str])
     if config.places == "local":
         return await find_devices(environ)
     if find_spec("ray") is None:
-        raise PlanError("`places` is ray, and Ray is not installed: pip install 'text-generation-trtllm[ray]'")
+        raise PlanError("`places` is ray, and Ray is not installed: pip install 'ray>=2.40'")
     from text_generation_launcher import ray_places
 
     return await ray_places.connect()

@@ -62,7 +62,7 @@ def choose_code(config: ShardConfig) -> CodeChoice:
     if config.lora_adapters:
         raise EngineError("--lora-adapters: the torch engine does not serve LoRA adapters")
     if find_spec("torch") is None:
-        raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
+        raise EngineError("the torch engine needs PyTorch: pip install 'torch>=2.9' 'safetensors>=0.5' 'regex>=2024.4'")
     if not config.model_path:
         raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
     from text_generation_shard.engines.torch.model.config import is_native, read_model_config, read_model_type
@@ -109,7 +109,7 @@ def check_transformers(config: ShardConfig) -> None:
         folder = Path(config.model_path)
         raise EngineError(
             f"{folder}: model_type {read_model_type(folder)} needs transformers: "
-            f"pip install 'text-generation-trtllm[transformers]' (without it: {', '.join(FAMILIES)})"
+            f"pip install 'transformers>=4.57' 'accelerate>=1.10' (without it: {', '.join(FAMILIES)})"
         )
     # Where the package `kernels` is installed, the library would fetch code from a hub.
     os.environ.setdefault("USE_HUB_KERNELS", "NO")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -16,6 +17,9 @@ PINNED = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
 CONSTRAINTS = {
     canonicalize_name(name): version for name, version in PINNED.findall((ROOT / "constraints.txt").read_text("utf-8"))
 }
+INSTALL = re.compile(r"pip install((?: '[^']+')+)")
+"""The packages of a command in the text of an error."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 def locked(file: Path) -> dict[str, str]:
@@ -47,6 +51,33 @@ def test_every_package_that_the_server_needs_is_locked() -> None:
                 found.add(name)
                 assert required.specifier.contains(packages[name]), "run: make lock"
     assert found == packages.keys()
+
+
+def test_the_images_have_the_optional_packages_of_their_engine() -> None:
+    folder, extras = ROOT / "deploy" / "container", PROJECT["optional-dependencies"]
+    cpu, cuda = (
+        {**locked(folder / "requirements.txt"), **locked(folder / f"requirements-{name}.txt")}
+        for name in ("cpu", "cuda")
+    )
+    everywhere = {*extras["torch"], *extras["transformers"]}
+    for packages, wanted in ((cpu, everywhere), (cuda, everywhere.union(extras["cuda"], extras["humming"]))):
+        for required in map(Requirement, wanted):
+            if packages is cuda or required.name != "torch":
+                assert required.specifier.contains(packages[canonicalize_name(required.name)]), "run: make lock"
+
+
+def test_error_texts_and_pages_name_packages_that_exist() -> None:
+    """The name of this project is not registered: anyone could do it, and be installed."""
+    known = {requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra}
+    found = set()
+    for folder in ("router", "shard", "launcher", "bench"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for command in INSTALL.findall(file.read_text("utf-8")):
+                found.update(re.findall(r"'([^']+)'", command))
+    assert found
+    assert found <= known
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert [page.name for page in pages if f"{PROJECT['name']}[" in page.read_text("utf-8")] == []
 
 
 def test_the_images_have_the_torch_of_the_constraints() -> None:

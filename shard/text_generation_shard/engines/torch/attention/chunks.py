@@ -62,7 +62,7 @@ class FlashInferChunks:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
         except ImportError as error:
             raise EngineError(
-                f"the torch engine on CUDA needs FlashInfer: pip install 'text-generation-trtllm[cuda]' ({error})"
+                f"the torch engine on CUDA needs FlashInfer: pip install 'flashinfer-python>=0.6.14' 'ninja>=1.11' ({error})"
             ) from None
         self._heads = (num_heads, num_kv_heads, head_dim)
         self._dtype = dtype
