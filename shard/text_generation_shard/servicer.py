@@ -77,7 +77,8 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"the KV pool is smaller than a block of {block_size} tokens"
             )
         seconds = time.monotonic() - started
-        log.info("warmed up", kv_blocks=num_blocks, block_size=block_size, seconds=round(seconds, 2))
+        if not was_warm:
+            log.info("warmed up", kv_blocks=num_blocks, block_size=block_size, seconds=round(seconds, 2))
         return pb.WarmUpResponse(
             num_blocks=num_blocks, block_size=block_size, warm_up_seconds=seconds, was_warm=was_warm
         )

@@ -160,10 +160,8 @@ class ShardMember:
                 async with ShardClient.connect(self.address, terms.access) as client:
                     if info is None:
                         info = await self._join(client)
-                        if again:
-                            log.info("shard joined again", replica=self.number)
                         began = time.monotonic()
-                    await self.session.serve(client, info)
+                    await self.session.serve(client, info, again=again)
             except ShardLost as error:
                 if isinstance(error, ShardStopped):
                     log.info("shard stopped", replica=self.number, reason=str(error))

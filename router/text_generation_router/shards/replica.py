@@ -118,8 +118,8 @@ class ReplicaSession:
         """Drain the replica while it is to go to another router, or away."""
         self._set_health(unwanted=not wanted)
 
-    async def serve(self, client: ShardClient, info: ReplicaInfo) -> None:
-        """Run one session until cancelled. Raises ShardLost, ShardStopped, ShardTaken."""
+    async def serve(self, client: ShardClient, info: ReplicaInfo, *, again: bool = False) -> None:
+        """Run one session until cancelled; `again`: it is not the first. Raises ShardLost, ShardStopped, ShardTaken."""
         context = self._context
         self.stopped = False
         self._timing = OrderTiming()
@@ -141,6 +141,8 @@ class ReplicaSession:
             if self._unwanted:
                 context.scheduler.drain(self._number)
             context.on_opened()
+            if again:
+                log.info("shard joined again", replica=self._number)
             context.dispatch()
             # A task of its own, because a task group that fails leaves a cancellation of its task counted in Python 3.11.
             await asyncio.create_task(self._run_session(call, client))  # noqa: TID251 - awaited at once
