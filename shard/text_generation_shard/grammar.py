@@ -19,7 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from text_generation_proto.grammar_options import JSON_OPTIONS, MAX_GRAMMAR_TEXT
 from text_generation_proto.grammar_tokenizer import end_tokens, load_tokenizer, parser_limits
@@ -36,7 +38,14 @@ log = structlog.get_logger()
 
 
 MASK_BUDGET_S = 0.05
-"""Limit of the CPU time of a grammar's first mask, which predicts the cost of later ones. A JSON schema's takes 0.1 ms."""
+"""Limit of the CPU time of a mask. A JSON schema's takes 0.1 ms."""
+SLOW_MASK_S = 0.002
+"""CPU time of a mask for which a step does not wait."""
+MAX_SLOW_MASKS = 3
+"""Slow masks of a sequence after which all of its masks are computed beside the steps."""
+SLOW_MASKS_BUDGET_S = 5.0
+"""CPU time of all masks of a sequence that are computed beside the steps."""
+TOO_SLOW = "the grammar takes too long to follow: repeat less, or fewer times"
 CLOSING = ('"', "}", "]")
 
 
@@ -49,6 +58,31 @@ class Matcher:
     """The state of one sequence in its grammar. Used by one thread at a time."""
 
     raw: LLMatcher
+    beside: Future[NDArray[np.int32]] | None = None
+    """Its next mask, packed, if that is computed beside the steps."""
+    is_slow: bool = False
+    """True if the next mask is to be computed beside the steps."""
+    _slow_masks: int = 0
+    _spent_s: float = 0.0
+    _exceeds: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """False while its next mask is computed beside the steps."""
+        return self.beside is None or self.beside.done()
+
+    @without_panics
+    def compute(self, words: int) -> NDArray[np.int32]:
+        """Return the next mask in `words` of 32 bits, and count its CPU time."""
+        mask = np.zeros(words, dtype=np.int32)
+        started = time.thread_time()
+        self.raw.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        seconds = time.thread_time() - started
+        self._spent_s += seconds
+        self._exceeds = seconds > MASK_BUDGET_S or self._spent_s > SLOW_MASKS_BUDGET_S
+        self._slow_masks += seconds > SLOW_MASK_S
+        self.is_slow = seconds > SLOW_MASK_S or self._slow_masks > MAX_SLOW_MASKS
+        return mask
 
     @without_panics
     def accept(self, token_id: int) -> None:
@@ -63,7 +97,9 @@ class Matcher:
     @property
     def problem(self) -> str | None:
         """The error that stopped the matcher, in one line; None if there is none."""
-        return _reason(self.raw.get_error()) if self.raw.is_error() else None
+        if self.raw.is_error():
+            return f"the grammar cannot be followed: {_reason(self.raw.get_error())}"
+        return TOO_SLOW if self._exceeds else None
 
 
 class Grammars:
@@ -79,7 +115,7 @@ class Grammars:
         """Tokens that close a JSON string, object or array."""
         self._tokenizer = tokenizer
         self._limits = limits
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar", initializer=_lower_priority)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar", initializer=lower_priority)
 
     @property
     def kinds(self) -> tuple[GrammarKind, ...]:
@@ -109,15 +145,12 @@ class Grammars:
             raise GrammarError(f"the grammar cannot be used: {_reason(raw.get_error())}")
         if generated and not raw.consume_tokens(list(generated)):
             raise GrammarError("the tokens generated before do not fit the grammar")
-        started = time.thread_time()
-        raw.compute_bitmask()
-        seconds = time.thread_time() - started
-        if raw.is_error():
-            raise GrammarError(f"the grammar cannot be used: {_reason(raw.get_error())}")
-        # A sequence that was preempted or moved passed this check before.
-        if seconds > MASK_BUDGET_S and not generated:
-            raise GrammarError("the grammar takes too long to follow: repeat less, or fewer times")
-        return Matcher(raw)
+        matcher = Matcher(raw, beside=Future())
+        assert matcher.beside is not None
+        matcher.beside.set_result(matcher.compute(-(-self.vocab_size // 32)))
+        if problem := matcher.problem:
+            raise GrammarError(problem)
+        return matcher
 
 
 def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | None:
@@ -160,7 +193,7 @@ def _definition(grammar: Grammar) -> str:
             raise GrammarError("the grammar is of no known kind")
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Give this thread only the CPU time that others leave. On Linux, niceness is per thread."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)

@@ -109,7 +109,7 @@ class EchoEngine(SynchronousEngine):
         step = self._table.rows()
         rows = step.others
         if not rows:
-            return None
+            return StepResult() if self._table.wait_for_mask() else None
         started = time.perf_counter()
         sampling = [row.sequence for row in rows if row.samples]
         constrained = [sequence for sequence in sampling if sequence.matcher is not None]
@@ -124,6 +124,7 @@ class EchoEngine(SynchronousEngine):
         for row in rows:
             self._score_prompt(row)
         self._table.begin(step)
+        self._table.retract(sampling[index] for index in output.late)
         result = self._table.advance(step, output)
         self._add_top_tokens(rows, result)
         result.forward_ns = int((time.perf_counter() - started) * 1e9)
@@ -163,6 +164,8 @@ class EchoEngine(SynchronousEngine):
             index_in_prompt = (len(sequence.tokens) - period) % period
             token = sequence.tokens[period - 1 - index_in_prompt if sequence.adapter else index_in_prompt]
             mask = masks.get(sequence.slot)
+            if sequence.matcher is not None and mask is None:
+                output.late.add(index)
             if token == self.hang_token and not sequence.generated_before:
                 threading.Event().wait()
             elif token == self.fail_token:

@@ -1,12 +1,14 @@
 """Token masks: the tokens that grammars allow next, for all sequences of a step at once.
 
 Masks depend only on tokens known before the step begins: an engine starts them, runs its forward pass, and takes the result
-after it. llguidance computes them in parallel with the GIL released.
+after it. llguidance computes them in parallel with the GIL released. A step has a time budget for them. Masks beyond it, and
+those of sequences with slow ones, are computed beside the steps at low priority: such a sequence misses steps, others do not.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,13 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from text_generation_proto.panics import without_panics
-from text_generation_shard.grammar import Grammars, Matcher
+from text_generation_shard.grammar import SLOW_MASK_S, Grammars, Matcher, lower_priority
 from text_generation_shard.step.sequence import Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 MAX_THREADS = 8
+AT_ONCE = 2
+"""Masks for each thread that are computed before the time is looked at."""
+STEP_BUDGET_S = 0.003
+"""Time of the masks of a step, besides MASK_S for each on one thread."""
+MASK_S = 0.0001
 
 Bits = NDArray[np.bool_]
 
@@ -51,38 +58,68 @@ class TokenMasks:
         self._vocab_size = vocab_size
         self._known = min(grammars.vocab_size, vocab_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-masks", initializer=lower_priority)
+        self._threads = min(os.cpu_count() or 1, MAX_THREADS)
         self._executor: LLExecutor | None = None
 
     def start(self, sequences: Sequences[Sequence]) -> Future[dict[int, Mask]]:
-        """Compute masks by slot for the sequences with a matcher. The matchers must not be used until the result is there."""
+        """Compute masks by slot for the sequences with a matcher. The matchers must not be used until the result is there.
+
+        The result lacks the sequences whose mask is not ready: they must not advance in this step.
+        """
         constrained = [(s, s.matcher) for s in sequences if s.matcher is not None]
         return self._thread.submit(self._compute, constrained)
 
     def close(self) -> None:
         """Cancel computations that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._beside.shutdown(wait=False, cancel_futures=True)
 
     @without_panics
     def _compute(self, constrained: list[tuple[Sequence, Matcher]]) -> dict[int, Mask]:
         if self._executor is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor(num_threads=min(os.cpu_count() or 1, MAX_THREADS))
+            self._executor = LLExecutor(num_threads=self._threads)
         packed = np.zeros((len(constrained), self._words), dtype=np.int32)
-        matchers = [(matcher.raw, row) for row, (_, matcher) in enumerate(constrained)]
-        self._executor.unsafe_compute_mask_ptr(matchers, packed.ctypes.data, self._words * 4, len(constrained))
+        quick: list[tuple[Matcher, int]] = []
+        for row, (_, matcher) in enumerate(constrained):
+            if matcher.beside is not None and matcher.beside.done():
+                packed[row], matcher.beside = matcher.beside.result(), None
+            elif matcher.is_slow:
+                self._compute_beside(matcher)
+            else:
+                quick.append((matcher, row))
+        left_s = STEP_BUDGET_S + MASK_S * len(quick) / self._threads
+        at_once = AT_ONCE * self._threads
+        for some in (quick[first : first + at_once] for first in range(0, len(quick), at_once)):
+            if left_s <= 0:
+                for matcher, _ in some:
+                    self._compute_beside(matcher)
+                continue
+            started = time.perf_counter()
+            matchers = [(matcher.raw, row) for matcher, row in some]
+            self._executor.unsafe_compute_mask_ptr(matchers, packed.ctypes.data, self._words * 4, len(constrained))
+            left_s -= (seconds := time.perf_counter() - started)
+            for matcher, _ in some:
+                matcher.is_slow = seconds > AT_ONCE * SLOW_MASK_S
         unpacked = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self._known).view(np.bool_)
         allowed = np.zeros((len(constrained), self._vocab_size), dtype=np.bool_)
         allowed[:, : self._known] = unpacked
         return {
             sequence.slot: self._finish(allowed[row], sequence, matcher)
             for row, (sequence, matcher) in enumerate(constrained)
+            if matcher.beside is None
         }
+
+    def _compute_beside(self, matcher: Matcher) -> None:
+        if matcher.beside is None:
+            matcher.beside = self._beside.submit(matcher.compute, self._words)
 
     def _finish(self, allowed: Bits, sequence: Sequence, matcher: Matcher) -> Mask:
         """Replace llguidance's end tokens with those of the sequence, and apply min_new_tokens."""
         if problem := matcher.problem:
-            return Mask(allowed, may_end=False, failure=f"the grammar cannot be followed: {problem}")
+            return Mask(allowed, may_end=False, failure=problem)
         may_end = matcher.may_end
         eos = _ids(sequence.stopping.eos_token_ids, self._vocab_size)
         allowed[self._ends] = False

@@ -237,3 +237,5 @@ class SamplerOutput:
     """By index: the reason why there is no token."""
     grammar_ended: set[int] = field(default_factory=set)
     """Indices of rows whose grammar is complete: the sequence ends with this token."""
+    late: set[int] = field(default_factory=set)
+    """Indices of decoding rows whose mask is not ready: their position is computed again in a later step."""

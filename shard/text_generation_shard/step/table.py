@@ -21,6 +21,7 @@ needs them, so it is not used with a persistent batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from text_generation_proto.values import FailureCode
@@ -36,6 +37,9 @@ from text_generation_shard.step.sequence import (
     StepRows,
     finish_reason,
 )
+
+MASK_WAIT_S = 0.005
+"""Longest wait of an engine without rows for a mask: orders may come meanwhile."""
 
 
 @dataclass(slots=True)
@@ -126,6 +130,7 @@ class SequenceTable:
             StepRow(sequence, sequence.computed, 1, True)  # noqa: FBT003 – keywords are slower; this runs per row and step
             for sequence in self._others.values()
             if sequence.prompt_length <= sequence.computed < sequence.end
+            and (sequence.matcher is None or sequence.matcher.is_ready)
         ]
         waiting: list[Sequence] = []
         prompt_tokens = 0
@@ -142,6 +147,19 @@ class SequenceTable:
         self._prefilled = self._prefilled[1], prompt_tokens
         return StepRows(persistent, rows)
 
+    def retract(self, late: Iterable[Sequence]) -> None:
+        """Count the last position of sequences whose mask is not ready as not computed; the step was started."""
+        for sequence in late:
+            sequence.computed -= 1
+
+    def wait_for_mask(self) -> bool:
+        """Wait a moment if a sequence waits for a mask that is computed beside the steps; return False if none does."""
+        for sequence in self._others.values():
+            if sequence.matcher is not None and sequence.matcher.beside is not None and not sequence.matcher.is_ready:
+                wait((sequence.matcher.beside,), MASK_WAIT_S)
+                return True
+        return False
+
     def begin(self, rows: StepRows) -> None:
         """Count the positions of a started step as computed."""
         if rows.persistent is not None and self._persistent is not None:
@@ -154,13 +172,13 @@ class SequenceTable:
         result = StepResult()
         if rows.persistent is not None:
             self._advance_persistent(rows.persistent, output, result)
-        token_ids, failures, grammar_ended = output.token_ids, output.failures, output.grammar_ended
+        token_ids, failures, grammar_ended, late = output.token_ids, output.failures, output.grammar_ended, output.late
         index = rows.num_persistent - 1
         # This loop runs hundreds of thousands of times a second: it avoids attribute lookups and calls.
         for row in rows.others:
             sequence = row.sequence
             index += row.samples
-            if not sequence.is_held:
+            if not sequence.is_held or index in late:
                 continue
             if row.start < sequence.prompt_length:
                 result.prefilled.append((sequence.slot, row.length))
@@ -265,6 +283,8 @@ class SequenceTable:
             self._persistent.on_dropped()
         if sequence.pending_matcher is not None:
             sequence.pending_matcher.cancel()
+        if sequence.matcher is not None and sequence.matcher.beside is not None:
+            sequence.matcher.beside.cancel()
         for block in sequence.blocks:
             if (holders := self._holders[block] - 1) > 0:
                 self._holders[block] = holders

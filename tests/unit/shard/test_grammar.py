@@ -26,12 +26,14 @@ from text_generation_proto.values import (
     Stopping,
     WarmUpLimits,
 )
+from text_generation_shard import grammar
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.grammar import Matcher, load_grammars
 from text_generation_shard.progress import StepMonitor
 from text_generation_shard.session import EngineSession
+from text_generation_shard.step import masks
 
 LLAMA = TINY_LLAMA | {
     # Larger than the tokenizer's: a grammar never allows the additional tokens.
@@ -126,6 +128,30 @@ def test_a_regex_matches_the_whole_text(driver: Driver, tokenizer: Tokenizer, sa
     stream = driver.admit(PROMPT, stopping=stopping(), sampling=sampling, grammar=REGEX)
     driver.run()
     assert re.fullmatch(REGEX.text, text(tokenizer, stream))
+
+
+def test_masks_that_are_computed_beside_the_steps_change_no_text(
+    driver: Driver, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def texts() -> list[list[int]]:
+        options = {"stopping": stopping(), "sampling": SAMPLED}
+        streams = [driver.admit(PROMPT, grammar=grammar, **options) for grammar in (REGEX, JSON)]  # type: ignore[arg-type]
+        free = driver.admit(PROMPT, 40)
+        driver.run()
+        assert text(tokenizer, streams[0])
+        return [stream.tokens for stream in (*streams, free)]
+
+    in_steps = texts()
+    monkeypatch.setattr(masks, "STEP_BUDGET_S", -1.0)
+    assert texts() == in_steps
+    monkeypatch.setattr(grammar, "SLOW_MASK_S", -1.0)
+    assert texts() == in_steps
+    monkeypatch.setattr(grammar, "SLOW_MASKS_BUDGET_S", 0.0)
+    failed, free = driver.admit(PROMPT, stopping=stopping(), grammar=REGEX), driver.admit(PROMPT, 40)
+    driver.run()
+    assert failed.failure is not None
+    assert "takes too long to follow" in failed.failure.message
+    assert free.tokens == in_steps[2]
 
 
 def test_each_row_follows_its_own_grammar(driver: Driver, tokenizer: Tokenizer) -> None:

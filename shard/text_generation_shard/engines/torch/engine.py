@@ -44,7 +44,7 @@ from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
 from text_generation_shard.grammar import Grammars
 from text_generation_shard.step.masks import Mask, TokenMasks, choice_of_tokens
-from text_generation_shard.step.sequence import GREEDY, SamplerOutput, StepRow, StepRows
+from text_generation_shard.step.sequence import GREEDY, SamplerOutput, Sequence, StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 Masks = dict[int, Mask]
@@ -66,6 +66,8 @@ class _Step:
     masking: Future[Masks] | None = None
     masks: Masks = field(default_factory=dict)
     """Masks of rows with a grammar, by slot."""
+    late: dict[int, Sequence] = field(default_factory=dict)
+    """Sequences whose mask is not ready, by index."""
     sampled: Tensor | None = None
     """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
     scores: list[PendingScores] = field(default_factory=list)
@@ -129,7 +131,7 @@ class TorchEngine(SynchronousEngine):
         if not rows and before is None:
             if self._trace is not None:
                 self._trace.pause()
-            return None
+            return StepResult() if self._table.wait_for_mask() else None
         launched = self._launch_or_fail(rows) if rows else StepResult()
         result = StepResult() if before is None else self._record(before)
         if isinstance(launched, _Step):
@@ -223,8 +225,18 @@ class TorchEngine(SynchronousEngine):
                 self._histories.update(penalized)
             settings = [self._sampling_row(row, step.masks) for row in rows]
             sampled = sample(launched.logits, [GREEDY_ROW] * first + settings, self._executor.threshold_search)
+            step.late = {
+                index: row.sequence
+                for index, row in enumerate(rows, first)
+                if row.sequence.matcher is not None and row.sequence.slot not in step.masks
+            }
+            self._table.retract(step.late.values())
+            for index, sequence in step.late.items():
+                sampled.token_ids[index] = sequence.tokens[-1]  # the input of its next step, again
             self._executor.store_sampled_tokens(step.rows, sampled.token_ids)
-            step.top_token_rows = [(index, row) for index, row in enumerate(rows, first) if row.sequence.top_n]
+            step.top_token_rows = [
+                (index, row) for index, row in enumerate(rows, first) if row.sequence.top_n and index not in step.late
+            ]
             if step.top_token_rows:
                 most = max(row.sequence.top_n for _, row in step.top_token_rows)
                 step.tops = top_candidates(sampled, [index for index, _ in step.top_token_rows], most)
@@ -247,6 +259,7 @@ class TorchEngine(SynchronousEngine):
             scores.finish()
         chosen = SamplerOutput([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)
         _add_mask_results(step, chosen)
+        chosen.late.update(step.late)
         tops = self._top_tokens(step, chosen)
         result = self._table.advance(step.rows, chosen)
         result.top_tokens = tops
