@@ -140,10 +140,7 @@ class ReplicaSession:
             self.sessions, self.since = self.sessions + 1, time.monotonic()
             if self._unwanted:
                 context.scheduler.drain(self._number)
-            context.on_opened()
-            if again:
-                log.info("shard joined again", replica=self._number)
-            context.dispatch()
+            self._begin(again=again)
             # A task of its own, because a task group that fails leaves a cancellation of its task counted in Python 3.11.
             await asyncio.create_task(self._run_session(call, client))  # noqa: TID251 - awaited at once
         except (grpc.aio.AioRpcError, BaseExceptionGroup) as error:
@@ -166,6 +163,13 @@ class ReplicaSession:
                 context.listeners.moved(deliveries.moved)
                 context.listeners.failures(deliveries.failed)
                 context.dispatch()
+
+    def _begin(self, *, again: bool) -> None:
+        """Tell the cluster that a session is open."""
+        if again:
+            log.info("shard joined again", replica=self._number)
+        self._context.on_opened()
+        self._context.dispatch()
 
     async def _run_session(self, call: RunCall, client: ShardClient) -> None:
         async with asyncio.TaskGroup() as tasks:
