@@ -7,72 +7,20 @@ from dataclasses import dataclass
 from typing import Final
 
 from text_generation_router.chat.events import OutputParser
-from text_generation_router.chat.parsers.arrays import (
-    APERTUS_CALLS,
-    COHERE_CALLS,
-    GRANITE_CALLS,
-    HUNYUAN_CALLS,
-    PHI_CALLS,
-    PHI_END,
-    ApertusParser,
-    CohereParser,
-    GraniteParser,
-    HunyuanParser,
-    PhiParser,
-    XlamParser,
+from text_generation_router.chat.parsers import (
+    arrays,
+    dsml,
+    formats,
+    gemma,
+    harmony,
+    nested,
+    pythonic,
+    sections,
+    tagged,
 )
 from text_generation_router.chat.parsers.base import AnyTools, Tools
-from text_generation_router.chat.parsers.dsml import DSML, DeepSeek4Parser, DeepSeek32Parser, DeepSeek41Parser
-from text_generation_router.chat.parsers.formats import (
-    HERMES_START,
-    LLAMA_TAG,
-    MISTRAL_CALLS,
-    HermesParser,
-    JsonAnswerParser,
-    JsonCallsParser,
-    Llama3JsonParser,
-    MistralParser,
-    PlainParser,
-)
-from text_generation_router.chat.parsers.gemma import (
-    FUNCTION_CALL,
-    GEMMA_CALL,
-    GEMMA_THOUGHT,
-    FunctionGemmaParser,
-    Gemma4Parser,
-)
-from text_generation_router.chat.parsers.harmony import (
-    HARMONY_ANSWER,
-    HARMONY_ASSISTANT,
-    HARMONY_CALL,
-    HARMONY_CHANNEL,
-    HARMONY_THOUGHT,
-    HarmonyParser,
-)
-from text_generation_router.chat.parsers.nested import MINIMAX_TOKEN, MiniMaxM3Parser
-from text_generation_router.chat.parsers.pythonic import (
-    LFM_START,
-    OLMO_START,
-    PYTHON_START,
-    Lfm2Parser,
-    Olmo3Parser,
-    PythonicParser,
-)
 from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, ReasoningParser
-from text_generation_router.chat.parsers.sections import DEEPSEEK_CALLS, KIMI_CALLS, DeepSeekParser, KimiParser
 from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces
-from text_generation_router.chat.parsers.tagged import (
-    GLM_KEY,
-    HUNYUAN_SEPARATOR,
-    MINIMAX_BLOCK,
-    QWEN_FUNCTION,
-    SEED_BLOCK,
-    GlmParser,
-    Hunyuan3Parser,
-    MiniMaxParser,
-    Qwen3CoderParser,
-    SeedParser,
-)
 
 __all__ = [
     "END_THINK",
@@ -118,49 +66,47 @@ class Format:
         return getattr(self.parser, "CALLS", ())
 
 
-def _plain(tools: Tools) -> OutputParser:
-    return PlainParser()
-
-
 FORMATS: Final[dict[str, Format]] = {
     "openai": Format(
-        HarmonyParser,
-        (HARMONY_CHANNEL,),
+        harmony.HarmonyParser,
+        (harmony.HARMONY_CHANNEL,),
         ("gpt-oss", "harmony"),
         has_channels=True,
-        assistant=HARMONY_ASSISTANT,
-        answer_start=HARMONY_ANSWER,
-        call_start=HARMONY_CALL,
-        thought=HARMONY_THOUGHT,
+        assistant=harmony.HARMONY_ASSISTANT,
+        answer_start=harmony.HARMONY_ANSWER,
+        call_start=harmony.HARMONY_CALL,
+        thought=harmony.HARMONY_THOUGHT,
     ),
-    "gemma4": Format(Gemma4Parser, (GEMMA_CALL,), has_channels=True, thought=GEMMA_THOUGHT),
-    "functiongemma": Format(FunctionGemmaParser, (FUNCTION_CALL,)),
-    "deepseek_v3": Format(DeepSeekParser, (DEEPSEEK_CALLS,), ("deepseek_v31", "deepseekv3", "deepseekv31")),
-    "deepseek_v41": Format(DeepSeek41Parser, (f"{DSML} calls",)),
-    "deepseek_v4": Format(DeepSeek4Parser, (f"{DSML}tool_calls",), ("deepseekv4",)),
-    "deepseek_v32": Format(DeepSeek32Parser, (f"{DSML}function_calls", DSML), ("deepseekv32",)),
-    "kimi_k2": Format(KimiParser, (KIMI_CALLS,)),
-    "hy_v3": Format(Hunyuan3Parser, (HUNYUAN_SEPARATOR,)),
-    "hunyuan_a13b": Format(HunyuanParser, (f"{HUNYUAN_CALLS}[",), ("hunyuan",)),
-    "glm45": Format(GlmParser, (GLM_KEY,), ("glm47", "glm", "poolside_v1", "ling3")),
-    "minimax_m3": Format(MiniMaxM3Parser, (MINIMAX_TOKEN,)),
-    "minimax_m2": Format(MiniMaxParser, (MINIMAX_BLOCK,), ("minimax-m2",)),
-    "seed_oss": Format(SeedParser, (SEED_BLOCK,)),
-    "cohere_command": Format(CohereParser, (COHERE_CALLS,), ("cohere_command3", "cohere_command4")),
-    "apertus": Format(ApertusParser, (APERTUS_CALLS,)),
-    "phi4_mini_json": Format(PhiParser, (f"{PHI_CALLS}[", PHI_END)),
-    "granite": Format(GraniteParser, (GRANITE_CALLS,)),
-    "lfm2": Format(Lfm2Parser, (LFM_START,)),
-    "olmo3": Format(Olmo3Parser, (OLMO_START,)),
-    "qwen3_coder": Format(Qwen3CoderParser, (QWEN_FUNCTION,), ("qwen3_xml", "step3p5")),
-    "hermes": Format(HermesParser, (HERMES_START,), ("qwen25", "qwen", "qwen3_json", "ernie45", "granite4")),
-    "mistral": Format(MistralParser, (MISTRAL_CALLS,)),
-    "xlam": Format(XlamParser, unmarked=True),
-    "llama4_pythonic": Format(PythonicParser, (PYTHON_START,), ("pythonic", "llama4")),
-    "llama3_json": Format(Llama3JsonParser, (LLAMA_TAG,), ("llama3", "llama4_json"), unmarked=True),
-    "json": Format(JsonAnswerParser, unmarked=True),
-    "json_calls": Format(JsonCallsParser, unmarked=True),
-    "plain": Format(_plain),
+    "gemma4": Format(gemma.Gemma4Parser, (gemma.GEMMA_CALL,), has_channels=True, thought=gemma.GEMMA_THOUGHT),
+    "functiongemma": Format(gemma.FunctionGemmaParser, (gemma.FUNCTION_CALL,)),
+    "deepseek_v3": Format(
+        sections.DeepSeekParser, (sections.DEEPSEEK_CALLS,), ("deepseek_v31", "deepseekv3", "deepseekv31")
+    ),
+    "deepseek_v4": Format(dsml.DeepSeek4Parser, (f"{dsml.DSML}tool_calls",), ("deepseekv4",)),
+    "deepseek_v32": Format(dsml.DeepSeek32Parser, (f"{dsml.DSML}function_calls", dsml.DSML), ("deepseekv32",)),
+    "kimi_k2": Format(sections.KimiParser, (sections.KIMI_CALLS,)),
+    "hy_v3": Format(tagged.Hunyuan3Parser, (tagged.HUNYUAN_SEPARATOR,)),
+    "hunyuan_a13b": Format(arrays.HunyuanParser, (f"{arrays.HUNYUAN_CALLS}[",), ("hunyuan",)),
+    "glm45": Format(tagged.GlmParser, (tagged.GLM_KEY,), ("glm47", "glm", "poolside_v1", "ling3")),
+    "minimax_m3": Format(nested.MiniMaxM3Parser, (nested.MINIMAX_TOKEN,)),
+    "minimax_m2": Format(tagged.MiniMaxParser, (tagged.MINIMAX_BLOCK,), ("minimax-m2",)),
+    "seed_oss": Format(tagged.SeedParser, (tagged.SEED_BLOCK,)),
+    "cohere_command": Format(arrays.CohereParser, (arrays.COHERE_CALLS,), ("cohere_command3", "cohere_command4")),
+    "apertus": Format(arrays.ApertusParser, (arrays.APERTUS_CALLS,)),
+    "phi4_mini_json": Format(arrays.PhiParser, (f"{arrays.PHI_CALLS}[", arrays.PHI_END)),
+    "granite": Format(arrays.GraniteParser, (arrays.GRANITE_CALLS,)),
+    "lfm2": Format(pythonic.Lfm2Parser, (pythonic.LFM_START,)),
+    "olmo3": Format(pythonic.Olmo3Parser, (pythonic.OLMO_START,)),
+    "qwen3_coder": Format(tagged.Qwen3CoderParser, (tagged.QWEN_FUNCTION,), ("qwen3_xml", "step3p5")),
+    "hermes": Format(
+        formats.HermesParser, (formats.HERMES_START,), ("qwen25", "qwen", "qwen3_json", "ernie45", "granite4")
+    ),
+    "mistral": Format(formats.MistralParser, (formats.MISTRAL_CALLS,)),
+    "llama4_pythonic": Format(pythonic.PythonicParser, (pythonic.PYTHON_START,), ("pythonic", "llama4")),
+    "llama3_json": Format(formats.Llama3JsonParser, (formats.LLAMA_TAG,), ("llama3", "llama4_json"), unmarked=True),
+    "json": Format(formats.JsonAnswerParser, unmarked=True),
+    "json_calls": Format(formats.JsonCallsParser, unmarked=True),
+    "plain": Format(lambda tools: formats.PlainParser()),
 }
 """By name. A template with the signs of several has the first one."""
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 from text_generation_router.chat.parsers.argument_types import STRING, member_schema, types_of, value_as_json
@@ -19,11 +21,16 @@ MINIMAX_TOKEN: Final = "]<]minimax[>["
 
 _TAG: Final = re.compile(re.escape(MINIMAX_TOKEN) + r"<(/?)([^>]*)>")
 
+_EMPTY: Final = {"array": "[]", "object": "{}"}
 _TEXT_OR_ELEMENTS: Final = STRING | {"elements"}
 """The types of a value without types in the schema, which is held until its elements show."""
 
-Element = tuple[str, str, list["Element"]]
-"""Name, text and elements."""
+
+@dataclass(slots=True)
+class _Element:
+    name: str = ""
+    text: str = ""
+    elements: list[_Element] = field(default_factory=list)
 
 
 class MiniMaxM3Parser(TaggedParser):
@@ -57,49 +64,38 @@ class MiniMaxM3Parser(TaggedParser):
         self._value_ends = Markers((self._value_end, self.TAGS.call_end))
 
     def _argument(self) -> tuple[str, frozenset[str]]:
-        return self._word, types_of(
-            member_schema(self._schema, self._schema, self._word), self._schema, _TEXT_OR_ELEMENTS
-        )
+        schema = member_schema(self._schema, self._schema, self._word)
+        return self._word, types_of(schema, self._schema, _TEXT_OR_ELEMENTS)
 
     def _value_as_json(self, value: str) -> str:
-        root: Element = ("", "", [])
-        stack, at = [root], 0
-        for tag in _TAG.finditer(value):
-            name, text, elements = stack[-1]
-            stack[-1] = name, text + value[at : tag.start()], elements
-            at = tag.end()
-            if not tag[1] and len(stack) < MAX_DEPTH:
-                stack.append((tag[2], "", []))
-            elif tag[1] and len(stack) > 1:
-                stack[-2][2].append(stack.pop())
-        name, text, elements = stack[-1]
-        stack[-1] = name, text + value[at:], elements
-        while len(stack) > 1:
-            stack[-2][2].append(stack.pop())
+        pieces = iter(_TAG.split(value))
+        stack = [_Element(text=next(pieces))]
+        for closes, name, text in zip(pieces, pieces, pieces, strict=True):
+            if not closes and len(stack) < MAX_DEPTH:
+                inner = _Element(name)
+                stack[-1].elements.append(inner)
+                stack.append(inner)
+            elif closes and len(stack) > 1:
+                stack.pop()
+            stack[-1].text += text
         return self._element(stack[0], member_schema(self._schema, self._schema, self._key_name))
 
-    def _element(self, element: Element, schema: object) -> str:
-        _, text, elements = element
+    def _element(self, element: _Element, schema: object) -> str:
         types = types_of(schema, self._schema)
-        if not elements:
-            empty = (
-                ""
-                if text.strip() or types & STRING
-                else "[]"
-                if "array" in types
-                else "{}"
-                if "object" in types
-                else ""
-            )
-            return empty or value_as_json(text, types)
+        if not element.elements:
+            if not element.text.strip() and not types & STRING and (empty := types & _EMPTY.keys()):
+                return _EMPTY[min(empty)]
+            return value_as_json(element.text, types)
         if "array" in types:
             items = member_schema(schema, self._schema)
-            return f"[{', '.join(self._element(inner, items) for inner in elements)}]"
+            return _array(self._element(inner, items) for inner in element.elements)
         values: dict[str, list[str]] = {}
-        for inner in elements:
-            values.setdefault(inner[0], []).append(self._element(inner, member_schema(schema, self._schema, inner[0])))
-        members = []
-        for name, found in values.items():
-            value = found[0] if len(found) == 1 else f"[{', '.join(found)}]"
-            members.append(f"{json.dumps(name, ensure_ascii=False)}: {value}")
+        for inner in element.elements:
+            value = self._element(inner, member_schema(schema, self._schema, inner.name))
+            values.setdefault(json.dumps(inner.name, ensure_ascii=False), []).append(value)
+        members = (f"{name}: {found[0] if len(found) == 1 else _array(found)}" for name, found in values.items())
         return f"{{{', '.join(members)}}}"
+
+
+def _array(values: Iterable[str]) -> str:
+    return f"[{', '.join(values)}]"
