@@ -83,12 +83,12 @@ def listen_host(hostname: str) -> str:
 
 ToolCallFormat = Literal[
     "auto", "apertus", "cohere_command", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31",
-    "deepseek_v32", "deepseek_v4", "deepseek_v41", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "ernie45",
+    "deepseek_v32", "deepseek_v4", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "ernie45",
     "functiongemma", "gemma4", "glm", "glm45", "glm47", "gpt-oss", "granite", "granite4", "harmony", "hermes",
     "hunyuan", "hunyuan_a13b", "hy_v3", "json", "kimi_k2", "lfm2", "ling3", "llama3", "llama3_json", "llama4",
     "llama4_json", "llama4_pythonic", "minimax-m2", "minimax_m2", "minimax_m3", "mistral", "olmo3", "openai",
     "phi4_mini_json", "poolside_v1", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_json", "qwen3_xml", "seed_oss",
-    "step3p5", "xlam",
+    "step3p5",
 ]  # fmt: skip
 
 

@@ -209,15 +209,6 @@ COHERE: Table = {
     "an answer": ("<|START_RESPONSE|>Yes.<|END_RESPONSE|>", ["Yes."]),
     "a name": (f"<|START_ACTION|>[{WEATHER}]<|END_ACTION|>", None),
 }
-XLAM: Table = {
-    "one": (f"[{WEATHER}]", [LOOK]),
-    "marked": (f"Yes.[TOOL_CALLS][{WEATHER}]", ["Yes.", LOOK]),
-    "marked, at the start": (f"[TOOL_CALLS][{WEATHER}]", [LOOK]),
-    "in tags": (f"<tool_call>[{WEATHER}, {STOPPED}]</tool_call>", [LOOK, STOP]),
-    "in a fence": (f"Yes.\n```json\n[{WEATHER}]\n```", ["Yes.\n", LOOK]),
-    "code": ("```python\nf()\n```", None),
-    "a list": ("[1, 2]", None),
-}
 THINKS: Table = {
     "thought and answer": ("<think>\nWell,\n\nso.\n</think>\n\nHi.", [Thought("Well,\n\nso."), "Hi."]),
     "spaces stay": ("\n <think> a </think> b", [Thought(" a "), " b"]),

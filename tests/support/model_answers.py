@@ -20,11 +20,10 @@ from json_call_answers import (
     STOP,
     THINKS,
     THINKS_INSIDE,
-    XLAM,
     Table,
 )
 from parser_events import Call, Thought
-from tagged_answers import DSML, DSML4, DSML41, GLM, HUNYUAN3, MINIMAX, NESTED, QWEN, QWEN_THINKS, SEED
+from tagged_answers import DSML, DSML4, GLM, HUNYUAN3, MINIMAX, NESTED, QWEN, QWEN_THINKS, SEED
 
 V3_LOOK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{BROOKLYN}\n```<｜tool▁call▁end｜>"
 V31_LOOK = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{BROOKLYN}<｜tool▁call▁end｜>"
@@ -246,7 +245,6 @@ TABLES = {
     "hy_v3": HUNYUAN3,
     "deepseek_v32": DSML,
     "deepseek_v4": DSML4,
-    "deepseek_v41": DSML41,
     "minimax_m3": NESTED,
     "functiongemma": FUNCTION_GEMMA,
     "lfm2": LFM,
@@ -256,7 +254,6 @@ TABLES = {
     "hunyuan_a13b": HUNYUAN,
     "apertus": APERTUS,
     "cohere_command": COHERE,
-    "xlam": XLAM,
     "deepseek_v3": DEEPSEEK,
     "kimi_k2": KIMI,
     "gemma4": GEMMA,

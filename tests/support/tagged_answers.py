@@ -169,21 +169,11 @@ DSML: Table = {
         dsml(('"a" string="true"', "7"), ('"b" string="false"', "[7]"), ('"c"', "7"), ('"d" string="false"', "x")),
         [Call("search", '{"a": "7", "b": [7], "c": 7, "d": "x"}')],
     ),
-    "all arguments in one": (
-        dsml(('"arguments" string="false"', '{"q": "a"}'), ('"limit"', "1")),
-        [Call("search", '{"q": "a", "limit": 1}')],
-    ),
-    "no arguments in one": (dsml(('"input" string="true"', "{ }")), [Call("search", "{}")]),
-    "one that is not all": (dsml(('"input" string="true"', "[1]")), [Call("search", '{"input": "[1]"}')]),
     "cut in a text": (DSML_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
-    "cut in all arguments": (dsml(('"input"', '{"q": ')).partition("</")[0], [Call("search", '{"q": ')]),
     "unknown tool": (DSML_LOOK.replace("get_weather", "rm"), None),
     "cut in the opening": ("Yes.<｜DSML｜function_calls>\n<｜DSML｜invo", ["Yes."]),
 }
 DSML4: Table = {"one": (DSML_LOOK.replace("function_calls", "tool_calls"), [LOOK])}
-DSML41: Table = {
-    "one": (DSML_LOOK.replace("function_", "").replace("｜DSML｜", "｜DSML｜ "), [LOOK]),
-}
 
 
 def nested(*arguments: str) -> str:

@@ -5,14 +5,13 @@ Phi-4-mini      functools[{"name": NAME, "arguments": {…}}, …], or <|tool_ca
 Hunyuan         <tool_calls>[{"name": NAME, "arguments": {…}}, …]</tool_calls>
 Apertus         <|tools_prefix|>[{NAME: {…}}, …]<|tools_suffix|>
 Command A, R7B  <|START_ACTION|>[{"tool_call_id": "0", "tool_name": NAME, "parameters": {…}}, …]<|END_ACTION|>
-xLAM            [{"name": NAME, "arguments": {…}}, …], also in a fence or after [TOOL_CALLS] or <tool_call>
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from text_generation_router.chat.parsers.base import ArrayParser, Tools
+from text_generation_router.chat.parsers.base import ArrayParser
 from text_generation_router.chat.parsers.readers import JsonCallReader
 from text_generation_router.chat.parsers.syntax import CallSyntax, JsonCall, Pattern, Pieces, Slot
 
@@ -23,8 +22,6 @@ HUNYUAN_CALLS: Final = "<tool_calls>"
 APERTUS_CALLS: Final = "<|tools_prefix|>"
 COHERE_CALLS: Final = "<|START_ACTION|>"
 _COHERE_FRAMES: Final = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
-_FENCE: Final = "```"
-
 
 _JSON: Final = (JsonCall(),)
 
@@ -87,34 +84,3 @@ class CohereParser(ArrayParser, starts=(COHERE_CALLS, *_COHERE_FRAMES), ends=("<
     def _on_marker(self, marker: str) -> None:
         if marker not in _COHERE_FRAMES:
             super()._on_marker(marker)
-
-
-class XlamParser(ArrayParser, starts=("[TOOL_CALLS]", "<tool_call>", _FENCE), ends=("</tool_call>",)):
-    """xLAM. An array at the start of the answer needs no marker."""
-
-    SPECIAL = frozenset({"[TOOL_CALLS]", "<tool_call>", "</tool_call>"})
-    CALLS = (
-        _array(""),
-        _array("[TOOL_CALLS]"),
-        _array("<tool_call>", "</tool_call>"),
-        _array(f"{_FENCE}json\n", f"\n{_FENCE}"),
-    )
-
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._phase = self._head
-
-    def _on_marker(self, marker: str) -> None:
-        if marker == _FENCE and self._awaits_end:
-            self._on_end(marker)
-        else:
-            super()._on_marker(marker)
-
-    def _head(self, text: str, at: int) -> int:
-        end = self.TEXT_MARKERS.at(text, at) if not self._opening else -1
-        if end >= at:
-            return self._text(text, at)
-        word = "".join(self._opening[1:]) + text[at]
-        if self._opening[:1] == [_FENCE] and "json".startswith(word):
-            return self._skip(text[at], at)
-        return super()._head(text, at)
