@@ -5,7 +5,9 @@ Nothing is unpickled: a folder with only *.bin is refused.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -126,4 +128,7 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
 
 
 def _unreadable(path: Path, error: Exception) -> EngineError:
+    if path.exists() and not os.access(path, os.R_OK):
+        # The library calls such a file missing.
+        return EngineError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
     return EngineError(f"{path} cannot be read, is it complete? {one_line(error)}")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -101,6 +106,25 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     save_file(TENSORS, tmp_path / FILE)
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:keep])
     assert "cannot be read, is it complete?" in refusal(tmp_path)
+
+
+def test_a_file_that_only_its_owner_may_read_is_named_so() -> None:
+    program = """
+        import os, sys
+        from pathlib import Path
+        from text_generation_shard.engines.torch.weights import load_weights
+        if os.getuid() == 0:
+            os.setgroups([]), os.setgid(65534), os.setuid(65534)
+        load_weights(Path(sys.argv[1]), {})
+    """
+    with tempfile.TemporaryDirectory() as name:  # every user can enter /tmp
+        folder = Path(name)
+        save_file(TENSORS, folder / FILE)
+        folder.chmod(0o755)
+        (folder / FILE).chmod(0o600 if os.getuid() == 0 else 0)
+        command = [sys.executable, "-c", textwrap.dedent(program), name]
+        error = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False).stderr
+    assert error.endswith(f"EngineError: {folder / FILE} cannot be read: Permission denied\n")
 
 
 def test_a_folder_without_safetensors_is_refused_and_pickles_are_never_opened(tmp_path: Path) -> None:
