@@ -27,7 +27,10 @@ class Effective:
 def masked(config: ProcessConfig) -> dict[str, Any]:
     """Return the settings as JSON values, secrets as ***."""
     values = config.model_dump(mode="json").items()
-    return {name: "***" if value and is_secret(name) else value for name, value in values}
+    # A number is not a secret: a token's id has the same name as a token.
+    return {
+        name: "***" if value and not isinstance(value, int) and is_secret(name) else value for name, value in values
+    }
 
 
 def print_config(processes: Mapping[str, Effective], *, json_output: bool) -> None:

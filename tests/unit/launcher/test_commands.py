@@ -102,6 +102,7 @@ def test_the_configuration_of_all_processes_with_sources_and_without_secrets(tmp
     assert found["shard-0"]["engine"] == {"value": "echo", "source": "flag"}
     assert found["shard-0"]["model_path"] == {"value": str(tmp_path), "source": "launcher"}
     assert found["shard-0"]["shard_token"] == {"value": "***", "source": "file of --shard-token-file"}
+    assert found["shard-0"]["echo_fail_token"] == {"value": -1, "source": "default"}  # the id of a token
     refused = launcher(*flags, "--num-shard", "2")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "the echo engine has no model to split" in refused.stderr
