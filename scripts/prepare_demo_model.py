@@ -137,6 +137,10 @@ def convert(gguf: Path, folder: Path, chat_template: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.chat_template = tokenizer.chat_template or chat_template or None
     tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():
+        path.chmod(
+            0o644
+        )  # a service or a container reads it as another user; the weights are written for their owner only
 
 
 if __name__ == "__main__":

@@ -54,8 +54,6 @@ def cpu_image(podman: Podman, router_image: str) -> str:
 def files(podman: Podman, demo_model: Path) -> None:
     """The model, and the secrets by the commands of the page, in the folder where the commands run."""
     shutil.copytree(demo_model, podman.folder / "models" / MODEL)
-    for path in (podman.folder / "models").rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
     for heading in ("Run", "Router and shards apart"):
         for command in commands("containers.md", heading):
             if not command.startswith(("podman", "curl")):
@@ -105,6 +103,7 @@ def test_the_cpu_image_serves_without_privileges_and_drains(
     podman(health)
     figures.append((f"ready, user {user or 10001}", f"{time.monotonic() - started:.1f} s"))
     assert json.loads(podman(generate))["generated_text"]
+    podman("podman exec text-generation python -c 'import accelerate, transformers'")
 
     inside = podman("podman exec text-generation cat /proc/1/status")
     status = dict(re.findall(r"^(\w+):\s+(\S+)", inside, re.MULTILINE))
