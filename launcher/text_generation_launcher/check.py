@@ -18,9 +18,10 @@ from typing import Any
 from text_generation_launcher.config import LauncherCheckConfig, LauncherConfig, read_settings, size_in_bytes
 from text_generation_launcher.counts import count_shards
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.launch import START_ERRORS, check_settings, devices_for_shards, local_cpus
+from text_generation_launcher.launch import START_ERRORS, check_settings, devices_for_shards
 from text_generation_launcher.model import local_folder, resolve_headers
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, make_plan
+from text_generation_proto.cpus import usable_cpus
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import open_lifeline
 from text_generation_proto.options import options_by_topic
@@ -85,7 +86,7 @@ async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dic
         if folder is None:
             folder = await resolve_headers(config, environ, lifeline_fd, Path(temporary))
         context = LaunchContext(
-            devices, local_cpus(), folder, Path(temporary), lifeline_fd, log_drops_fd=-1, environ=environ
+            devices, usable_cpus(), folder, Path(temporary), lifeline_fd, log_drops_fd=-1, environ=environ
         )
         plan = make_plan(checked, context)
         model = await _check_shard(config, plan) if plan.shards else None

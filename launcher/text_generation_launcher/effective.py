@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.launch import check_settings, devices_for_shards, local_cpus, socket_folder
+from text_generation_launcher.launch import check_settings, devices_for_shards, socket_folder
 from text_generation_launcher.model import local_folder
 from text_generation_launcher.plan import SECRETS, ChildSpec, LaunchContext, make_plan
+from text_generation_proto.cpus import usable_cpus
 from text_generation_proto.effective import DEFAULT, Effective
 
 DERIVED = "launcher"
@@ -22,7 +23,7 @@ async def effective_settings(config: LauncherConfig, environ: Mapping[str, str])
     with socket_folder(environ) as folder:
         context = LaunchContext(
             devices,
-            local_cpus(),
+            usable_cpus(),
             # The folder of a download is known once it has ended.
             local_folder(config.model_id) or Path(f"<download of {config.model_id}>"),
             folder,

@@ -27,6 +27,7 @@ from text_generation_launcher.shard_group import RunShard
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
 from text_generation_proto.channel import read_certificates
+from text_generation_proto.cpus import usable_cpus
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.lifeline import open_lifeline
@@ -119,7 +120,7 @@ async def _serve(
         with socket_folder(environ) as folder:
             context = LaunchContext(
                 devices,
-                local_cpus(),
+                usable_cpus(),
                 model_path,
                 folder,
                 lifeline_fd,
@@ -164,11 +165,6 @@ async def devices_for_shards(config: LauncherConfig, environ: Mapping[str, str])
     from text_generation_launcher import ray_places
 
     return await ray_places.connect()
-
-
-def local_cpus() -> int:
-    """Return the number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

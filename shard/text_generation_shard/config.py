@@ -70,7 +70,7 @@ class ShardSettings(SharedSettings, ShardAccess):
     cpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Fraction of the machine's memory that the torch engine may use on CPU, including weights."""
     num_threads: NonNegativeInt = 0
-    """Threads of a forward pass on CPU; 0: one per core."""
+    """Threads of a forward pass on CPU; 0: one per core, at most the CPU quota of a container or service."""
     lora_adapters: str = ""
     """LoRA adapters to serve beside the model (tensorrt-llm engine), with commas between: id, id=folder, id@revision.
     Requests name one by its id."""

@@ -7,7 +7,6 @@ those of sequences with slow ones, are computed beside the steps at low priority
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from text_generation_proto.cpus import usable_cpus
 from text_generation_proto.panics import without_panics
 from text_generation_shard.grammar import SLOW_MASK_S, Grammars, Matcher, lower_priority
 from text_generation_shard.step.sequence import Sequence
@@ -59,7 +59,7 @@ class TokenMasks:
         self._known = min(grammars.vocab_size, vocab_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-masks", initializer=lower_priority)
-        self._threads = min(os.cpu_count() or 1, MAX_THREADS)
+        self._threads = min(usable_cpus(), MAX_THREADS)
         self._executor: LLExecutor | None = None
 
     def start(self, sequences: Sequences[Sequence]) -> Future[dict[int, Mask]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from text_generation_proto.cpus import usable_cpus
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
@@ -26,8 +27,8 @@ from text_generation_shard.engines.torch.weights import load
 
 def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    # torch counts the cores of its affinity only, not the quota of a container.
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), usable_cpus()))
     prepared = prepare(config, model_config, Target.of(config))
     info, grammars, device = prepared.info, prepared.grammars, prepared.target.device
     if device.type == "cuda" or config.world_size > 1:

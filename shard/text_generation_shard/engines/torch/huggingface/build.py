@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from text_generation_proto.cpus import usable_cpus
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
@@ -35,8 +36,8 @@ log = structlog.get_logger()
 
 def build_huggingface_engine(config: ShardConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    # torch counts the cores of its affinity only, not the quota of a container.
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), usable_cpus()))
     prepared = prepare_for_transformers(config, Target.of(config))
     model_config, info, grammars = prepared.model, prepared.info, prepared.grammars
     device, dtype = prepared.target.device, prepared.dtype
