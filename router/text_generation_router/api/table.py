@@ -5,6 +5,8 @@ The server and its OpenAPI document are both made from it. To add a route, write
 
 from __future__ import annotations
 
+from functools import partial
+
 from text_generation_router.api.anthropic import events as anthropic
 from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.anthropic.models import ModelCard, ModelPage, ModelPageRoutes
@@ -36,29 +38,26 @@ _CHAT = Operation.GENERATE | Operation.TEMPLATE
 
 def service_routes(service: ServiceRoutes, settings: Settings) -> list[Route]:
     """Routes about the service."""
+    get, post = partial(Route, "GET", tag="Service"), partial(Route, "POST", tag="Service")
     return [
-        Route("GET", "/", service.home, "Service", operations=Operation.HEALTH, probe=True),
-        Route("GET", "/health", service.health, "Service", operations=Operation.HEALTH, probe=True),
-        Route("GET", "/health/live", service.live, "Service", probe=True),
-        Route("GET", "/health/ready", service.ready, "Service", operations=Operation.HEALTH, probe=True),
-        Route("GET", "/ping", service.health, "Service", name="ping", operations=Operation.HEALTH, probe=True),
-        Route("GET", "/info", service.info, "Service", answer=about.InfoAnswer),
-        Route(
-            "GET",
+        get("/", service.home, operations=Operation.HEALTH, probe=True),
+        get("/health", service.health, operations=Operation.HEALTH, probe=True),
+        get("/health/live", service.live, probe=True),
+        get("/health/ready", service.ready, operations=Operation.HEALTH, probe=True),
+        get("/ping", service.health, name="ping", operations=Operation.HEALTH, probe=True),
+        get("/info", service.info, answer=about.InfoAnswer),
+        get(
             "/metrics",
             service.metrics,
-            "Service",
             answer=str,
             content_type="text/plain",
             probe=settings.config.open_metrics,
             always=True,
         ),
-        Route("GET", "/tokenizer_info", service.tokenizer_info, "Service", answer=about.TokenizerInfo),
-        Route(
-            "POST",
+        get("/tokenizer_info", service.tokenizer_info, answer=about.TokenizerInfo),
+        post(
             "/detokenize",
             service.detokenize,
-            "Service",
             body=about.DetokenizeBody,
             answer=about.DetokenizeAnswer,
             operations=Operation.TOKENIZE,
@@ -68,49 +67,34 @@ def service_routes(service: ServiceRoutes, settings: Settings) -> list[Route]:
 
 def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoutes) -> list[Route]:
     """TGI's routes."""
+    post = partial(Route, "POST", tag="TGI")
     return [
-        Route(
-            "POST",
+        post(
             "/",
             generate.compat_generate,
-            "TGI",
             body=CompatGenerateBody,
             answer=list[GenerateAnswer],
             events=StreamEvent,
             operations=Operation.GENERATE,
         ),
-        Route(
-            "POST",
-            "/generate",
-            generate.generate,
-            "TGI",
-            body=GenerateBody,
-            answer=GenerateAnswer,
-            operations=Operation.GENERATE,
-        ),
-        Route(
-            "POST",
+        post("/generate", generate.generate, body=GenerateBody, answer=GenerateAnswer, operations=Operation.GENERATE),
+        post(
             "/generate_stream",
             generate.generate_stream,
-            "TGI",
             body=GenerateBody,
             events=StreamEvent,
             operations=Operation.GENERATE,
         ),
-        Route(
-            "POST",
+        post(
             "/tokenize",
             service.tokenize,
-            "TGI",
             body=about.TokenizeBody,
             answer=list[SimpleToken] | TokenIdsAnswer,
             operations=Operation.TOKENIZE,
         ),
-        Route(
-            "POST",
+        post(
             "/chat_tokenize",
             chat.chat_tokenize,
-            "TGI",
             body=ChatTokenizeBody,
             answer=ChatTokenizeAnswer,
             operations=Operation.TOKENIZE | Operation.TEMPLATE,
@@ -127,38 +111,33 @@ def openai_routes(
 ) -> list[Route]:
     """OpenAI's routes; the list of models is Anthropic's too."""
     both = (Dialect.OPENAI, Dialect.ANTHROPIC)
+    get, post = partial(Route, "GET", tag="OpenAI"), partial(Route, "POST", tag="OpenAI")
     return [
-        Route(
-            "POST",
+        post(
             "/v1/chat/completions",
             chat.chat_completions,
-            "OpenAI",
             body=ChatBody,
             answer=openai.ChatAnswer,
             events=openai.ChatChunk,
             operations=_CHAT,
         ),
-        Route(
-            "POST",
+        post(
             "/v1/completions",
             completions.completions,
-            "OpenAI",
             body=CompletionBody,
             answer=openai.CompletionAnswer,
             events=openai.CompletionAnswer,
             operations=Operation.GENERATE | Operation.COMPLETE,
         ),
-        Route(
-            "POST",
+        post(
             "/v1/responses",
             responses.create_response,
-            "OpenAI",
             body=ResponsesBody,
             answer=ResponseAnswer,
             events=ResponseEvent,
             operations=_CHAT,
         ),
-        Route("GET", "/v1/responses/{id}", responses.stored, "OpenAI", name="get_response", operations=Operation.FIND),
+        get("/v1/responses/{id}", responses.stored, name="get_response", operations=Operation.FIND),
         Route(
             "DELETE",
             "/v1/responses/{id}",
@@ -167,20 +146,16 @@ def openai_routes(
             name="delete_response",
             operations=Operation.FIND,
         ),
-        Route(
-            "GET",
+        get(
             "/v1/models",
             by_dialect(models.models, pages.models),
-            "OpenAI",
             name="list_models",
             answer=ModelsAnswer | ModelPage,
             speaks=both,
         ),
-        Route(
-            "GET",
+        get(
             "/v1/models/{model:.+}",
             by_dialect(models.one_model, pages.one_model),
-            "OpenAI",
             name="get_model",
             answer=ModelAnswer | ModelCard,
             speaks=both,
@@ -191,22 +166,19 @@ def openai_routes(
 
 def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
     """Anthropic's routes."""
+    post = partial(Route, "POST", tag="Anthropic")
     return [
-        Route(
-            "POST",
+        post(
             "/v1/messages",
             messages.create_message,
-            "Anthropic",
             body=MessagesBody,
             answer=anthropic.MessageAnswer,
             events=anthropic.MessageEvent,
             operations=_CHAT,
         ),
-        Route(
-            "POST",
+        post(
             "/v1/messages/count_tokens",
             messages.count_message_tokens,
-            "Anthropic",
             body=CountTokensBody,
             answer=anthropic.TokenCount,
             operations=Operation.TOKENIZE | Operation.TEMPLATE,
@@ -219,6 +191,7 @@ def cloud_routes(
 ) -> list[Route]:
     """Routes of cloud platforms: SageMaker, Vertex AI, KServe."""
     model = "/v2/models/{name}/versions/{version}"
+    get, post = partial(Route, "GET", tag="KServe"), partial(Route, "POST", tag="KServe")
     return [
         Route(
             "POST",
@@ -253,34 +226,28 @@ def cloud_routes(
             for path in (settings.config.aip_health_route,)
             if path not in ("", "/", "/health", "/ping")
         ),
-        Route("GET", "/v2", kserve.server, "KServe", name="kserve_server", answer=ServerMetadata),
-        Route("GET", "/v2/health/live", kserve.live, "KServe", name="kserve_live", answer=LiveAnswer, probe=True),
-        Route(
-            "GET",
+        get("/v2", kserve.server, name="kserve_server", answer=ServerMetadata),
+        get("/v2/health/live", kserve.live, name="kserve_live", answer=LiveAnswer, probe=True),
+        get(
             "/v2/health/ready",
             kserve.ready,
-            "KServe",
             name="kserve_ready",
             answer=LiveAnswer,
             operations=Operation.HEALTH,
             probe=True,
         ),
-        Route("GET", model, kserve.model, "KServe", name="kserve_model", answer=ServerMetadata),
-        Route(
-            "GET",
+        get(model, kserve.model, name="kserve_model", answer=ServerMetadata),
+        get(
             f"{model}/ready",
             kserve.ready,
-            "KServe",
             name="kserve_model_ready",
             answer=LiveAnswer,
             operations=Operation.HEALTH,
             probe=True,
         ),
-        Route(
-            "POST",
+        post(
             f"{model}/infer",
             kserve.infer,
-            "KServe",
             name="kserve_infer",
             body=InferBody,
             answer=InferAnswer,
