@@ -207,8 +207,8 @@ chaos: model ## Inject faults into a whole server, by a seeded sample of the mat
 
 .PHONY: attack
 attack: model ## Attack a whole server, and print what each attack does to others
-	TEST_FULL=1 $(BIN)/pytest -q tests/system/test_{tenants,huge_bodies,poison_requests,connections,log_sink,hangs}.py \
-		tests/integration/test_{shard_access,http_cached_tokens,http_memory}.py $(PYTEST_ARGS)
+	TEST_FULL=1 $(BIN)/pytest -q tests/system/test_{tenants,huge_bodies,poison_requests,connections,log_sink,hangs,router_restarts}.py \
+		tests/integration/test_{shard_access,http_cached_tokens,http_memory}.py tests/unit/router/metrics/test_kept.py $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(STAMP) proto-check ## Check format, lint, types, import boundaries and the generated stubs
