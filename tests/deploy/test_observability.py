@@ -45,6 +45,7 @@ def expressions() -> dict[str, str]:
         f"dashboard: {panel['title']} {target['refId']}": target["expr"]
         .replace("$__rate_interval", INTERVAL)
         .replace('"$job"', '".+"')
+        .replace('"$namespace"', '".*"')
         for panel in DASHBOARD["panels"]
         for target in panel.get("targets", [])
     }
@@ -99,6 +100,16 @@ BOARDS = {
     },
 }
 """The metrics that the panels of other servers' boards and of gateways show, by the form of their queries."""
+
+
+def test_the_dashboard_shows_the_chosen_namespaces_and_jobs_alone() -> None:
+    names = [variable["name"] for variable in DASHBOARD["templating"]["list"]]
+    assert names == ["datasource", "namespace", "job"]
+    for expression in (target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])):
+        assert (
+            re.findall(r"\b(?:tgi|text_generation)_\w+(?!\w|\{namespace=~\"\$namespace\",job=~\"\$job\")", expression)
+            == []
+        )
 
 
 def board_queries() -> dict[str, str]:
