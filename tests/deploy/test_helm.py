@@ -341,6 +341,13 @@ def commands() -> list[str]:
     ]
 
 
+def test_the_objects_of_the_page_are_valid() -> None:
+    blocks = re.findall(r"```yaml\n(apiVersion: .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (job,) = map(yaml.safe_load, blocks)
+    for minor in MINORS:
+        assert problems([job], minor) == []
+
+
 @pytest.mark.parametrize("command", commands() if PAGE.exists() else [])
 def test_a_command_of_the_page_works(command: str) -> None:
     """`helm upgrade --install` is rendered and validated, `kubectl create` is a dry run."""

@@ -89,6 +89,7 @@ def test_the_router_image_has_no_torch_no_installer_and_no_sources(
     probe = "import importlib.util as u; print([n for n in ('torch', 'pip', 'transformers') if u.find_spec(n)])"
     assert podman(f'podman run --rm --entrypoint python {router_image} -c "{probe}"') == "[]"
     assert podman(f"podman run --rm --entrypoint ls {router_image} -A /source /dist /data", check=False) == "/data:"
+    assert "--local-dir" in podman(f"podman run --rm --entrypoint hf {router_image} download --help")
     figures.append(("size of the router image", f"{podman.inspect(router_image)['Size'] / 1e6:.0f} MB"))
     figures.append(("of which the base", f"{podman.inspect(BASE)['Size'] / 1e6:.0f} MB"))
 
