@@ -136,7 +136,9 @@ class SharedSettings(ProcessConfig):
     def _check_endpoint(cls, endpoint: str) -> str:
         parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         try:
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            # A word alone is hardly a host: without a scheme the port is needed.
+            has_port = bool(parts.port) or (parts.port is None and "://" in endpoint)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and has_port
         except ValueError:
             valid = False
         if endpoint and (not valid or "@" in parts.netloc):

@@ -165,8 +165,17 @@ def test_the_environment_turns_tracing_off(name: str, value: str, monkeypatch: p
     assert start_tracing(SharedSettings.of(otlp_endpoint="http://127.0.0.1:1"), "service", "one", "1") is None
 
 
+@pytest.mark.parametrize("given", ["host:4317", "http://host:4317", "https://host", "[::1]:4317"])
+def test_an_endpoint_is_a_url_or_a_host_and_a_port(given: str) -> None:
+    assert SharedSettings.of(otlp_endpoint=given).otlp_endpoint == given
+
+
 @pytest.mark.parametrize(
-    "given", ["http://", "ftp://host:1", "http://host:port", "http://host:99999", ":4317", "https://user:word@host"]
+    "given",
+    [
+        *("not-a-url", "http://", "http://host:0", "ftp://host:1", "http://host:port", "http://host:99999", ":4317"),
+        "https://user:word@host",
+    ],
 )
 def test_a_wrong_endpoint_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match="URL of a collector"):
