@@ -92,9 +92,12 @@ def _files(folder: Path) -> dict[str, Path]:
     if (folder / INDEX).exists():
         return _indexed_files(folder)
     try:
-        paths = [find_file(folder, path.name) for path in sorted(folder.glob("*.safetensors"))]
+        # Not by glob, to which a folder that cannot be read is empty.
+        paths = [find_file(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
     except ModelFileError as error:
         raise EngineError(str(error)) from None
+    except OSError as error:
+        raise EngineError(f"{folder} cannot be read: {error.strerror}") from None
     if not paths:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         hint = ", only pickled weights, which are never loaded: convert them first" if pickled else ""

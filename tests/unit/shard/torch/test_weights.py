@@ -108,7 +108,8 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     assert "cannot be read, is it complete?" in refusal(tmp_path)
 
 
-def test_a_file_that_only_its_owner_may_read_is_named_so() -> None:
+@pytest.mark.parametrize(("private", "file", "folder"), [(FILE, 0o600, 0o755), ("", 0o644, 0o711)])
+def test_a_file_or_folder_that_only_its_owner_may_read_is_named_so(private: str, file: int, folder: int) -> None:
     program = """
         import os, sys
         from pathlib import Path
@@ -118,13 +119,13 @@ def test_a_file_that_only_its_owner_may_read_is_named_so() -> None:
         load_weights(Path(sys.argv[1]), {})
     """
     with tempfile.TemporaryDirectory() as name:  # every user can enter /tmp
-        folder = Path(name)
-        save_file(TENSORS, folder / FILE)
-        folder.chmod(0o755)
-        (folder / FILE).chmod(0o600 if os.getuid() == 0 else 0)
+        save_file(TENSORS, Path(name, FILE))
+        owner = 0o777 if os.getuid() == 0 else 0o377  # not even the owner, where that is the user of the test
+        Path(name, FILE).chmod(file & owner)
+        Path(name).chmod(folder & owner)
         command = [sys.executable, "-c", textwrap.dedent(program), name]
         error = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False).stderr
-    assert error.endswith(f"EngineError: {folder / FILE} cannot be read: Permission denied\n")
+    assert error.endswith(f"EngineError: {Path(name, private)} cannot be read: Permission denied\n")
 
 
 def test_a_folder_without_safetensors_is_refused_and_pickles_are_never_opened(tmp_path: Path) -> None:
