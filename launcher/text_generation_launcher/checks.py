@@ -19,10 +19,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options, split_ranks
 
 LAST_PORT = 65535
-PROGRAMS = {
-    "mpirun": "it comes with Open MPI (openmpi-bin)",
-    "trtllm-llmapi-launch": "it comes with TensorRT-LLM",
-}
+PROGRAMS = {"mpirun": "it comes with Open MPI (openmpi-bin)", "trtllm-llmapi-launch": "it comes with TensorRT-LLM"}
 """The programs that --trtllm-launch mpirun runs, and their origin."""
 
 

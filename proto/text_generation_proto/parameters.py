@@ -88,12 +88,7 @@ class Parameter:
 
 
 def parameter(
-    neutral: T,
-    values: Range | None = None,
-    *,
-    samples: bool = False,
-    open: Range | None = None,
-    **names: str,
+    neutral: T, values: Range | None = None, *, samples: bool = False, open: Range | None = None, **names: str
 ) -> T:
     """Define a dataclass field that is a request parameter.
 

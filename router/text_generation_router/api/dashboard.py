@@ -157,11 +157,7 @@ class DashboardRoutes:
         config = self._serving.settings.config
         values = masked(config)
         shown = [
-            {
-                "name": name,
-                "value": values[name],
-                "default": getattr(config, name) == config.default(name),
-            }
+            {"name": name, "value": values[name], "default": getattr(config, name) == config.default(name)}
             for name in type(config).model_fields
             if name not in config.without_variable()
         ]

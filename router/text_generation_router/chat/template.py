@@ -20,13 +20,7 @@ from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTe
 from text_generation_router.errors import InvalidRequest, TemplateError, Unhealthy
 from text_generation_router.preparation import Preparation
 from text_generation_router.request import DEFAULT_TENANT, TenantId
-from text_generation_router.sandbox.pool import (
-    Sandbox,
-    SandboxBroken,
-    SandboxError,
-    SandboxOutOfMemory,
-    SandboxTimeout,
-)
+from text_generation_router.sandbox.pool import Sandbox, SandboxBroken, SandboxError, SandboxOutOfMemory, SandboxTimeout
 
 MEMORY_BYTES = 256 << 20
 """Heap of a worker. It needs about 15 MB, and a few times the size of the rendered text."""

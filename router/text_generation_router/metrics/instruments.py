@@ -305,12 +305,7 @@ class Readings:
     """Gauges with a label whose values are kept elsewhere and read at each scrape."""
 
     def __init__(
-        self,
-        name: str,
-        documentation: str,
-        label: str,
-        values: Sequence[str],
-        read: Callable[[], Mapping[str, float]],
+        self, name: str, documentation: str, label: str, values: Sequence[str], read: Callable[[], Mapping[str, float]]
     ) -> None:
         self._head = head_text(name, documentation, "gauge")
         self._prefixes = {value: f"{name}{labels_text({label: value})} " for value in values}

@@ -43,11 +43,7 @@ _GAUGES: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
         "KV blocks in the prefix cache, in use or not",
         lambda stats: stats.cached_blocks,
     ),
-    (
-        "text_generation_queued_tokens",
-        "Estimated tokens of queued work",
-        lambda stats: stats.queued_tokens,
-    ),
+    ("text_generation_queued_tokens", "Estimated tokens of queued work", lambda stats: stats.queued_tokens),
     (
         "text_generation_queue_seconds",
         "Queued tokens over the measured throughput of all replicas, in seconds",

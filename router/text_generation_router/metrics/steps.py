@@ -36,14 +36,8 @@ _DRAFTING = (
         "Speculative decoding: steps of a sequence in which tokens were drafted",
         "text_generation_spec_decode_drafts_total",
     ),
-    (
-        "Speculative decoding: tokens drafted",
-        "text_generation_spec_decode_draft_tokens_total",
-    ),
-    (
-        "Speculative decoding: drafted tokens that were accepted",
-        "text_generation_spec_decode_accepted_tokens_total",
-    ),
+    ("Speculative decoding: tokens drafted", "text_generation_spec_decode_draft_tokens_total"),
+    ("Speculative decoding: drafted tokens that were accepted", "text_generation_spec_decode_accepted_tokens_total"),
 )
 """Documentation and name, in the order of the fields of pb.Drafting."""
 

@@ -52,11 +52,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        queue: FairQueue,
-        replicas: Mapping[int, ReplicaScheduler | None],
-        draining: Set[int],
+        self, policy: Policy, queue: FairQueue, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]
     ) -> None:
         self._policy = policy
         self._queue = queue
@@ -221,8 +217,7 @@ class Dispatcher:
             roomy = near
         scores = {number: _score(sequence, replica) for number, replica in roomy.items()}
         ranked = sorted(
-            roomy.values(),
-            key=lambda each: (-scores[each.replica], each.occupied_slots, self._chosen_at[each.replica]),
+            roomy.values(), key=lambda each: (-scores[each.replica], each.occupied_slots, self._chosen_at[each.replica])
         )
         if not ranked or not crowded:
             return ranked, None

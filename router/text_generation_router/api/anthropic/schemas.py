@@ -11,16 +11,7 @@ from typing_extensions import TypeAliasType
 
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import LOGPROB_PARAMETERS, SAMPLING_PARAMETERS, STOPPING_PARAMETERS
-from text_generation_router.api.http.bodies import (
-    AnyMetadata,
-    Body,
-    Float32,
-    Int32,
-    ModelName,
-    Name,
-    StopTexts,
-    UInt32,
-)
+from text_generation_router.api.http.bodies import AnyMetadata, Body, Float32, Int32, ModelName, Name, StopTexts, UInt32
 from text_generation_router.api.http.caller import TieredFields
 from text_generation_router.grammar.tools import MAX_TOOLS
 

@@ -147,11 +147,7 @@ class KServeRoutes:
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v2/models/{name}/versions/{version}: describe the model; every name is accepted."""
         named: Mapping[str, str] = request.match_info
-        answer: ServerMetadata = {
-            "name": named["name"],
-            "version": named["version"],
-            "extensions": ["infer", "ready"],
-        }
+        answer: ServerMetadata = {"name": named["name"], "version": named["version"], "extensions": ["infer", "ready"]}
         return json_response(answer)
 
     async def infer(self, request: web.Request) -> web.StreamResponse:

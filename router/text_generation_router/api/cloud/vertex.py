@@ -52,11 +52,7 @@ def _kind(value: object) -> str | None:
 
 Instance = Annotated[
     Annotated[TextInstance, Tag("text")] | Annotated[ChatBody, Tag("chat")],
-    Discriminator(
-        _kind,
-        custom_error_type="untagged",
-        custom_error_message="must have `inputs` or `messages`",
-    ),
+    Discriminator(_kind, custom_error_type="untagged", custom_error_message="must have `inputs` or `messages`"),
 ]
 
 
@@ -110,11 +106,7 @@ class VertexRoutes:
         return 1
 
     async def _text(
-        self,
-        request: web.Request,
-        instance: TextInstance | ChatBody,
-        record: GenerationRecord,
-        around: VertexBody,
+        self, request: web.Request, instance: TextInstance | ChatBody, record: GenerationRecord, around: VertexBody
     ) -> str:
         if isinstance(instance, TextInstance):
             parameters = instance.parameters or VertexParameters()

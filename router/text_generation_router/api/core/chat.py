@@ -253,11 +253,7 @@ class ChatPreparer:
         return await self._renderer.render(replace(conversation, tools=tools), tenant)
 
     async def prepare(
-        self,
-        conversation: Conversation,
-        options: GenerationOptions,
-        qos: QualityOfService,
-        count: int = 1,
+        self, conversation: Conversation, options: GenerationOptions, qos: QualityOfService, count: int = 1
     ) -> ChatRequest:
         """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)

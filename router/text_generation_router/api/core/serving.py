@@ -23,13 +23,7 @@ from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.slices import Slices
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import InvalidRequest, ModelNotFound, ServingError
-from text_generation_router.generation import (
-    GenerationResult,
-    GenerationTimes,
-    Sink,
-    TokenOutput,
-    run_generation,
-)
+from text_generation_router.generation import GenerationResult, GenerationTimes, Sink, TokenOutput, run_generation
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.preparation import Preparation

@@ -54,11 +54,7 @@ _START = b"""SwaggerUIBundle({
   validatorUrl: null,
 });
 """
-_FILES = {
-    "swagger-ui.css": "text/css",
-    "swagger-ui-bundle.js": "text/javascript",
-    "favicon-32x32.png": "image/png",
-}
+_FILES = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript", "favicon-32x32.png": "image/png"}
 """Files of Swagger UI that the page needs. They are in the package swagger-ui-py, which is never imported."""
 _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 

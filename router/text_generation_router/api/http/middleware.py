@@ -24,12 +24,7 @@ from text_generation_router.api.http.record import RECORD, Record, finish
 from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.api.http.spans import RequestSpans
 from text_generation_router.api.http.unknown_routes import unknown_route
-from text_generation_router.errors import (
-    ClientLeft,
-    IncompleteGeneration,
-    MethodNotAllowed,
-    ServingError,
-)
+from text_generation_router.errors import ClientLeft, IncompleteGeneration, MethodNotAllowed, ServingError
 from text_generation_router.metrics import HttpMetrics
 
 log = structlog.get_logger()

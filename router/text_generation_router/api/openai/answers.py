@@ -121,11 +121,7 @@ class AssistantMessage(ResponseBody):
 
 
 ChatFinish = TypeAliasType("ChatFinish", Literal["stop", "length", "tool_calls", "function_call"])
-CHAT_FINISH: dict[Finish, ChatFinish] = {
-    Finish.STOP: "stop",
-    Finish.LENGTH: "length",
-    Finish.TOOL_CALLS: "tool_calls",
-}
+CHAT_FINISH: dict[Finish, ChatFinish] = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.TOOL_CALLS: "tool_calls"}
 
 
 def chat_finish(finish: Finish, *, functions: bool) -> ChatFinish:
@@ -314,8 +310,4 @@ async def whole_answer(
 
 
 def _token(token_id: TokenId, logprob: orjson.Fragment, tokenizer: Tokenizer) -> TokenLogprob:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": logprob,
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+    return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}

@@ -27,12 +27,7 @@ async def written_prompt_scores(collector: Collector, tokenizer: Tokenizer, tops
         tokens: dict[str, PromptToken] = {}
         for top, value in ((token_id, orjson.Fragment(logprob)), *((top, alternative(value)) for top, value in best)):
             tokens.setdefault(
-                str(top),
-                {
-                    "logprob": value,
-                    "rank": ranks.get(top),
-                    "decoded_token": tokenizer.token_text(top),
-                },
+                str(top), {"logprob": value, "rank": ranks.get(top), "decoded_token": tokenizer.token_text(top)}
             )
         written.append(orjson.dumps(tokens))
     return orjson.Fragment(b"[%b]" % b",".join(written))

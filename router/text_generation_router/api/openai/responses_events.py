@@ -293,13 +293,7 @@ class ResponseScript(Script[OutputItem]):
         item_id = _PREFIXES[kind] + secrets.token_hex(12)
         match kind:
             case Kind.TEXT:
-                return {
-                    "id": item_id,
-                    "type": "message",
-                    "status": "in_progress",
-                    "role": "assistant",
-                    "content": [],
-                }
+                return {"id": item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
             case Kind.REASONING:
                 return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
             case Kind.CALL:

@@ -10,13 +10,7 @@ from text_generation_router.api.core.parameters import GenerationOptions, open_s
 from text_generation_router.api.openai import chat_messages
 from text_generation_router.api.openai.responses_schemas import InputItem, ResponsesBody
 from text_generation_router.api.openai.responses_tools import CallableTools, callable_tools
-from text_generation_router.api.openai.schemas import (
-    ChatBody,
-    ContentPart,
-    FunctionCall,
-    Message,
-    ToolCall,
-)
+from text_generation_router.api.openai.schemas import ChatBody, ContentPart, FunctionCall, Message, ToolCall
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import InvalidRequest, NotSupported, about
 from text_generation_router.grammar.forms import response_format

@@ -248,12 +248,7 @@ class ServiceRoutes:
             "replicas": stats.num_replicas,
             "replicas_serving": stats.serving_replicas,
             "shards": [
-                {
-                    "replica": member.replica,
-                    "address": member.address,
-                    "state": member.state,
-                    "reason": member.reason,
-                }
+                {"replica": member.replica, "address": member.address, "state": member.state, "reason": member.reason}
                 for member in cluster.members
             ],
             "prefix_cache": {
