@@ -113,11 +113,8 @@ class DashboardRoutes:
                 async with asyncio.timeout(HISTORY_S):
                     history = await self._overview.history()
                     begin += history.full if full else history.common
-            settings = self._serving.settings
-            # The beginning is there at once, however fast the client reads: it has room of its own.
-            max_unread = settings.config.max_unread_bytes + len(begin)
-            stream = EventStream(request, {}, settings.keep_alive_s, max_unread, tgi_error_event)
-            stream.send(begin)
+            stream = self._serving.stream(request, {}, tgi_error_event)
+            stream.send(begin, counts=False)  # it is there at once, however fast the client reads
             with self._feed.watched_by(_Viewer(stream, full=full)):
                 return await stream.run()
 

@@ -124,12 +124,7 @@ def open_sampling(
     greedy = 0.0 in (given.get("temperature"), given.get("top_p"))
     for parameter in SAMPLING_PARAMETERS:
         allowed, value = parameter.allowed(api), given.get(parameter.field, nan)
-        if (
-            allowed
-            and parameter.range
-            and value in allowed
-            and (value not in parameter.range or (greedy and parameter.samples))
-        ):
+        if allowed and value in allowed and (not parameter.allows(value) or (greedy and parameter.samples)):
             del given[parameter.field]
     if given["seed"] is not None:
         given["seed"] %= 2**64

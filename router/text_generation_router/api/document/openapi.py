@@ -76,7 +76,7 @@ def document(table: Iterable[Route], version: str, *, keys: bool) -> Json:
         paths.setdefault(path, {})[route.method.lower()] = _operation(
             route, schemas, needs_key=keys and not route.probe
         )
-    result: Json = {
+    return {
         "openapi": "3.1.0",
         "info": {
             "title": "Text Generation Inference",
@@ -95,7 +95,6 @@ def document(table: Iterable[Route], version: str, *, keys: bool) -> Json:
         # Without keys of its own, a server may stand behind a proxy that asks for one.
         "security": [*([] if keys else [{}]), *({name: []} for name in _SECURITY)],
     }
-    return result
 
 
 class _Schemas:
@@ -160,15 +159,12 @@ class _PlainSchemas(GenerateJsonSchema):
     def int_schema(self, schema: core_schema.IntSchema) -> Json:
         plain = super().int_schema(schema)
         bounds = {name: value for name, value in plain.items() if name != "type"}
-        narrow = {name: value for name, value in bounds.items() if abs(value) < _INT32}
-        large = any(abs(value) > _INT32 for value in bounds.values())
-        return {"type": "integer", **({"format": "int64"} if large else {}), **narrow}
+        large = {"format": "int64"} if any(abs(value) > _INT32 for value in bounds.values()) else {}
+        return {"type": "integer"} | large | {name: value for name, value in bounds.items() if abs(value) < _INT32}
 
     def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> Json:
         plain = super().typed_dict_schema(schema)
-        if plain.get("additionalProperties") is False:
-            del plain["additionalProperties"]
-        return plain
+        return {name: value for name, value in plain.items() if (name, value) != ("additionalProperties", False)}
 
 
 def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:

@@ -17,24 +17,13 @@ MAX_STEP = 64
 MAX_GIVEN = 32
 """Characters of a value in an error."""
 _TYPES = {
-    "bool_type": "a boolean",
-    "dict_type": "an object",
-    "float_type": "a number",
-    "int_from_float": "an integer",
-    "int_type": "an integer",
-    "list_type": "an array",
-    "model_attributes_type": "an object",
-    "model_type": "an object",
+    "bool_type": "a boolean", "dict_type": "an object", "float_type": "a number", "int_from_float": "an integer",
+    "int_type": "an integer", "list_type": "an array", "model_attributes_type": "an object", "model_type": "an object",
     "string_type": "a string",
-}
+}  # fmt: skip
 _JSON_TYPES = {
-    bool: "a boolean",
-    dict: "an object",
-    float: "a number",
-    int: "an integer",
-    list: "an array",
-    str: "a string",
-}
+    bool: "a boolean", dict: "an object", float: "a number", int: "an integer", list: "an array", str: "a string",
+}  # fmt: skip
 _RULES = {
     "greater_than_equal": ("must be >= {ge}", "integer_below_min_value"),
     "less_than_equal": ("must be <= {le}", "integer_above_max_value"),
@@ -59,14 +48,13 @@ def invalid_body(error: ValidationError, value: object) -> InvalidBody:
     """
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]["loc"][:1]
-    placed = [(_path(each, value), each) for each in errors if each["loc"][:1] == first]
-    path, deepest = max(placed, key=_fit)
+    placed = [(*_place(each, value), each) for each in errors if each["loc"][:1] == first]
+    path, given, deepest = max(placed, key=_fit)
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:MAX_STEP]}" for step in path).removeprefix(".")
     if deepest["type"] == "missing":
         return InvalidBody(f"missing field `{name}`", param=name, code="missing_required_parameter")
     field = f"`{name}`" if name else "the body"
-    given = _at(path, value)
-    same = [each for where, each in placed if where == path]
+    same = [each for where, _, each in placed if where == path]
     other = next((each for each in same if each["type"] not in _TYPES), None)
     if other is None:
         types = dict.fromkeys(_TYPES[each["type"]] for each in same)
@@ -79,23 +67,17 @@ def invalid_body(error: ValidationError, value: object) -> InvalidBody:
     return InvalidBody(f"{field} {text}", param=name or None, code=code)
 
 
-def _fit(placed: tuple[Place, ErrorDetails]) -> tuple[bool, int, list[int]]:
+def _fit(placed: tuple[Place, object, ErrorDetails]) -> tuple[bool, int, list[int]]:
     """Return a measure of how much of the value fitted before the error."""
-    path, detail = placed
+    path, _, detail = placed
     return detail["type"] not in _MISFITS, len(path), [step for step in path if isinstance(step, int)]
 
 
-def _path(detail: ErrorDetails, value: Any) -> Place:  # noqa: ANN401 - any JSON value
-    """Return the keys and indices of an error's place, without the names of members of unions."""
+def _place(detail: ErrorDetails, value: Any) -> tuple[Place, object]:  # noqa: ANN401 - any JSON value
+    """Return the keys and indices of an error's place, without the names of members of unions, and the value there."""
     path: list[int | str] = []
     for step in detail["loc"]:
         if (isinstance(value, dict) and step in value) or (isinstance(value, list) and isinstance(step, int)):
             path.append(step)
             value = value[step]  # type: ignore[index]
-    return (*path, detail["loc"][-1]) if detail["type"] == "missing" else tuple(path)
-
-
-def _at(path: Place, value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    for step in path:
-        value = value[step]
-    return value
+    return ((*path, detail["loc"][-1]) if detail["type"] == "missing" else tuple(path)), value

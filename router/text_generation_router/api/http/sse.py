@@ -45,7 +45,6 @@ class EventStream:
         "_attention",
         "_chunked",
         "_connection",
-        "_echoed",
         "_ended",
         "_error",
         "_error_event",
@@ -58,6 +57,7 @@ class EventStream:
         "_request",
         "_response",
         "_transport",
+        "_uncounted",
     )
 
     def __init__(
@@ -85,8 +85,8 @@ class EventStream:
         self._flowing = False
         """True while events go to the connection at once; otherwise they are held for `run`."""
         self._held = bytearray()
-        """Unsent events: at most `max_unread` bytes, one event, and echoes."""
-        self._echoed = 0
+        """Unsent events: at most `max_unread` bytes, one event, and those that do not count."""
+        self._uncounted = 0
         self._attention = asyncio.Event()
         self._ended = False
         self._error: ServingError | None = None
@@ -97,12 +97,12 @@ class EventStream:
         """Bytes of events that the connection has not accepted."""
         return len(self._held)
 
-    def send(self, event: bytes, *, echo: bool = False) -> None:
+    def send(self, event: bytes, *, counts: bool = True) -> None:
         """Write one event with its blank line, or hold it until the connection accepts it.
 
         Dropped after `close` or `fail`: several generations share a stream, and one may fail before the others notice.
-        A client that is `max_unread` bytes behind is disconnected, which cancels its request. An `echo` of its prompt does not
-        count: it is there at once, and other limits bound it.
+        A client that is `max_unread` bytes behind is disconnected, which cancels its request. An event that `counts`
+        not, such as an echo of its prompt, is there at once, and other limits bound it.
         """
         if self._flowing:
             self._write(event)
@@ -110,9 +110,9 @@ class EventStream:
         if self._ended:
             return
         # Not by this event: one may be larger than the limit, for a client that reads everything.
-        behind = len(self._held) - self._echoed > self._max_unread
+        behind = len(self._held) - self._uncounted > self._max_unread
         self._held += event
-        self._echoed += len(event) if echo else 0
+        self._uncounted += 0 if counts else len(event)
         if behind:
             self._ended = True
             self._held.clear()

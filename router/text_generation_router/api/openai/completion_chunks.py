@@ -154,7 +154,7 @@ class CompletionChoiceStream(Sink):
             self._record.ending = ending
             chunk += self._chunks.ended(ending.generated_tokens)
         if chunk:
-            self._stream.send(chunk, echo=echo)
+            self._stream.send(chunk, counts=not echo)
         if ending is not None:
             self._chunks.close()
 

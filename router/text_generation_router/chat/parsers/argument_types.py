@@ -67,11 +67,8 @@ def member_schema(schema: object, root: Schema, name: str | None = None) -> obje
     if name is None:
         return schema.get("items")
     properties = schema.get("properties")
-    return (
-        properties[name]
-        if isinstance(properties, Mapping) and name in properties
-        else schema.get("additionalProperties")
-    )
+    known = properties if isinstance(properties, Mapping) else {}
+    return known.get(name, schema.get("additionalProperties"))
 
 
 def value_as_json(text: str, types: frozenset[str]) -> str:

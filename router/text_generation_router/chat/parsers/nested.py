@@ -78,7 +78,7 @@ class MiniMaxM3Parser(TaggedParser):
             elif closes and len(stack) > 1:
                 stack.pop()
             stack[-1].text += text
-        return self._element(stack[0], member_schema(self._schema, self._schema, self._key_name))
+        return self._element(stack[0], member_schema(self._schema, self._schema, self._word))
 
     def _element(self, element: _Element, schema: object) -> str:
         types = types_of(schema, self._schema)

@@ -120,8 +120,6 @@ class TaggedParser(CallParser):
         """The value has not started: its tags may end with a newline."""
         self._newline = ""
         """The newline at the end of a text value so far."""
-        self._key_name = ""
-        """The name of the argument."""
         self._value_end = self.TAGS.value_end
         self._value_ends = self.TAGS.value_ends
 
@@ -246,10 +244,10 @@ class TaggedParser(CallParser):
         return end
 
     def _begin_value(self) -> None:
-        self._key_name, self._types = self._argument()
+        key, self._types = self._argument()
         before = ", " if self._arguments else "{"
         opening = '"' if self._types == STRING else ""
-        self._events.arguments(f"{before}{json.dumps(self._key_name, ensure_ascii=False)}: {opening}")
+        self._events.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {opening}")
         self._arguments += 1
         self._parts.clear()
         self._newline = ""
