@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -12,18 +11,15 @@ from aiohttp import web
 from text_generation_router.api.core.blocks import CachedTokens, Script
 from text_generation_router.api.core.chat import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
 from text_generation_router.api.core.parameters import GenerationOptions
-from text_generation_router.api.core.serving import MAX_LOGPROBS_AT_ONCE, Collector, Serving, too_many_logprobs
+from text_generation_router.api.core.serving import MAX_LOGPROBS_AT_ONCE, Serving, paced, too_many_logprobs
 from text_generation_router.api.http.bodies import beside
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.events import Event
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import GenerationResult, Sink, TokenOutput
+from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.request import LogprobJson, TopToken
-
-REPLAYED_AT_ONCE = 64
-"""Tokens of a whole reply that are written without a pause if it has log-probabilities."""
 
 
 async def answer(
@@ -51,26 +47,15 @@ async def answer(
             chat.requests, records, most_logprobs=MAX_LOGPROBS_AT_ONCE if script.scored else 0
         )
         if script.scored:
-            await _replay(collector, script_sink(Unsent(), script, chat, records[0]))
+            sink = script_sink(Unsent(), script, chat, records[0])
+            async for output in paced(collector.take_outputs()):
+                sink.on_output(output)
         else:
-            await _read_whole(script, chat, collector.ended.result())
+            parts, end = await chat.read(collector.ended.result())
+            script.events(parts)
+            script.end(end)
         headers |= timing_headers(records) | compute_time_header(records[0])
         return web.Response(body=orjson.dumps(script.whole()), content_type="application/json", headers=headers)
-
-
-async def _read_whole(script: Script[Any], chat: ChatRequest, ending: GenerationResult) -> None:
-    """Write a finished text."""
-    events, end = await chat.read(ending)
-    script.events(events)
-    script.end(end)
-
-
-async def _replay(collector: Collector, sink: Sink) -> None:
-    """Give the outputs of a finished text to a sink. Other requests run in between: log-probabilities are megabytes."""
-    for index, output in enumerate(collector.take_outputs()):
-        sink.on_output(output)
-        if index % REPLAYED_AT_ONCE == 0:
-            await asyncio.sleep(0)
 
 
 class Events(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import marshal
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -34,6 +34,8 @@ from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 MAX_LISTED = 10
 """Names that the error for an unknown one lists."""
+TOKENS_AT_ONCE = 64
+"""Tokens whose log-probabilities are written before other requests run."""
 MAX_LOGPROBS = 1 << 18
 """Log-probabilities in the whole answers to one request, of new tokens and their alternatives. Each answer has its share."""
 MAX_LOGPROBS_AT_ONCE = MAX_LOGPROBS // 2
@@ -71,11 +73,11 @@ class Collector(Sink):
         if output.logprob != b"null":
             self._sum_of_logprobs += float(output.logprob)
             self._known_logprobs += 1
-        self._outputs += marshal.dumps(output[:-1])
+        self._outputs += marshal.dumps([*output[:-1]])
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         self.prompt_logprobs = logprobs
-        self._prompt_tops = [marshal.dumps(top) for top in tops]
+        self._prompt_tops = [marshal.dumps(list(top)) for top in tops]
 
     @property
     def prompt_tops(self) -> Iterator[Sequence[TopToken]]:
@@ -93,12 +95,20 @@ class Collector(Sink):
         self._outputs = bytearray()
         while outputs.tell() < length:
             number, *others = marshal.load(outputs)
-            yield TokenOutput(number, *others, ending if number == ending.generated_tokens else None)
+            yield TokenOutput._make((number, *others, ending if number == ending.generated_tokens else None))
 
     @property
     def mean_logprob(self) -> float:
         """The rank of `best_of`: the mean over tokens with a known log-probability, or -inf without one."""
         return self._sum_of_logprobs / self._known_logprobs if self._known_logprobs else float("-inf")
+
+
+async def paced(outputs: Iterable[TokenOutput]) -> AsyncIterator[TokenOutput]:
+    """Yield outputs; other requests run between some of them: log-probabilities are megabytes."""
+    for index, output in enumerate(outputs):
+        if index % TOKENS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        yield output
 
 
 def too_many_logprobs(of: str, most: int) -> InvalidRequest:

@@ -98,8 +98,6 @@ class PromptToken(ResponseBody):
     decoded_token: str
 
 
-TOKENS_AT_ONCE = 64
-"""Tokens whose log-probabilities are written before other requests run."""
 PromptScores = Annotated[
     orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(list[dict[str, PromptToken] | None]))
 ]
@@ -272,14 +270,6 @@ def content_logprobs(outputs: Iterable[TokenOutput], tokenizer: Tokenizer, tops:
             written = orjson.Fragment(orjson.dumps({**chosen, "top_logprobs": alternatives}))
             content.append(cast("ContentLogprob", written))
     return {"content": content, "refusal": None}
-
-
-async def paced(outputs: Iterable[TokenOutput]) -> AsyncIterator[TokenOutput]:
-    """Yield outputs; other requests run between some of them: log-probabilities are megabytes."""
-    for index, output in enumerate(outputs):
-        if index % TOKENS_AT_ONCE == 0:
-            await asyncio.sleep(0)
-        yield output
 
 
 def alternative(logprob: LogprobJson) -> orjson.Fragment:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from text_generation_router.api.core.chat import ChatPreparer, ChatRequest, ParsedAnswer
 from text_generation_router.api.core.ids import named, new_call_id
-from text_generation_router.api.core.serving import MAX_LOGPROBS, Collector, Serving
+from text_generation_router.api.core.serving import MAX_LOGPROBS, Collector, Serving, paced
 from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.bodies import beside, json_parts_response, parse_body
 from text_generation_router.api.http.caller import QosFields
@@ -23,7 +23,6 @@ from text_generation_router.api.openai.answers import (
     ChatLogprobs,
     chat_finish,
     content_logprobs,
-    paced,
     usage,
     whole_answer,
 )

@@ -13,17 +13,12 @@ import orjson
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.ids import Named
+from text_generation_router.api.core.serving import TOKENS_AT_ONCE
 from text_generation_router.api.http.bodies import WrittenLogprob
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.api.openai.answers import (
-    TOKENS_AT_ONCE,
-    CompletionFinish,
-    CompletionLogprobs,
-    alternative,
-    usage,
-)
+from text_generation_router.api.openai.answers import CompletionFinish, CompletionLogprobs, alternative, usage
 from text_generation_router.api.openai.schemas import CompletionBody, StreamOptions
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Sink, TokenOutput

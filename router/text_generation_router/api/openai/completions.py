@@ -13,11 +13,11 @@ from aiohttp import web
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.parameters import GenerationOptions
-from text_generation_router.api.core.serving import MAX_LOGPROBS, Collector, Serving
+from text_generation_router.api.core.serving import MAX_LOGPROBS, Collector, Serving, paced
 from text_generation_router.api.http.bodies import json_parts_response, parse_body
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import cached_tokens, timing_headers
-from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, paced, usage, whole_answer
+from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, usage, whole_answer
 from text_generation_router.api.openai.completion_chunks import CompletionStream, LogprobColumns, by_prompt
 from text_generation_router.api.openai.parameters import completion_options
 from text_generation_router.api.openai.prompt_scores import written_prompt_scores

@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 import orjson
 
-from text_generation_router.api.core.serving import Collector
-from text_generation_router.api.openai.answers import TOKENS_AT_ONCE, PromptToken, alternative
+from text_generation_router.api.core.serving import TOKENS_AT_ONCE, Collector
+from text_generation_router.api.openai.answers import PromptToken, alternative
 from text_generation_router.text.tokenizer import Tokenizer
 
 
