@@ -203,7 +203,7 @@ async def test_a_worker_that_does_not_answer_counts_with_its_last_figures(served
 
 
 @pytest.mark.parametrize(
-    "nonsense", [b'[1,{"unknown":1},[]]', b'[1,{"text_generation_http_requests_total":[[["/"],1]]},[]]']
+    "nonsense", [b'[1,{"unknown":1},[]]', b'[1,{"text_generation_http_requests_total":{"/":1}},[]]']
 )
 async def test_counts_that_make_no_sense_end_their_connection(served: ProcessRouter, nonsense: bytes) -> None:
     before = await idle(served.clients[0])

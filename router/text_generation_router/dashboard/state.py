@@ -119,9 +119,9 @@ class StateKeeper:
     def _responses(self) -> Json:
         """Return the number of responses by the first digit of their statuses, those to probes and pages left out."""
         counts = Counter[str]()
-        for (route, status), count in self._metrics.connections.requests.counts.items():
-            if not route.startswith(WATCHING):
-                counts[status[0]] += count
+        for request, count in self._metrics.connections.requests.counts.items():
+            if not request.startswith(WATCHING):
+                counts[request.split()[1][0]] += count
         return counts
 
     def _replica(self, member: ShardMember, now: float) -> Json:
@@ -150,14 +150,8 @@ class StateKeeper:
 
     def _with_addresses(self, replicas: list[Json]) -> list[Json]:
         """Return the replicas with their addresses, and with reasons, which name addresses too."""
-        return [
-            {
-                **replica,
-                "address": member.address,
-                "reason": member.reason or ("" if member.connected else str(member.loss or "")),
-            }
-            for replica, member in zip(replicas, self._cluster.members, strict=False)
-        ]
+        members = zip(replicas, self._cluster.members, strict=False)
+        return [replica | {"address": each.address, "reason": _reason(each)} for replica, each in members]
 
     def _private(self, now: float) -> Json:
         return {"tenants": list(self._tenants()), "errors": list(self._errors(now))}
@@ -193,6 +187,10 @@ class StateKeeper:
                 "text": kind.text,
                 "request_id": kind.http_request_id,
             }
+
+
+def _reason(member: ShardMember) -> str:
+    return member.reason or ("" if member.connected else str(member.loss or ""))
 
 
 def _requests(tenant: Tenant) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from text_generation_router.metrics.instruments import Counter, LabelledCounter, Reading, Registry
+from text_generation_router.metrics.instruments import Counter, GrowingCounter, Reading, Registry
 
 
 class CloseReason(Enum):
@@ -42,7 +42,7 @@ class ConnectionMetrics:
             )
         )
         self.requests = registry.add(
-            LabelledCounter(
+            GrowingCounter(
                 "text_generation_http_requests_total",
                 "HTTP requests by route and by the status of their responses; 499: the client left before",
                 "route",
@@ -61,4 +61,4 @@ class ConnectionMetrics:
 
     def answered(self, route: str, status: int) -> None:
         """Count a request that ended; `route` is a path of the table of routes, or "" without one."""
-        self.requests.add(route or NO_ROUTE, str(status))
+        self.requests.add(f"{route or NO_ROUTE} {status}")

@@ -1,6 +1,6 @@
 """Counters, histograms and gauges in Prometheus' text format.
 
-Every series exists from the first scrape, with a zero, so that `rate` sees the first event; LabelledCounter is the exception.
+Every series exists from the first scrape, with a zero, so that `rate` sees the first event; GrowingCounter is the exception.
 Label values are fixed when an instrument is created, or are routes and statuses: none comes from a client. prometheus_client is not used because TGI's
 counters have no `_total`, and because a scrape blocks the event loop, and a gateway scrapes every 50 ms: the two thousand
 lines of TGI's buckets take the library more than 10 ms, and this module a tenth of one. Their names are joined ahead: the
@@ -108,45 +108,28 @@ class Counter:
 
     def add_difference(self, now: dict[str, int] | None, before: dict[str, int] | None) -> None:
         for value, count in (now or {}).items():
-            self.counts[value] += count - (before or {}).get(value, 0)
+            self.add(value, count - (before or {}).get(value, 0))
 
     def text(self) -> str:
         return self._head + "".join(f"{prefix}{self.counts[value]}\n" for value, prefix in self._prefixes.items())
 
 
-class LabelledCounter:
-    """A counter with several labels. Unlike others, a series exists from its first event on.
+class GrowingCounter(Counter):
+    """A counter with several labels, whose values `add` takes as one text with spaces between them.
 
-    The caller bounds the number of values of each label.
+    Unlike others, a series exists from its first event on. The caller bounds the number of values of each label.
     """
 
     def __init__(self, name: str, documentation: str, *labels: str) -> None:
-        self.name = name
-        self._head = head_text(name, documentation, "counter")
+        super().__init__(name, documentation, values=())
         self._labels = labels
-        self._prefixes: dict[tuple[str, ...], str] = {}
-        self.counts: dict[tuple[str, ...], int] = {}
-        """By the values of the labels."""
 
-    def add(self, *values: str, count: int = 1) -> None:
-        """Count events under the values of the labels."""
-        if values not in self.counts:
-            self._prefixes[values] = f"{self.name}{labels_text(dict(zip(self._labels, values, strict=True)))} "
-            self.counts[values] = 0
-        self.counts[values] += count
-
-    def snapshot(self) -> list[tuple[Sequence[str], int]] | None:
-        return [*self.counts.items()] or None
-
-    def add_difference(
-        self, now: Sequence[tuple[Sequence[str], int]] | None, before: Sequence[tuple[Sequence[str], int]] | None
-    ) -> None:
-        for sign, counts in ((1, now), (-1, before)):
-            for values, count in counts or ():
-                self.add(*values, count=sign * count)
-
-    def text(self) -> str:
-        return self._head + "".join(f"{prefix}{self.counts[values]}\n" for values, prefix in self._prefixes.items())
+    def add(self, value: str = "", count: int = 1) -> None:
+        if value not in self.counts:
+            labels = dict(zip(self._labels, value.split(), strict=True))
+            self._prefixes[value] = f"{self.name}{labels_text(labels)} "
+            self.counts[value] = 0
+        super().add(value, count)
 
 
 BucketsJson = tuple[float, dict[str, int], dict[str, str]]
