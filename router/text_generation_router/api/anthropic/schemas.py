@@ -113,13 +113,10 @@ class OutputConfig(Body):
     """A variable of the chat template (`reasoning_effort`)."""
 
 
+_PARAMETERS = (*SAMPLING_PARAMETERS, *STOPPING_PARAMETERS, *LOGPROB_PARAMETERS)
 _OPENAI = {
     *("best_of", "chat_template_kwargs", "function_call", "functions", "input", "instructions", "n", "prompt"),
-    *(
-        parameter.names[Api.CHAT]
-        for parameter in (*SAMPLING_PARAMETERS, *STOPPING_PARAMETERS, *LOGPROB_PARAMETERS)
-        if Api.CHAT in parameter.names
-    ),
+    *(parameter.names[Api.CHAT] for parameter in _PARAMETERS if Api.CHAT in parameter.names),
 }
 """Fields of OpenAI's bodies."""
 

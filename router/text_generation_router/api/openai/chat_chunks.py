@@ -6,7 +6,7 @@ choice has ended follow the usage, if requested, and [DONE].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -28,7 +28,7 @@ from text_generation_router.api.openai.answers import (
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Sink, TokenOutput
-from text_generation_router.request import LogprobJson, TokenId, TopToken
+from text_generation_router.request import LogprobJson, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
 
 
@@ -164,9 +164,6 @@ class ChatChoiceStream(Sink):
             self._end(delta, AnswerEnd(finish_of(ending, calls=False), ending))
         elif output.delta or self._unscored:
             self._stream.send(self._opening() + self._chunk(delta))
-
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
-        raise AssertionError("chats have no prompt log-probabilities")
 
     def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
         self._count = output.number

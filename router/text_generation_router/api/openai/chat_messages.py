@@ -33,6 +33,9 @@ def to_conversation(body: ChatBody, grammar: Grammar | None, field: str = "messa
     """
     with about(field):
         messages = [_message(message) for message in pop_each(body.messages)]
+    with about("tools"):
+        tools = [_tool(tool.type, tool.function) for tool in body.tools or ()]
+        tools += [_tool("function", function) for function in body.functions or ()]
     kwargs = dict(body.chat_template_kwargs or {})
     for name, value in (
         ("reasoning_effort", body.reasoning_effort),
@@ -43,8 +46,7 @@ def to_conversation(body: ChatBody, grammar: Grammar | None, field: str = "messa
             kwargs.setdefault(name, value)
     return Conversation(
         messages=messages,
-        tools=[_tool(tool.type, tool.function) for tool in body.tools or ()]
-        + [_tool("function", function) for function in body.functions or ()],
+        tools=tools,
         tool_choice=_choice(body),
         tool_prompt=body.tool_prompt or None,
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
@@ -126,17 +128,15 @@ def _choice(body: ChatBody) -> ToolChoice:
 
 def _tool(kind: str, function: FunctionDefinition) -> Tool:
     if kind != "function":
-        raise InvalidRequest(f"tools of type {kind[:32]!r} are not supported", param="tools", code="unsupported_value")
+        raise InvalidRequest(f"tools of type {kind[:32]!r} are not supported", code="unsupported_value")
     parameters = function.arguments if function.parameters is None else function.parameters
     if isinstance(parameters, str):
         try:
             parameters = orjson.loads(parameters)
         except orjson.JSONDecodeError as error:
-            raise InvalidRequest(
-                f"the parameters of tool {function.name!r} are not JSON: {error.msg}", param="tools"
-            ) from None
+            raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {error.msg}") from None
         if not isinstance(parameters, dict):
-            raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object", param="tools")
+            raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object")
     return read_tool(function.name, function.description, parameters, strict=bool(function.strict))
 
 

@@ -49,22 +49,26 @@ def asks_for_logprobs(body: ResponsesBody) -> bool:
 def to_conversation(body: ResponsesBody) -> Conversation:
     """Return the conversation of a body. Raises InvalidRequest, naming what is not supported."""
     _refuse_what_needs_a_store(body)
-    tools = callable_tools(body.tools or ())
+    with about("tools"):
+        tools = callable_tools(body.tools or ())
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
     else:
         collected = _Messages(messages, tools)
-        for item in body.input:
-            collected.add(item)
+        with about("input"):
+            for item in body.input:
+                collected.add(item)
         collected.close()
     if not messages:
         raise InvalidRequest("`input` cannot be empty")
+    with about("tool_choice"):
+        choice = tools.choice(body.tool_choice)
     # model_construct: the values are validated already.
     chat = ChatBody.model_construct(
         messages=messages,
         tools=tools.definitions,
-        tool_choice=tools.choice(body.tool_choice),
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         continue_final_message=False,  # an answer is always a new item
@@ -117,9 +121,7 @@ class _Messages:
             case "function_call_output":
                 self._output(item)
             case other:
-                raise InvalidRequest(
-                    f"input items of type {other[:32]!r} are not supported", param="input", code="unsupported_value"
-                )
+                raise InvalidRequest(f"input items of type {other[:32]!r} are not supported", code="unsupported_value")
         self._thoughts.clear()
 
     def close(self) -> None:
@@ -134,7 +136,7 @@ class _Messages:
         if item.role not in ROLES:
             known = ", ".join(f"`{role}`" for role in ROLES)
             said = f"the role of an input message must be one of {known}. Given: {str(item.role)[:32]!r}"
-            raise InvalidRequest(said, param="input")
+            raise InvalidRequest(said)
         self.close()
         if item.role == "assistant":
             self._open = Message(role=item.role, content=item.content, reasoning_content=self._thought())
@@ -143,7 +145,7 @@ class _Messages:
 
     def _call(self, item: InputItem) -> None:
         if item.call_id is None or item.name is None:
-            raise InvalidRequest("an input item of type `function_call` needs `call_id` and `name`", param="input")
+            raise InvalidRequest("an input item of type `function_call` needs `call_id` and `name`")
         name = self._tools.name_of(item.namespace, item.name)
         self._names[item.call_id] = name
         if self._open is None:
@@ -153,7 +155,7 @@ class _Messages:
 
     def _output(self, item: InputItem) -> None:
         if item.call_id is None:
-            raise InvalidRequest("an input item of type `function_call_output` has no `call_id`", param="input")
+            raise InvalidRequest("an input item of type `function_call_output` has no `call_id`")
         self.close()
         name = self._names.get(item.call_id)
         self._messages.append(Message(role="tool", content=item.output or "", tool_call_id=item.call_id, name=name))

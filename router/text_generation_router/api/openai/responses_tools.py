@@ -60,11 +60,9 @@ class CallableTools:
         """Return the tool choice of a chat. Raises InvalidRequest if no tool satisfies it."""
         if isinstance(choice, NamedFunction):
             if choice.type != "function":
-                raise InvalidRequest(
-                    f"a tool choice of type {choice.type[:32]!r} is not supported", param="tool_choice"
-                )
+                raise InvalidRequest(f"a tool choice of type {choice.type[:32]!r} is not supported")
             if choice.name is None:
-                raise InvalidRequest("a tool choice of type `function` has no `name`", param="tool_choice")
+                raise InvalidRequest("a tool choice of type `function` has no `name`")
             return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
         mode = choice.mode if isinstance(choice, AllowedFunctions) else choice
         if mode == "required" and self.left_out and not self.definitions:
@@ -88,9 +86,7 @@ def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
         elif tool.type in HOSTED:
             left_out.append(tool.type)
         else:
-            raise InvalidRequest(
-                f"tools of type {tool.type[:32]!r} are not supported", param="tools", code="unsupported_value"
-            )
+            raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported", code="unsupported_value")
     holders = Counter(tool.name for _, tool in functions)
     names: dict[Origin, str] = {}
     taken = {tool.name for namespace, tool in functions if namespace is None}
@@ -98,13 +94,13 @@ def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
     for namespace, tool in functions:
         name = tool.name
         if name is None:
-            raise InvalidRequest("a tool of type `function` has no `name`", param="tools")
+            raise InvalidRequest("a tool of type `function` has no `name`")
         own = name
         if namespace is not None:
             if holders[own] > 1:
                 name = _qualified(namespace, own)
             if name in taken:
-                raise InvalidRequest(f"several tools would have the name {name[:64]!r}", param="tools")
+                raise InvalidRequest(f"several tools would have the name {name[:64]!r}")
             taken.add(name)
             names[namespace, own] = name
         definitions.append(_definition(name, tool))
@@ -129,10 +125,10 @@ def _flat(tools: Sequence[AnyTool]) -> Iterator[tuple[str | None, FunctionTool]]
             yield None, tool
             continue
         if tool.name is None:
-            raise InvalidRequest("a tool of type `namespace` has no `name`", param="tools")
+            raise InvalidRequest("a tool of type `namespace` has no `name`")
         for inner in tool.tools or ():
             if inner.type == "namespace":
-                raise InvalidRequest("a tool of type `namespace` cannot hold another", param="tools")
+                raise InvalidRequest("a tool of type `namespace` cannot hold another")
             yield tool.name, inner
 
 
