@@ -63,8 +63,11 @@ class Sink(Protocol):
         """Take an output of the usual kind: not special, without alternatives, not the last. `text` is its delta, too."""
         self.on_output(TokenOutput(number, token_id, text, text, logprob, special=False, top=(), ending=None))
 
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
+        """Take the log-probabilities of the prompt, if the request asks for them."""
+        raise AssertionError("not asked for")
+
     def on_output(self, output: TokenOutput) -> None: ...
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None: ...
     def on_failure(self, error: ServingError) -> None: ...
 
 

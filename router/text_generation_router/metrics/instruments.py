@@ -1,10 +1,10 @@
 """Counters, histograms and gauges in Prometheus' text format.
 
-Every series exists from the first scrape, with a zero, so that `rate` sees the first event; GrowingCounter is the exception.
-Label values are fixed when an instrument is created, or are routes and statuses: none comes from a client. prometheus_client is not used because TGI's
-counters have no `_total`, and because a scrape blocks the event loop, and a gateway scrapes every 50 ms: the two thousand
-lines of TGI's buckets take the library more than 10 ms, and this module a tenth of one. Their names are joined ahead: the
-buckets between two observations have the same count.
+Every series exists from the first scrape, with a zero, so that `rate` sees the first event; GrowingCounter is the
+exception. Label values are fixed when an instrument is created, or are routes and statuses: none comes from a client.
+prometheus_client is not used because TGI's counters have no `_total`, and because a scrape blocks the event loop, and a
+gateway scrapes every 50 ms: the two thousand lines of TGI's buckets take the library more than 10 ms, and this module a
+tenth of one. Their names are joined ahead: the buckets between two observations have the same count.
 """
 
 from __future__ import annotations

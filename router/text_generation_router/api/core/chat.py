@@ -10,7 +10,7 @@ A dialect streams the events through an EventSink, or collects the text and call
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -50,7 +50,7 @@ from text_generation_router.errors import InvalidRequest, ServingError, ToolErro
 from text_generation_router.generation import GenerationResult, Sink, TokenOutput
 from text_generation_router.grammar.answers import calls_or_answer
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
-from text_generation_router.request import LogprobJson, QualityOfService, Request, TenantId, TokenId, TopToken
+from text_generation_router.request import QualityOfService, Request, TenantId, TokenId
 
 PLAIN = "plain"
 PARSED_AT_ONCE = 4096
@@ -111,9 +111,6 @@ class Reader(Sink):
         if output.ending is not None:
             finish = finish_of(output.ending, calls=self._calls)
             self._sink.on_end(AnswerEnd(finish, output.ending, self._reasoning.count))
-
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
-        raise AssertionError("chats request no prompt logprobs")
 
     def on_failure(self, error: ServingError) -> None:
         self._sink.on_failure(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -19,7 +19,6 @@ from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.events import Event
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Sink, TokenOutput
-from text_generation_router.request import LogprobJson, TopToken
 
 
 async def answer(
@@ -103,9 +102,6 @@ class ScriptSink(Sink):
                 self._send(event)
             return
         self._last(AnswerEnd(finish_of(ending, calls=False), ending), event)
-
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
-        raise AssertionError("these dialects request no prompt logprobs")
 
     def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
         if events:

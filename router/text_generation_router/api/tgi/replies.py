@@ -143,9 +143,6 @@ class TokenEvents(Sink):
             self._generation.ending = ending
             self._stream.close()
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
-        raise AssertionError("prompt details are refused for streams")
-
     def on_failure(self, error: ServingError) -> None:
         self._generation.failed(error)
         self._stream.fail(error)
