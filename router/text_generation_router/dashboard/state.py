@@ -121,7 +121,7 @@ class StateKeeper:
         counts = Counter[str]()
         for request, count in self._metrics.connections.requests.counts.items():
             if not request.startswith(WATCHING):
-                counts[request.split()[1][0]] += count
+                counts[request.rpartition(" ")[2][0]] += count
         return counts
 
     def _replica(self, member: ShardMember, now: float) -> Json:

@@ -115,7 +115,7 @@ class Counter:
 
 
 class GrowingCounter(Counter):
-    """A counter with several labels, whose values `add` takes as one text with spaces between them.
+    """A counter with several labels, whose values `add` takes as one text with spaces between them; only the first may have some.
 
     Unlike others, a series exists from its first event on. The caller bounds the number of values of each label.
     """
@@ -126,7 +126,7 @@ class GrowingCounter(Counter):
 
     def add(self, value: str = "", count: int = 1) -> None:
         if value not in self.counts:
-            labels = dict(zip(self._labels, value.split(), strict=True))
+            labels = dict(zip(self._labels, value.rsplit(" ", len(self._labels) - 1), strict=True))
             self._prefixes[value] = f"{self.name}{labels_text(labels)} "
             self.counts[value] = 0
         super().add(value, count)
