@@ -61,10 +61,7 @@ async def assemble(
             if sandbox is not None:
                 await sandbox.ready()
 
-        chats = ChatPreparer(
-            serving, renderer, call_format=call_format, reasoning=reasoning, any_tool=config.forward_unknown_tools
-        )
-        yield serving, chats, ready
+        yield serving, ChatPreparer(serving, renderer, call_format=call_format, reasoning=reasoning), ready
 
 
 def find_call_format(config: RouterConfig, templates: ChatTemplates, tokenizer: Tokenizer) -> str:

@@ -227,13 +227,7 @@ class ChatPreparer:
     """Prepares chats."""
 
     def __init__(
-        self,
-        serving: Serving,
-        renderer: TemplateRenderer,
-        *,
-        call_format: str,
-        reasoning: tuple[str, str] | None,
-        any_tool: bool,
+        self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: tuple[str, str] | None
     ) -> None:
         self._serving = serving
         self._renderer = renderer
@@ -241,7 +235,7 @@ class ChatPreparer:
         """The format of unconstrained tool calls of this model."""
         self._reasoning = reasoning
         """The markers of the reasoning that is split from the text."""
-        self._any_tool = any_tool and not FORMATS[call_format].unmarked
+        self._any_tool = serving.settings.config.forward_unknown_tools and not FORMATS[call_format].unmarked
         """Calls of tools that the request does not have are calls."""
 
     async def prompt(self, conversation: Conversation, tenant: TenantId) -> str:

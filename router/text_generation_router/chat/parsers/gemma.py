@@ -44,13 +44,10 @@ class FunctionGemmaParser(CallParser, starts=(FUNCTION_CALL,), ends=(_FUNCTION_E
         return LiteralCallReader(self._events, self.LITERALS)
 
 
-class Gemma4Parser(FunctionGemmaParser):
+class Gemma4Parser(FunctionGemmaParser, starts=(GEMMA_CALL, _CHANNEL, _CHANNEL_END), ends=(_CALL_END,)):
     """Reads also reasoning."""
 
     LITERALS = GEMMA
-    TEXT_MARKERS = Markers((GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END))
-    RAW_MARKERS = TEXT_MARKERS
-    ENDS = frozenset({_CALL_END})
     SPECIAL = frozenset({GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END, GEMMA.mark})
     CALLS = _calls(GEMMA_CALL, _CALL_END, GEMMA)
     _ENDS_OF_REASONING = Markers((_CHANNEL_END, GEMMA_CALL))

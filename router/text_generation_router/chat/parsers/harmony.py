@@ -74,8 +74,7 @@ class HarmonyParser(CallParser):
 
     def finish(self) -> Sequence[Event]:
         if self._phase == self._header:
-            if not self._is_message(self._written + self._rest):
-                self._no_message(self._written + self._rest)
+            self._no_message(self._written + self._rest)
             self._phase = self._after
         elif self._phase == self._text:
             self._content(self._rest)
@@ -98,8 +97,7 @@ class HarmonyParser(CallParser):
         if text[start:end] == _MESSAGE:
             self._message(header)
         else:
-            if not self._is_message(self._written):
-                self._no_message(self._written)
+            self._no_message(self._written)
             self._on_marker(text[start:end])
         return end
 
@@ -141,8 +139,8 @@ class HarmonyParser(CallParser):
         return True
 
     def _no_message(self, header: str) -> None:
-        """Handle a header without a message: text, unless special tokens show that it is none."""
-        if not header.lstrip().startswith("<|"):
+        """Handle a header without `<|message|>`: with content a message, else text, unless it begins with a special token."""
+        if not self._is_message(header) and not header.lstrip().startswith("<|"):
             self._emit(header.strip() and header)
 
     def _text(self, text: str, at: int) -> int:
