@@ -184,7 +184,11 @@ def test_an_expression_that_matches_for_ever_ends_the_start_in_one_line() -> Non
 
 
 SERVED = {name: config for name, (config, _) in FORMATS.items()} | {"compressed-tensors, fp8": COMPRESSED_DYNAMIC}
-SERVED["bitsandbytes"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+SERVED |= {
+    f"bitsandbytes, bitsandbytes-{kind}": BITSANDBYTES | {"bnb_4bit_quant_type": kind} for kind in ("nf4", "fp4")
+}
+SERVED["bitsandbytes"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 NOT_SERVED = {"exl2": {"quant_method": "exl2"}}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError, WeightFormat
 from text_generation_shard.engines.torch.quantization.formats.awq import read_awq
-from text_generation_shard.engines.torch.quantization.formats.bitsandbytes import read_bitsandbytes
+from text_generation_shard.engines.torch.quantization.formats.bitsandbytes import FourBitFormat, read_bitsandbytes
 from text_generation_shard.engines.torch.quantization.formats.compressed_tensors import read_groups
 from text_generation_shard.engines.torch.quantization.formats.float4 import GptOssMxfp4Format, Nvfp4Format
 from text_generation_shard.engines.torch.quantization.formats.float8 import Fp8BlockFormat, Fp8Format, read_block
@@ -80,8 +80,12 @@ def choose_scheme(found: Scheme | None, asked: str | None) -> Scheme | None:
             f"--quantize {asked}: the checkpoint is not quantized, only fp8 is done at load time"
         )
     is_fp8 = all(isinstance(weights, Fp8Format | Fp8BlockFormat) for _, weights in found.rules)
-    if asked != found.method and not (asked == "fp8" and is_fp8):
-        raise UnsupportedSchemeError(f"--quantize {asked}: the checkpoint is quantized as {found.method}")
+    agreed = {
+        found.method,
+        *(f"{found.method}-{each.kind}" for _, each in found.rules if isinstance(each, FourBitFormat)),
+    }
+    if asked not in agreed and not (asked == "fp8" and is_fp8):
+        raise UnsupportedSchemeError(f"--quantize {asked}: the checkpoint is quantized as {found.label}")
     return found
 
 
