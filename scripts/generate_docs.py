@@ -173,7 +173,8 @@ MODELS_INTRODUCTION = """\
 
 Generated from the tables of the parity tests by `make docs`; do not edit.
 
-A model is a Hugging Face folder with config.json and safetensors. The torch engine computes the first table's families itself,
+A model is a Hugging Face folder with config.json and safetensors; `text-generation-launcher convert` makes one of a GGUF file
+([start.md](start.md#convert-a-gguf-file)). The torch engine computes the first table's families itself,
 on CPU and NVIDIA GPUs. It runs other decoders by Hugging Face's modeling code, with its own scheduler, paged KV cache and
 sampling, also a model of the first table with a value that the engine does not know, such as another rotation or activation;
 `--model-impl transformers` runs any model that way, `native` none. A model that neither can serve is refused at the

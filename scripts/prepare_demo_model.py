@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,8 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from text_generation_shard.gguf import convert
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def main() -> None:
         converted.mkdir()
         gguf = arguments.gguf or fetch_gguf(model, Path(scratch), converted)
         check(gguf, model.sha256)
+        print("demo model: converting to safetensors (about a minute)", flush=True)
         convert(gguf, converted, model.chat_template)
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)
@@ -118,29 +120,6 @@ def check(gguf: Path, sha256: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         sys.exit(f"demo model: {gguf.name} has the SHA-256 {found}, not {sha256}")
-
-
-def convert(gguf: Path, folder: Path, chat_template: str) -> None:
-    """Convert a GGUF file to the format of the hub: safetensors in bfloat16, tokenizer.json."""
-    print("demo model: converting to safetensors (about a minute)", flush=True)
-    os.environ["TQDM_DISABLE"] = "1"  # progress bars do not end in line breaks; transformers has two kinds
-    import torch  # imported late: not needed if the folder exists
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    tokenizer.chat_template = tokenizer.chat_template or chat_template or None
-    tokenizer.save_pretrained(folder)
-    for path in folder.iterdir():
-        path.chmod(
-            0o644
-        )  # a service or a container reads it as another user; the weights are written for their owner only
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commands of `text-generation-launcher`: serve a model, check one, print the environment or a completion script."""
+"""The commands of `text-generation-launcher`: serve a model, check or convert one, print the environment or a completion script."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def run() -> None:
     if argv[:1] == ["completion"]:
         _print_completion(argv[1:])
         return
+    if argv[:1] == ["convert"]:  # in another program: the launcher imports no modeling code
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "text_generation_shard.gguf", *argv[1:]])
     if argv[:1] == ["check"]:
         sys.exit(_check(argv[1:]))
     only_env = argv[:1] == ["env"]

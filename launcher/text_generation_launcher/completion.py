@@ -30,6 +30,10 @@ def completion_script(shell: str) -> str:
         if name == "completion":
             command.add_argument("shell", choices=SHELLS)
             continue
+        if name == "convert":
+            _completed(command.add_argument("file"), shtab.FILE)
+            _completed(command.add_argument("folder"), shtab.DIRECTORY)
+            continue
         if name == "check":
             _completed(command.add_argument("model"), shtab.DIRECTORY)
             command.add_argument("--json", action="store_true", help="Print JSON.")

@@ -60,6 +60,7 @@ SAGEMAKER_PORT = "8080"
 
 COMMANDS = {
     "check": ("check MODEL [flags]", "Print how a model would be served, or why not."),
+    "convert": ("convert FILE.gguf FOLDER", "Convert a GGUF file to a folder that can be served."),
     "env": ("env [flags]", "Print versions, devices, packages and settings."),
     "serve": (
         "serve [flags]",

@@ -96,7 +96,8 @@ def local_folder(model_id: str) -> Path | None:
         if folder.is_dir():
             return folder.absolute()
         if model_id.startswith(("/", "./", "../", "~")) or folder.exists():
-            hint = ": GGUF is not read, convert it to a folder of safetensors" if model_id.endswith(".gguf") else ""
+            command = f"text-generation-launcher convert {model_id} FOLDER"
+            hint = f": GGUF is not read, convert it: {command}" if model_id.endswith(".gguf") else ""
             raise ModelError(f"{model_id} is not a folder{hint}")
     except (OSError, RuntimeError) as error:  # no permission, too long a name; no such user after ~
         raise ModelError(f"the model folder cannot be found: {getattr(error, 'strerror', None) or error}") from error

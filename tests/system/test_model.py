@@ -63,7 +63,7 @@ async def test_path_that_is_not_a_folder_is_not_looked_up_on_the_hub(snapshot: P
     for model_id in ("./nothing", "/nothing/here", "~/nothing"):
         with pytest.raises(ModelError, match=f"^{model_id} is not a folder$"):
             await resolve(model_id, snapshot)
-    with pytest.raises(ModelError, match=r"is not a folder: GGUF is not read, convert it"):
+    with pytest.raises(ModelError, match=r"is not a folder: GGUF is not read, .*launcher convert ./model.gguf FOLDER"):
         await resolve("./model.gguf", snapshot)
     for model_id, reason in (("x" * 5000, "File name too long"), ("~no-such-user/m", "home directory")):
         with pytest.raises(ModelError, match=f"^the model folder cannot be found: .*{reason}"):

@@ -101,8 +101,8 @@ def _files(folder: Path) -> dict[str, Path]:
     if not paths:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         hint = ", only pickled weights, which are never loaded: convert them first" if pickled else ""
-        if any(folder.glob("*.gguf")):
-            hint = ", only GGUF, which is not read: convert it first"
+        if gguf := next(folder.glob("*.gguf"), None):
+            hint = f", only GGUF, which is not read: text-generation-launcher convert {gguf} FOLDER"
         raise EngineError(f"{folder} has no *.safetensors{hint}")
     files: dict[str, Path] = {}
     for path in paths:

@@ -133,7 +133,9 @@ def test_a_folder_without_safetensors_is_refused_and_pickles_are_never_opened(tm
     (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
     assert "only pickled weights, which are never loaded" in refusal(tmp_path)
     (tmp_path / "model.gguf").touch()
-    assert "only GGUF, which is not read" in refusal(tmp_path)
+    assert f"only GGUF, which is not read: text-generation-launcher convert {tmp_path}/model.gguf FOLDER" in refusal(
+        tmp_path
+    )
 
 
 def test_a_shard_takes_only_its_rows_and_columns(tmp_path: Path) -> None:

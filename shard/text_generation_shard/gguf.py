@@ -1,0 +1,102 @@
+"""Convert a GGUF file to a folder that can be served: the program behind `text-generation-launcher convert`.
+
+The library reads the file, dequantizes its weights, and finds the tokenizer and the chat template in it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.one_line import one_line
+from text_generation_proto.settings import print_to_end
+
+COMMAND = "text-generation-launcher convert"
+MAGIC = b"GGUF"
+PACKAGES = ("torch", "transformers", "accelerate", "gguf")
+
+
+class ConvertError(Exception):
+    """A file cannot be converted. The message is one line."""
+
+
+def convert_to_new_folder(gguf: Path, folder: Path) -> None:
+    """Convert to a folder that does not exist or is empty; it has all files or none. Raises ConvertError."""
+    try:
+        with gguf.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ConvertError(f"{gguf} is not a GGUF file")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConvertError(f"{folder} is not empty" if folder.is_dir() else f"{folder} is not a folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".convert-", dir=folder.parent) as scratch:
+            converted = Path(scratch, "converted")
+            converted.mkdir()
+            convert(gguf, converted)
+            converted.rename(folder)
+    except OSError as error:
+        raise ConvertError(f"{error.filename or folder}: {error.strerror or one_line(error)}") from None
+
+
+def convert(gguf: Path, folder: Path, chat_template: str = "") -> None:
+    """Write a GGUF file as safetensors in bfloat16 and tokenizer.json; `chat_template` is for a file that has none."""
+    os.environ["TQDM_DISABLE"] = "1"  # progress bars do not end in line breaks; transformers has two kinds
+    try:
+        for package in PACKAGES:
+            import_module(package)
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging
+    except ImportError as error:  # one is not installed, or too old
+        raise ConvertError(f"{one_line(error)}: pip install --upgrade {' '.join(PACKAGES)}") from None
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                **source,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.bfloat16,
+                output_loading_info=True,
+            )
+            model, info = loaded
+            if missing := sorted(info["missing_keys"]):  # a part of several, or the images' part of a model
+                raise ConvertError(f"{gguf} has no tensor {missing[0]}")
+            model.save_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            tokenizer.chat_template = tokenizer.chat_template or chat_template or None
+            tokenizer.save_pretrained(folder)
+        for path in folder.iterdir():
+            path.chmod(0o644)  # weights are written for their owner only, and a service may run as another user
+    except (ConvertError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
+        raise ConvertError(f"{gguf} cannot be converted: {one_line(error)}") from None
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Convert the file of the command line."""
+    if len(arguments) != 2 or any(argument.startswith("-") for argument in arguments):
+        sys.stderr.write(f"usage: {COMMAND} FILE.gguf FOLDER\n")
+        return ExitCode.STOPPED if {"-h", "--help"}.intersection(arguments) else ExitCode.USAGE
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        convert_to_new_folder(Path(arguments[0]).absolute(), Path(arguments[1]).absolute())
+    except (ConvertError, KeyboardInterrupt) as error:
+        sys.stderr.write(f"{COMMAND}: {str(error) or 'interrupted'}\n")
+        return ExitCode.FAILED
+    print_to_end(f"{arguments[1]} is ready: text-generation-launcher --model-id {arguments[1]}\n")
+    return ExitCode.STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
