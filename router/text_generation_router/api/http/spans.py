@@ -10,13 +10,12 @@ Times are those that the log line and the metrics use. No attribute contains tex
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from text_generation_proto.sockets import plain_ip
+from text_generation_proto.sockets import plain_ip, split_host_port
 from text_generation_proto.values import SAMPLING_PARAMETERS, FinishReason, Sampling, TraceContext
 from text_generation_router.api.http.bodies import MODEL
 from text_generation_router.api.http.record import GenerationRecord, Record, route_of
@@ -33,8 +32,6 @@ MAX_MOVES = 16
 MAX_USER_AGENT_LENGTH = 256
 
 _FINISH = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
-_HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::([0-9]{1,5}))?")
-"""A Host header: name or address, and port. An IPv6 address is in brackets."""
 _CHAT_ROUTES = ("chat", "messages", "responses")
 """Parts of the paths of routes whose prompts are conversations."""
 
@@ -159,10 +156,11 @@ def _of_http(request: web.Request, route: str, status: int) -> dict[str, Attribu
         "url.path": _utf8(request.path),
         "url.scheme": request.scheme,
     }
-    if host := _HOST.fullmatch(request.host):
-        found["server.address"] = _utf8(host[1])
-        if host[2]:
-            found["server.port"] = int(host[2])
+    try:
+        host, found["server.port"] = split_host_port(request.host)
+    except ValueError:  # without a port
+        host = request.host.strip("[]")
+    found["server.address"] = _utf8(host)
     if route:
         found["http.route"] = route
     if request.remote:
