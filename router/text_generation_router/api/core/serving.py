@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import marshal
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
+from typing import Any
 
 from aiohttp import web
 
@@ -49,8 +49,10 @@ class Collector(Sink):
         """`most_logprobs`: a request with more of them fails; 0: only the text is kept."""
         self.request = request
         self._most_logprobs = self._room = most_logprobs
-        self._outputs = bytearray()
-        """Packed one after another: objects take ten times as much."""
+        self._packed: list[bytes] = []
+        """The outputs, TOKENS_AT_ONCE in each: as objects they take ten times as much."""
+        self._outputs: list[list[Any]] = []
+        """Those that are not packed yet."""
         self._sum_of_logprobs, self._known_logprobs = 0.0, 0
         self.prompt_logprobs: Sequence[LogprobJson] = ()
         self._prompt_tops: Sequence[bytes] = ()
@@ -67,13 +69,17 @@ class Collector(Sink):
     def _keep(self, output: TokenOutput) -> None:
         self._room -= 1 + len(output.top)
         if self._room < 0:
+            self._packed.clear()
             self._outputs.clear()
             self.on_failure(too_many_logprobs("new tokens of each answer", self._most_logprobs))
             return
         if output.logprob != b"null":
             self._sum_of_logprobs += float(output.logprob)
             self._known_logprobs += 1
-        self._outputs += marshal.dumps([*output[:-1]])
+        self._outputs.append([*output[:-1]])
+        if len(self._outputs) == TOKENS_AT_ONCE:
+            self._packed.append(marshal.dumps(self._outputs))
+            self._outputs.clear()
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         self.prompt_logprobs = logprobs
@@ -91,10 +97,9 @@ class Collector(Sink):
 
     def take_outputs(self) -> Iterator[TokenOutput]:
         """Yield the outputs, and forget them: a reply of many tokens is written while they go."""
-        length, outputs, ending = len(self._outputs), io.BytesIO(self._outputs), self.ended.result()
-        self._outputs = bytearray()
-        while outputs.tell() < length:
-            number, *others = marshal.load(outputs)
+        packed, outputs, ending = self._packed, self._outputs, self.ended.result()
+        self._packed, self._outputs = [], []
+        for number, *others in chain(chain.from_iterable(map(marshal.loads, packed)), outputs):
             yield TokenOutput._make((number, *others, ending if number == ending.generated_tokens else None))
 
     @property
