@@ -52,6 +52,8 @@ _ANTHROPIC_VERSION: Json = {
     "description": "Its presence asks for Anthropic's form of the response.",
     "schema": {"type": "string"},
 }
+_Schemas = Mapping[tuple[str, JsonSchemaMode], Json]
+"""The schemas of the types that routes name, of bodies in mode `validation`, of answers in mode `serialization`."""
 _VARIABLE = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 _APIS = {
     "GenerateParameters": Api.TGI,
@@ -97,19 +99,6 @@ def document(table: Iterable[Route], version: str, *, keys: bool) -> Json:
     }
 
 
-class _Schemas:
-    """The schemas of the types that routes name."""
-
-    def __init__(self, schemas: Mapping[tuple[str, JsonSchemaMode], Json]) -> None:
-        self._schemas = schemas
-
-    def request(self, model: object) -> Json:
-        return self._schemas[repr(model), "validation"]
-
-    def response(self, model: object) -> Json:
-        return self._schemas[repr(model), "serialization"]
-
-
 def _schemas(routes: Sequence[Route]) -> tuple[_Schemas, Json]:
     taken = dict.fromkeys(route.body for route in routes if route.body is not None)
     answered = dict.fromkeys(ERROR_ANSWERS.values())
@@ -118,13 +107,11 @@ def _schemas(routes: Sequence[Route]) -> tuple[_Schemas, Json]:
     bodies, body_parts = _schemas_of(tuple(taken), "validation")
     answers, answer_parts = _schemas_of(tuple(answered), "serialization")
     assert not body_parts.keys() & answer_parts.keys(), "two schemas of one name"
-    return _Schemas({**bodies, **answers}), body_parts | answer_parts
+    return {**bodies, **answers}, body_parts | answer_parts
 
 
 @cache
-def _schemas_of(
-    models: tuple[Any, ...], mode: JsonSchemaMode
-) -> tuple[Mapping[tuple[str, JsonSchemaMode], Json], Json]:
+def _schemas_of(models: tuple[Any, ...], mode: JsonSchemaMode) -> tuple[_Schemas, Json]:
     """Return the schemas of the bodies or answers. Reading the docstrings of their fields takes 0.2 s."""
     inputs = [(repr(model), mode, TypeAdapter(model)) for model in models]
     schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMAS, schema_generator=_PlainSchemas)
@@ -180,7 +167,7 @@ def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:
     if parameters := _parameters(route):
         operation["parameters"] = parameters
     if route.body is not None:
-        media: Json = {"schema": schemas.request(route.body)}
+        media: Json = {"schema": schemas[repr(route.body), "validation"]}
         if (example := EXAMPLES.get(operation["operationId"])) is not None:
             media["example"] = example
         operation["requestBody"] = {"required": True, "content": {JSON: media}}
@@ -211,7 +198,7 @@ def _texts(route: Route) -> tuple[str, str]:
 def _responses(route: Route, schemas: _Schemas, needs_key: bool) -> dict[int, Json]:  # noqa: FBT001 - one caller
     responses: dict[int, Json] = {200: _good(route, schemas)}
     for dialect in route.dialects:
-        schema = schemas.response(ERROR_ANSWERS[dialect])
+        schema = schemas[repr(ERROR_ANSWERS[dialect]), "serialization"]
         for error in (*route.errors, *((Unauthorized,) if needs_key else ())):
             _add_error(responses, dialect, error, schema)
     return responses
@@ -223,11 +210,15 @@ def _good(route: Route, schemas: _Schemas) -> Json:
     )
     content: Json = {}
     if route.answer is not None:
-        content[route.content_type] = {"schema": schemas.response(route.answer)}
+        content[route.content_type] = {"schema": schemas[repr(route.answer), "serialization"]}
     if route.events is not None:
         text = "Server-sent events: lines `data: …` with JSON of `contentSchema`, a blank line after each."
         content[_EVENTS] = {
-            "schema": {"type": "string", "description": text, "contentSchema": schemas.response(route.events)}
+            "schema": {
+                "type": "string",
+                "description": text,
+                "contentSchema": schemas[repr(route.events), "serialization"],
+            }
         }
     if content:
         response["content"] = content
