@@ -41,11 +41,7 @@ NO_EFFECT = (
 
 GROUP_PORT = 29500
 """Default port of --leader-address: that of torch's launchers."""
-GROUP_VARIABLES = {
-    "nodes": "LWS_GROUP_SIZE",
-    "node_rank": "LWS_WORKER_INDEX",
-    "leader_address": "LWS_LEADER_ADDRESS",
-}
+GROUP_VARIABLES = {"nodes": "LWS_GROUP_SIZE", "node_rank": "LWS_WORKER_INDEX", "leader_address": "LWS_LEADER_ADDRESS"}
 """Variables of a LeaderWorkerSet's pods, by the setting that takes its default from them."""
 SAGEMAKER_VARIABLES = {
     "model_id": "HF_MODEL_ID",

@@ -12,12 +12,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.parameter import ParameterShard
 from text_generation_shard.engines.torch.quantization.format import WIDE, UnsupportedSchemeError, WeightFormat
-from text_generation_shard.engines.torch.quantization.formats.bitsandbytes import (
-    KINDS,
-    MAX_STATE,
-    STATE,
-    read_state,
-)
+from text_generation_shard.engines.torch.quantization.formats.bitsandbytes import KINDS, MAX_STATE, STATE, read_state
 from text_generation_shard.engines.torch.quantization.loading import LoadingPlan, type_name
 from text_generation_shard.engines.torch.quantization.schemes import Scheme
 from text_generation_shard.engines.torch.transfer import copy_all

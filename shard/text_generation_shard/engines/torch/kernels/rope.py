@@ -23,11 +23,7 @@ _ELEMENTS_PER_THREAD = 8
 
 
 def rotate_and_append(
-    qkv: Tensor,
-    queries: Tensor,
-    step: RopeStep,
-    cache_layer: Tensor,
-    head_norms: tuple[Tensor, Tensor] | None,
+    qkv: Tensor, queries: Tensor, step: RopeStep, cache_layer: Tensor, head_norms: tuple[Tensor, Tensor] | None
 ) -> None:
     """Write rotated queries, x·cos + rotate_half(x)·sin, to `queries`; rotated keys and unchanged values to the cache.
 

@@ -126,13 +126,7 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def append(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        cache_layer: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
+        self, keys: Tensor, values: Tensor, cache_layer: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
     ) -> None: ...
 
     def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None: ...

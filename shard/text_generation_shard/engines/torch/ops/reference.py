@@ -93,13 +93,7 @@ class ReferenceKernels:
         cache_layer[blocks, 1, :, positions % BLOCK_SIZE] = values.to(cache_layer.dtype)
 
     def append(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        cache_layer: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
+        self, keys: Tensor, values: Tensor, cache_layer: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
     ) -> None:
         blocks, offsets = (
             block_tables[slots.long(), positions.long() // BLOCK_SIZE].long(),

@@ -7,11 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.attention.chunks import (
-    FLASHINFER_HEAD_DIMS,
-    ChunkAttention,
-    FlashInferChunks,
-)
+from text_generation_shard.engines.torch.attention.chunks import FLASHINFER_HEAD_DIMS, ChunkAttention, FlashInferChunks
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.activation import activate
 from text_generation_shard.engines.torch.kernels.chunk_attention import MAX_HEAD_DIM, PagedChunkAttention
