@@ -13,10 +13,10 @@ import structlog
 
 from text_generation_launcher.config import COMMANDS, SAGEMAKER_PORT, SAGEMAKER_VARIABLES, LauncherConfig, read_config
 from text_generation_launcher.init import fork_from_init
-from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.effective import print_config
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.logs import configure_logging
+from text_generation_proto.resource_limits import apply_limits, low_limits, memory_is_out
 from text_generation_proto.secrets import erase_secrets
 from text_generation_proto.settings import exit_with_usage_error, print_to_end
 
@@ -38,30 +38,36 @@ def run() -> None:
         config = read_config([*argv[1:], "--port", SAGEMAKER_PORT], os.environ, SAGEMAKER_VARIABLES)
     else:
         config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
+    try:
+        code = _run_configured(config, only_env=only_env)
+    except Exception as error:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
+        if memory_is_out(error):
+            structlog.get_logger().error("no memory is left for a thread or a process of the launcher", **low_limits())
+            code = ExitCode.FAILED
+        else:
+            structlog.get_logger().exception("a bug ended the launcher")
+            code = ExitCode.BUG
+    sys.exit(code)
+
+
+def _run_configured(config: LauncherConfig, *, only_env: bool) -> ExitCode:
     configure_logging(config, "launcher")
     faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
-    raise_descriptor_limit()
+    apply_limits()
+    if limits := low_limits():
+        structlog.get_logger().warning("resource limits may be too low", **limits)
     environ = dict(os.environ)
     erase_secrets()
     if only_env or not config.model_id:
         from text_generation_launcher.environment import environment_report
 
         sys.stdout.write(f"{asyncio.run(environment_report(config, environ))}\n")
-        return
+        return ExitCode.STOPPED
     if config.print_config:
-        sys.exit(_print_config(config, environ))
+        return _print_config(config, environ)
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
-    try:
-        code = asyncio.run(launch(config, environ))
-    except Exception as error:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
-        if memory_is_out(error):
-            structlog.get_logger().error("no memory is left for a thread or a process of the launcher")
-            code = ExitCode.FAILED
-        else:
-            structlog.get_logger().exception("a bug ended the launcher")
-            code = ExitCode.BUG
-    sys.exit(code)
+    return asyncio.run(launch(config, environ))
 
 
 def _print_config(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
@@ -101,13 +107,3 @@ def _print_completion(arguments: list[str]) -> None:
         print_to_end(completion_script(arguments[0]))
     except ValueError as error:
         exit_with_usage_error(LauncherConfig, str(error))
-
-
-def memory_is_out(error: BaseException) -> bool:
-    """Return True if the error, or one in its group, is that the system refused memory or a thread."""
-    if isinstance(error, BaseExceptionGroup):
-        return any(map(memory_is_out, error.exceptions))
-    # Python has no class of its own for a thread that cannot be started.
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and str(error).startswith("can't start new thread")
-    )

@@ -22,7 +22,6 @@ still tried, at the longest delay, while another unit of its kind serves.
 from __future__ import annotations
 
 import asyncio
-import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,6 +32,7 @@ import structlog
 from text_generation_launcher.child import ChildFailed
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.exit_codes import ExitCode, exit_fields
+from text_generation_proto.resource_limits import low_limits
 from text_generation_proto.sockets import remove_socket, socket_path
 
 DELAYS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -41,17 +41,7 @@ STABLE_AFTER = 2.0
 """Seconds of serving after which a death starts a new streak: the start was not at fault. The router handles requests
 that kill the shards which serve them: it fails a request that loses several replicas in a row."""
 
-USUAL_LIMITS = {"AS": 1 << 62, "DATA": 1 << 62, "FSIZE": 1 << 62, "NOFILE": 1024, "NPROC": 1024, "STACK": 8 << 20}
-"""Resource limits below which a start may fail."""
-
 log = structlog.get_logger()
-
-
-def low_limits() -> dict[str, str]:
-    """Return a field for the log with the low resource limits of this process, by systemd's names; none if all are usual."""
-    limits = {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in USUAL_LIMITS}
-    low = [f"Limit{name}={value}" for name, value in limits.items() if 0 <= value < USUAL_LIMITS[name]]
-    return {"low_limits": " ".join(low)} if low else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class CannotServe(Exception):
 
 def exit_fields(code: int) -> dict[str, object]:
     """Return an exit code, and the name of the signal that killed the process if any, as fields of a log record."""
-    return {"exit_code": code} if code >= 0 else {"exit_code": code, "signal": _signal_name(-code)}
+    return {"exit_code": int(code)} if code >= 0 else {"exit_code": code, "signal": _signal_name(-code)}
 
 
 def _signal_name(number: int) -> str:

@@ -8,11 +8,11 @@ import sys
 
 import structlog
 
-from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.effective import print_own_config
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
+from text_generation_proto.resource_limits import apply_limits, low_limits, memory_is_out
 from text_generation_proto.secrets import erase
 from text_generation_proto.settings import parse_config
 from text_generation_router.config import RouterConfig
@@ -34,8 +34,8 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     faulthandler.enable(2)  # sys.stderr may be None; the launcher ends a router that hangs with SIGABRT
     follow_parent(config.lifeline_fd)
-    raise_descriptor_limit()
     configure_logging(config, config.process_name)
+    apply_limits()
     # Slow imports come after the lifeline is watched.
     import uvloop
 
@@ -47,9 +47,13 @@ def main() -> None:
     except* CannotServe as group:
         log.error("cannot serve", reason=str(_first(group)))
         code = ExitCode.FAILED
-    except* Exception:
-        log.exception("bug")
-        code = ExitCode.BUG
+    except* Exception as group:
+        if memory_is_out(group):
+            log.error("cannot serve", reason="no memory is left for a thread or a process", **low_limits())
+            code = ExitCode.FAILED
+        else:
+            log.exception("bug")
+            code = ExitCode.BUG
     sys.exit(int(code))
 
 

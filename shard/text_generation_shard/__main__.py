@@ -10,12 +10,12 @@ import threading
 
 import structlog
 
-from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.effective import print_own_config
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.grammar_options import STACK_BYTES
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging, drain_logs, share_dropped_lines
+from text_generation_proto.resource_limits import apply_limits, low_limits, memory_is_out
 from text_generation_proto.secrets import erase
 from text_generation_proto.settings import parse_config
 from text_generation_proto.sockets import remove_socket, socket_path
@@ -54,8 +54,8 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
     threading.stack_size(STACK_BYTES)  # the default depends on `ulimit -s`
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
-    raise_descriptor_limit()
     configure_logging(config, config.process_name)
+    apply_limits()
     if config.log_drops_fd >= 0:
         share_dropped_lines(config.log_drops_fd)
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -69,9 +69,13 @@ def main() -> None:
         except CannotServe as error:
             log.error("cannot serve", reason=str(error))
             code = ExitCode.FAILED
-        except Exception:
-            log.exception("bug")
-            code = ExitCode.BUG
+        except Exception as error:
+            if memory_is_out(error):
+                log.error("cannot serve", reason="no memory is left for a thread or a process", **low_limits())
+                code = ExitCode.FAILED
+            else:
+                log.exception("bug")
+                code = ExitCode.BUG
         leave_nothing()
         drain_logs()
         # Exit at once: an engine thread stuck in a device call must not keep the process alive, and an open health watch must

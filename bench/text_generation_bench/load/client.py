@@ -19,8 +19,8 @@ from text_generation_bench.load.http_client import HttpClient, HttpFailure
 from text_generation_bench.load.settings import LoadSettings
 from text_generation_bench.load.workload import Level, PlannedChat, Share, Workload
 from text_generation_proto.access import client_context
-from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.one_line import one_line
+from text_generation_proto.resource_limits import apply_limits
 
 PROGRESS_EVERY_S = 0.25
 LAG_EVERY_S = 0.05
@@ -100,7 +100,7 @@ def tls_context(settings: LoadSettings) -> ssl.SSLContext:
 
 def run_client(settings: LoadSettings, model: str, share: Share, parent: Connection) -> None:
     """Play the orders that come over a pipe until it is closed; the entry point of a process."""
-    raise_descriptor_limit()
+    apply_limits()
     workload = Workload(settings, share)
     tls = tls_context(settings) if settings.url.startswith("https") else None
     bodies = BodyMaker(settings.dialect, model, settings.sampling, settings.extra_body)
