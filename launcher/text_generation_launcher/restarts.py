@@ -11,8 +11,8 @@ A unit is what starts and ends together: the shards of a replica (shard_restarts
                        ▼ no unit of its kind serves and none has a restart left
                      the kind's final error
 
-A unit that ends before it has ever served failed to start, which ends the server, unless the server has answered clients
-before. A death after that is never a failed start, however early it comes.
+A unit that ends before it has ever served failed to start, which ends the server. If the server has answered clients before,
+the unit is tried until no restart is left. A death after it has served is never a failed start, however early it comes.
 
 The first restart comes almost at once, because most deaths are accidents. Further ones wait longer, so that a process that
 cannot live does not keep the machine busy. After `max_restarts` restarts in a row another one is unlikely to help. It is
@@ -192,11 +192,13 @@ class Restarts:
         while True:
             end, served = await unit.run_once()
             fields = {**unit.fields, **end.fields, **exit_fields(end.code)}
-            if not unit.has_served and not self._answers():
-                log.error(unit.event("failed to start"), **fields, **low_limits())
-                self._stop.requests_lost()
-                raise ChildFailed(end.child)
             unit.streak = self._policy.after_death(unit.streak, served, end.code)
+            answers = self._answers()
+            if not unit.has_served and (not answers or self._policy.hopeless(unit.streak)):
+                log.error(unit.event("failed to start"), **fields, **low_limits())
+                if not answers:
+                    self._stop.requests_lost()
+                raise ChildFailed(end.child)
             hopeless = self._all_hopeless()
             delay = None if hopeless else self._policy.delay(unit.streak)
             log.error(unit.event("died"), **fields, restart_in_s=delay)

@@ -227,6 +227,22 @@ async def test_a_worker_that_ends_before_any_has_served_fails_the_start_at_once(
     assert server.log.rest("child killed") == []
 
 
+async def test_a_worker_that_never_serves_fails_the_start_once_it_has_no_restart_left(server: FakeServer) -> None:
+    """Also beside one that serves: the server would never be ready."""
+    supervisor = server.supervisor(RestartPolicy(max_restarts=1, delays=(0.0,)), server.shard(0), workers=2)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(error_type(supervisor))
+        await server.wait_for("worker-0 starts", "worker-1 starts")
+        await asyncio.to_thread(server.gate(0).write_text, "")
+        await server.wait_for("worker-0 serves")
+        os.kill(server.pids["worker-1"], signal.SIGKILL)
+        await server.log.next("router died")
+        await server.wait_for("worker-1 starts")
+        os.kill(server.pids["worker-1"], signal.SIGKILL)
+        assert (await server.log.next("router failed to start"))["child"] == "worker-1"
+        assert await task is ChildFailed
+
+
 async def test_a_drain_ends_when_no_shard_is_left(server: FakeServer) -> None:
     server.router_change = (
         "def drain(): signal.signal(signal.SIGTERM, lambda *_: say('router-asked-again')); signal.pause()"
