@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import threading
 from bisect import bisect_left
 from collections.abc import AsyncIterator
@@ -12,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import shard_server
 from cluster_listener import Listener
 from grpc_health.v1 import health_pb2
 from shard_server import ServedShard, running, serve_engine
@@ -19,6 +23,7 @@ from structlog.testing import capture_logs
 
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
+from text_generation_proto.sockets import remove_socket
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.dashboard.events import EventLog
 from text_generation_router.discovery.static import StaticSource
@@ -259,6 +264,34 @@ async def test_a_stop_at_the_moment_of_a_loss_ends_the_cluster(tmp_path: Path) -
             await cluster.opened()
             cluster.submit(Request(RequestId(1), (1, 2, 3), 5), Listener())
     assert serving.cancelled()
+
+
+DYING = """
+import asyncio, os, signal, sys
+from shard_server import serve_engine
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.echo import EchoEngine
+from text_generation_shard.servicer import ShardServicer
+class Dying(ShardServicer):
+    async def WarmUp(self, request, context):
+        os.kill(os.getpid(), signal.SIGKILL)
+async def main():
+    async with serve_engine(EchoEngine.build(ShardConfig(engine="echo")), sys.argv[1], Dying):
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+async def test_a_router_waits_for_the_restart_of_a_shard_that_dies_in_its_first_warm_up(tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/shard"
+    environ = os.environ | {"PYTHONPATH": str(Path(shard_server.__file__).parent)}
+    dying = await asyncio.create_subprocess_exec(sys.executable, "-c", DYING, address, env=environ)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        joining = tasks.create_task(join_all([address], WarmUpLimits(), ShardAccess.of(), 60))
+        assert await dying.wait() == -signal.SIGKILL
+        remove_socket(tmp_path / "shard")
+        async with serve_engine(EchoEngine.build(ShardConfig(engine="echo")), address):
+            assert (await joining)[address] is not None
 
 
 async def test_a_router_that_takes_over_serves_without_a_shard_that_is_gone(tmp_path: Path) -> None:

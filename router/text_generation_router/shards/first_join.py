@@ -12,7 +12,7 @@ from text_generation_proto.access import ShardAccess
 from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import CannotServe
 from text_generation_proto.values import WarmUpLimits
-from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardTaken, join, merge_capabilities
+from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardEnded, ShardTaken, join, merge_capabilities
 from text_generation_router.shards.member import JOIN_TIMEOUT_S, MAX_RETRY_S, RETRY_TAKEN_S
 
 OTHERS_S = 1.0
@@ -84,7 +84,7 @@ async def _join_when_free(
     timeout_s: float,
     on_taken: Callable[[], None] = lambda: None,
 ) -> ReplicaInfo:
-    """Wait for the shard, also while a router with other limits drives it. Raises CannotJoin, TimeoutError."""
+    """Wait for the shard, also while a router with other limits drives it or it restarts. Raises CannotJoin, TimeoutError."""
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -94,6 +94,10 @@ async def _join_when_free(
             log.info("shard is taken", address=address, reason=str(error))
             if time.monotonic() >= end:
                 raise TimeoutError from error
+        except ShardEnded as error:
+            log.warning("shard ended while it joined", address=address, reason=str(error))
+            if time.monotonic() >= end:
+                raise
         await asyncio.sleep(RETRY_TAKEN_S)
 
 

@@ -19,6 +19,10 @@ class CannotJoin(Exception):
     """The shard answers but cannot serve as configured; one clear line."""
 
 
+class ShardEnded(CannotJoin):
+    """The shard ended while it joined. It may be restarted."""
+
+
 class ShardTaken(Exception):
     """Another router drives the shard."""
 
@@ -93,5 +97,6 @@ async def join(
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION and info is not None and info.rank == 0:
             raise ShardTaken("a router with other limits drives it") from error
-        raise CannotJoin(f"the shard at {address} cannot warm up: {error.details()}") from error
+        cannot = ShardEnded if error.code() is grpc.StatusCode.UNAVAILABLE else CannotJoin
+        raise cannot(f"the shard at {address} cannot warm up: {error.details()}") from error
     return ReplicaInfo(info, pool)
