@@ -165,6 +165,7 @@ def run(container: Container, model: Path, table: Table) -> None:
     table.row("exit code 75 is restarted", checks.router_that_cannot_live_restarts)
     table.row("exit code 2 is not restarted", checks.usage_error_stays)
     table.row("exit code 76 is not restarted", checks.hopeless_stays)
+    table.row("journalctl -p err shows errors alone", checks.errors_have_their_priority)
     table.row("reboot: the enabled unit serves again", checks.survives_reboot)
 
 

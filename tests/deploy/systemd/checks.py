@@ -347,6 +347,21 @@ class Checks:
         self._settings(before)
         return result
 
+    def errors_have_their_priority(self) -> str:
+        """`journalctl -p err` shows the errors of all processes, and nothing else of them."""
+
+        def lines(option: str) -> list[str]:
+            script = f"journalctl -b -o json --no-pager -u text-generation@demo {option}"
+            entries = map(json.loads, self._run(script).splitlines())
+            return [entry["MESSAGE"] for entry in entries if entry["_TRANSPORT"] == "stdout"]
+
+        everything, errors = lines(""), lines("-p err")
+        assert any("giving up: no shard serves" in line for line in errors), errors
+        assert all(line.startswith(("[error ", "[critical ")) for line in errors), errors
+        assert [line for line in everything if line.startswith(("[error ", "[critical "))] == errors
+        assert any(line.startswith("[info ") for line in everything), everything
+        return f"{len(errors)} of {len(everything)} lines"
+
     def _kill_shards(self, unit: str) -> None:
         """Kill the shard of a launcher, and its successor before that has served for long."""
         script = f"pgrep --oldest --parent {self._main(unit)} --full 'm text_generation_shard '"
