@@ -224,7 +224,8 @@ Else the log says why (`the layers run in transformers`), and norms, rotations a
   memory in all; this may bound the number of sequences. Prefixes are not reused.
 * Of a model of several modalities the text part is served. Where transformers has no class for it alone (Qwen2-VL to Qwen3-VL,
   GLM-4V to GLM-4.6V), the class of the whole model is used without its other parts: tensors are converted and logits scaled and
-  capped as there.
+  capped as there. Where it has one, logits are scaled and capped as in that class, by the config of the text part: the whole
+  models of transformers omit this for Gemma 3, Aya Vision, Command A Vision and Granite Speech.
 * `kimi_k2` and `mimo`, which transformers does not know, are read as `deepseek_v3` and `qwen2`. A class for text that no mapping of
   transformers names, such as Mistral4ForCausalLM, is found by its config.
 

@@ -275,6 +275,22 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family("StableLM 2", features="LayerNorm, partial rotation"),
     "starcoder2": Family("StarCoder2", features="LayerNorm"),
     "vaultgemma": Family("VaultGemma", features="softcap"),
+    "axk1": Family("A.X K1", SHARED_EXPERTS | LATENT, "latent attention, experts"),
+    "kimi_linear": Family(
+        "Kimi Linear",
+        SHARED_EXPERTS
+        | LATENT
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+        },
+        "gated delta nets in most layers, latent attention, experts",
+    ),
+    "zaya": Family(
+        "ZAYA1", EXPERTS | {"num_experts_per_tok": 1}, "convolutions of queries, keys and values, experts", always=True
+    ),
 }
 
 

@@ -10,7 +10,7 @@ reused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,6 +28,7 @@ CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 LibraryCache: TypeAlias = Any
 """A Cache of the library."""
+Output: TypeAlias = Tensor | tuple[Tensor, ...]
 Place: TypeAlias = tuple[str, object]
 """An attribute of a layer of a library cache, and the key of a state in it; None if the attribute is the state."""
 Call: TypeAlias = Callable[[LibraryCache], Any]
@@ -96,48 +97,58 @@ class SlotStates:
     def _by_sequence(self, forward: Callable[..., Any], argument: str, index: int) -> Callable[..., Any]:
         """Return `forward` for a flat batch of the sequences of the step."""
 
-        def run(hidden_states: Tensor, **named: object) -> Tensor:
+        parameters = list(inspect.signature(forward).parameters)
+
+        def run(hidden_states: Tensor, *given: object, **named: object) -> Output:
+            named |= dict(zip(parameters[1:], given, strict=False))
             if self._single is None:
-                return _tensor(forward(hidden_states, **named | {argument: self._recorded}))
+                return _as_returned(_tensors(forward(hidden_states, **named | {argument: self._recorded})))
 
             def call(own: Tensor, cache: LibraryCache) -> Any:  # noqa: ANN401 – the output of a layer of the library
                 return forward(own, **named | {argument: cache})
 
-            result = torch.empty_like(hidden_states)
+            results: list[Tensor] = []
+
+            def put(places: Tensor | slice, outputs: Sequence[Tensor]) -> None:
+                if not results:
+                    results.extend(out.new_empty(1, hidden_states.shape[1], *out.shape[1:]) for out in outputs)
+                for result, out in zip(results, outputs, strict=True):
+                    result[0, places] = out
+
             single, hidden = self._single, hidden_states[0]
             if len(single.slots):
                 rows = hidden[single.places].unsqueeze(1)
-                out = self._continued(index, single.slots, partial(call, rows))
-                result[0, single.places] = out.squeeze(1)
+                outputs = self._continued(index, single.slots, partial(call, rows))
+                put(single.places, [out.squeeze(1) for out in outputs])
             for tokens in self._others:
                 parts = [hidden_states[:, first : first + count] for first, count in tokens.places]
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-                out = self._sequence(index, tokens, partial(call, whole))
+                outputs = self._sequence(index, tokens, partial(call, whole))
                 at = 0
                 for first, count in tokens.places:
-                    result[:, first : first + count] = out[:, at : at + count]
+                    put(slice(first, first + count), [out[0, at : at + count] for out in outputs])
                     at += count
-            return result
+            return _as_returned(results)
 
         return run
 
-    def _sequence(self, index: int, tokens: SequenceTokens, call: Call) -> Tensor:
+    def _sequence(self, index: int, tokens: SequenceTokens, call: Call) -> Sequence[Tensor]:
         slot = slice(tokens.slot, tokens.slot + 1)
         if tokens.start:
             return self._continued(index, slot, call)
         cache = self._new[tokens.slot]
-        out = _tensor(call(cache))
+        outputs = _tensors(call(cache))
         self._store(index, slot, cache)
-        return out
+        return outputs
 
-    def _continued(self, index: int, slots: Tensor | slice, call: Call) -> Tensor:
+    def _continued(self, index: int, slots: Tensor | slice, call: Call) -> Sequence[Tensor]:
         """Call with the states of `slots`, and store the new ones."""
         layer = self._used.layers[index]
         for place, pool in self._pools[index].items():
             _put(layer, place, pool[slots])
-        out = _tensor(call(self._used))
+        outputs = _tensors(call(self._used))
         self._store(index, slots, self._used)
-        return out
+        return outputs
 
     def _store(self, index: int, slots: Tensor | slice, cache: LibraryCache) -> None:
         """Store the states of a layer of a cache, which does not keep them: a batch of them may be large."""
@@ -174,6 +185,11 @@ def _state_argument(module: Module) -> str:
     return next((name for name in CACHE_ARGUMENTS if name in names), "")
 
 
-def _tensor(output: Any) -> Tensor:  # noqa: ANN401 – the output of a layer of the library
-    result: Tensor = output[0] if isinstance(output, tuple) else output
-    return result
+def _tensors(output: Any) -> Sequence[Tensor]:  # noqa: ANN401 – the output of a layer of the library
+    """Return the tensors that a layer returns."""
+    return [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
+
+
+def _as_returned(outputs: Sequence[Tensor]) -> Output:
+    """Return one output, or several: the projections of attention are three."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
