@@ -76,7 +76,8 @@ class StateKeeper:
         self.events.observe(self._cluster.members, stats)
         common = self._last = self._common(now, stats)
         self._history.add(common)
-        full = common | {"replicas": self._with_addresses(common["replicas"]), **self._private(now)}
+        replicas = self._with_addresses(common["replicas"])
+        full = common | {"replicas": replicas, "tenants": list(self._tenants()), "errors": list(self._errors(now))}
         return self._event("sample", now - EVENTS_S, common, full)
 
     def history(self) -> Sample:
@@ -152,9 +153,6 @@ class StateKeeper:
         """Return the replicas with their addresses, and with reasons, which name addresses too."""
         members = zip(replicas, self._cluster.members, strict=False)
         return [replica | {"address": each.address, "reason": _reason(each)} for replica, each in members]
-
-    def _private(self, now: float) -> Json:
-        return {"tenants": list(self._tenants()), "errors": list(self._errors(now))}
 
     def _tenants(self) -> Iterator[Json]:
         scheduler = self._cluster.scheduler

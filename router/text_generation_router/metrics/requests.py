@@ -106,8 +106,7 @@ class RequestMetrics:
             *reasons,
         )
         self._cancelled = counter(
-            "text_generation_requests_cancelled_total",
-            "Generations whose client left before the response was complete",
+            "text_generation_requests_cancelled_total", "Generations whose client left before the response was complete"
         )
 
     @property

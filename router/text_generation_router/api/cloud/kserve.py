@@ -120,28 +120,21 @@ class KServeRoutes:
         self._generate = generate
         self._healthy = healthy
 
-    def _live(self) -> web.Response:
-        answer: LiveAnswer = {"live": True}
-        return json_response(answer)
-
     async def live(self, request: web.Request) -> web.StreamResponse:
         """GET /v2/health/live: the process answers."""
-        return self._live()
+        answer: LiveAnswer = {"live": True}
+        return json_response(answer)
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         """GET /v2/health/ready: the server can generate."""
         if not self._healthy():
             raise Unhealthy
-        return self._live()
+        return await self.live(request)
 
     async def server(self, request: web.Request) -> web.StreamResponse:
         """GET /v2: describe the server."""
-        extensions = ["health", "models", "metrics"]
-        answer: ServerMetadata = {
-            "name": "text-generation-inference",
-            "version": self._serving.settings.version,
-            "extensions": extensions,
-        }
+        name, version = "text-generation-inference", self._serving.settings.version
+        answer: ServerMetadata = {"name": name, "version": version, "extensions": ["health", "models", "metrics"]}
         return json_response(answer)
 
     async def model(self, request: web.Request) -> web.StreamResponse:

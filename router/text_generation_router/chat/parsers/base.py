@@ -127,7 +127,7 @@ class CallParser:
             assert self._reader is not None, "a call is being read"
             if not self._reader.started:
                 self._events.text(self._reader.raw)
-        elif self._phase != self._after and not (self._is_bare and self._rest_is_bare):
+        elif self._phase != self._after and not self._is_bare(self._rest):
             self._events.text("".join(self._opening) + self._rest)
         self._events.finish()
         return self._events.drain()
@@ -140,18 +140,14 @@ class CallParser:
         self._on_marker(text[start:end])
         return end
 
-    @property
-    def _rest_is_bare(self) -> bool:
-        return any(token.startswith(self._rest.strip()) for token in self.SPECIAL | self.TAGS_OF_CALLS)
-
-    @property
-    def _is_bare(self) -> bool:
-        """True if nothing but special tokens and tags was read of a call."""
+    def _is_bare(self, rest: str = "") -> bool:
+        """Return True if nothing but special tokens and tags was read of a call, and `rest` may begin another one."""
         tags = self.SPECIAL | self.TAGS_OF_CALLS
         opening = "".join(self._opening)
         for tag in sorted(tags, key=len, reverse=True):
             opening = opening.replace(tag, "")
-        return self._opening[:1] != [] and self._opening[0] in tags and not opening.strip()
+        is_bare = self._opening[:1] != [] and self._opening[0] in tags and not opening.strip()
+        return is_bare and any(tag.startswith(rest.strip()) for tag in tags)
 
     def _on_marker(self, marker: str) -> None:
         """Handle a marker in the text."""
@@ -180,7 +176,7 @@ class CallParser:
 
     def _no_call(self, text: str, at: int) -> int:
         """Drop an opening that a marker follows, and the end of its empty block; without a marker it is text."""
-        end = self.RAW_MARKERS.at(text, at) if self._is_bare else -1
+        end = self.RAW_MARKERS.at(text, at) if self._is_bare() else -1
         if end == at:
             return self._hold(text, at)
         if end < at:
