@@ -38,7 +38,7 @@ def test_of_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--size", "many"],
             "--size (or SIZE): Input should be a valid integer, unable to parse string as an integer, not 'many'",
         ),
-        (["--siz", "1"], "unrecognized arguments: --siz 1"),
+        (["--siz", "1"], "unrecognized arguments: --siz 1; did you mean --size?"),
         (["--size"], "argument --size: expected one argument"),
     ],
 )
