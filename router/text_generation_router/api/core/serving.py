@@ -52,7 +52,7 @@ class Collector(Sink):
         self._packed: list[bytes] = []
         """The outputs, TOKENS_AT_ONCE in each: as objects they take ten times as much."""
         self._outputs: list[list[Any]] = []
-        """Those that are not packed yet."""
+        """The last outputs, which are not packed yet."""
         self._sum_of_logprobs, self._known_logprobs = 0.0, 0
         self.prompt_logprobs: Sequence[LogprobJson] = ()
         self._prompt_tops: Sequence[bytes] = ()
