@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -21,7 +22,7 @@ from text_generation_proto.front import front_pb2 as pb
 from text_generation_proto.values import FinishReason, LogprobOptions
 from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
 from text_generation_router.front.convert import request_to_pb
-from text_generation_router.front.link import LENGTH, MAX_FRAME_BYTES
+from text_generation_router.front.link import LENGTH, MAX_FRAME_BYTES, Link
 from text_generation_router.front.remote_permits import RemotePermits
 from text_generation_router.front.remote_rates import START_REQUEST, rate_answerers
 from text_generation_router.rate_limits import RateLimits
@@ -304,3 +305,27 @@ async def test_a_worker_that_does_not_read_is_cut_off_alone(demo_model: Path) ->
             await until(lambda: 9 not in sessions)
             assert len(stream_data(await running.read())) == 1000
         await stack.assert_empty()
+
+
+async def test_many_frames_leave_the_event_loop_between_them() -> None:
+    """A worker that gets megabytes at once writes to its clients before it has handled all of them."""
+    total, numbers, between, done = 60_000, list[int](), list[int](), asyncio.Event()
+    frames = [pb.FromWorker(cancel=pb.Cancel(request=number)).SerializeToString() for number in range(total)]
+
+    def on_message(message: pb.FromWorker) -> None:
+        if not numbers:
+            asyncio.get_running_loop().call_soon(lambda: between.append(len(numbers)))
+        numbers.append(message.cancel.request)
+        if len(numbers) == total:
+            done.set()
+
+    near, far = socket.socketpair()
+    link = Link(pb.FromWorker, on_message, lambda: None, lambda: None)
+    await asyncio.get_running_loop().create_connection(lambda: link, sock=near)
+    link.data_received(b"".join(LENGTH.pack(len(frame)) + frame for frame in frames))
+    async with asyncio.timeout(10):
+        await done.wait()
+    link.close()
+    far.close()
+    assert numbers == list(range(total))
+    assert 0 < between[0] < total

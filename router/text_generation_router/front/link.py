@@ -19,6 +19,8 @@ MAX_FRAME_BYTES = 1 << 28
 MAX_UNREAD_BYTES = 1 << 28
 """Bytes that the other end has not read; beyond it the connection is cut off. A worker that writes the log-probabilities of many
 long prompts is seconds and tens of megabytes behind; one that hangs is killed before it reaches the limit."""
+HANDLED_AT_ONCE = 1 << 16
+"""Bytes of frames that are handled before the event loop runs: the worker writes to its clients in between."""
 CREDENTIALS = struct.Struct("3i")
 """The process, user and group of a peer."""
 
@@ -57,6 +59,8 @@ class Link(asyncio.Protocol, Generic[Received]):
         """The first bytes of a frame, and of none behind it."""
         self._needed = 0
         """Bytes of `_rest` that must be there before it is looked at again: a large frame comes in thousands of pieces."""
+        self._resuming = False
+        """True while whole frames in `_rest` wait for the next iteration of the event loop, and nothing is read."""
         self._unsent: list[bytes] = []
 
     @property
@@ -79,9 +83,19 @@ class Link(asyncio.Protocol, Generic[Received]):
             return
         if self._rest:
             self._rest += data
-            if len(self._rest) < self._needed:
+            if self._resuming or len(self._rest) < self._needed:
                 return
             data = bytes(self._rest)
+        self._handle(data)
+
+    def _resume(self) -> None:
+        self._resuming = False
+        if self._transport is not None and not self.closed:
+            self._transport.resume_reading()
+            self._handle(bytes(self._rest))
+
+    def _handle(self, data: bytes) -> None:
+        """Handle frames, and keep the rest of `data`."""
         try:
             start = self._read_frames(data)
         except (LinkBroken, DecodeError) as error:
@@ -93,7 +107,7 @@ class Link(asyncio.Protocol, Generic[Received]):
             self._rest = bytearray(data[start:])
 
     def _read_frames(self, data: bytes) -> int:
-        """Handle the whole frames in `data`. Return the position behind them. Raises LinkBroken, DecodeError."""
+        """Handle whole frames in `data`. Return the position behind them. Raises LinkBroken, DecodeError."""
         start, size = 0, len(data)
         self._needed = LENGTH.size
         while size - start >= LENGTH.size and not self.closed:
@@ -106,6 +120,11 @@ class Link(asyncio.Protocol, Generic[Received]):
                 break
             self._on_message(self._received.FromString(data[start + LENGTH.size : end]))
             start = end
+            if start >= HANDLED_AT_ONCE and start < size and self._transport is not None:
+                self._resuming = True
+                self._transport.pause_reading()
+                self._loop.call_soon(self._resume)
+                break
         return start
 
     def connection_lost(self, error: Exception | None) -> None:

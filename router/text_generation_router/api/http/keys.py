@@ -236,7 +236,9 @@ def _read_keys(path: Path) -> list[_KeyEntry]:
         raise ValueError(f"file of API keys {path}: {name}: {detail['msg']}".replace(": : ", ": ")) from None
     except RecursionError:
         raise ValueError(f"file of API keys {path}: it is nested too deep") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"file of API keys {path}: {error.strerror or error}") from None
+    except ValueError as error:
         raise ValueError(f"file of API keys {path}: {error}") from None
 
 
