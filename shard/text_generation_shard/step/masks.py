@@ -51,14 +51,18 @@ class Mask:
 class TokenMasks:
     """Computes masks over the model's vocabulary of `vocab_size`, which may differ in size from the tokenizer's."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+    def __init__(self, grammars: Grammars, vocab_size: int, *, in_step: bool = False) -> None:
+        """`in_step`: steps wait for all masks, because the engine cannot compute a position again."""
         self._ends = _ids(grammars.end_token_ids, vocab_size)
         self._words = -(-grammars.vocab_size // 32)
         # The grammar cannot allow tokens that the tokenizer does not have.
         self._vocab_size = vocab_size
         self._known = min(grammars.vocab_size, vocab_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-masks", initializer=lower_priority)
+        self._in_step = in_step
+        self._beside = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="slow-masks", initializer=None if in_step else lower_priority
+        )
         self._threads = min(usable_cpus(), MAX_THREADS)
         self._executor: LLExecutor | None = None
 
@@ -103,6 +107,10 @@ class TokenMasks:
             left_s -= (seconds := time.perf_counter() - started)
             for matcher, _ in some:
                 matcher.is_slow = seconds > AT_ONCE * SLOW_MASK_S
+        if self._in_step:
+            for row, (_, matcher) in enumerate(constrained):
+                if matcher.beside is not None:
+                    packed[row], matcher.beside = matcher.beside.result(), None
         unpacked = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self._known).view(np.bool_)
         allowed = np.zeros((len(constrained), self._vocab_size), dtype=np.bool_)
         allowed[:, : self._known] = unpacked

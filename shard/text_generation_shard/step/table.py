@@ -21,7 +21,7 @@ needs them, so it is not used with a persistent batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
 from text_generation_proto.values import FailureCode
@@ -153,12 +153,16 @@ class SequenceTable:
             sequence.computed -= 1
 
     def wait_for_mask(self) -> bool:
-        """Wait a moment if a sequence waits for a mask that is computed beside the steps; return False if none does."""
-        for sequence in self._others.values():
-            if sequence.matcher is not None and sequence.matcher.beside is not None and not sequence.matcher.is_ready:
-                wait((sequence.matcher.beside,), MASK_WAIT_S)
-                return True
-        return False
+        """Wait a moment if sequences wait for masks that are computed beside the steps; return False if none does."""
+        masks = [
+            sequence.matcher.beside
+            for sequence in self._others.values()
+            # The first mask waits for the prompt instead. A mask that became ready since `rows` counts too.
+            if sequence.computed >= sequence.prompt_length
+            if sequence.matcher is not None and sequence.matcher.beside is not None
+        ]
+        wait(masks, MASK_WAIT_S, FIRST_COMPLETED)
+        return bool(masks)
 
     def begin(self, rows: StepRows) -> None:
         """Count the positions of a started step as computed."""
@@ -283,8 +287,8 @@ class SequenceTable:
             self._persistent.on_dropped()
         if sequence.pending_matcher is not None:
             sequence.pending_matcher.cancel()
-        if sequence.matcher is not None and sequence.matcher.beside is not None:
-            sequence.matcher.beside.cancel()
+        if sequence.matcher is not None and (mask := sequence.matcher.beside) is not None:
+            mask.cancel()
         for block in sequence.blocks:
             if (holders := self._holders[block] - 1) > 0:
                 self._holders[block] = holders

@@ -85,7 +85,7 @@ class TorchEngine(SynchronousEngine):
     ) -> None:
         self.info = info
         self.grammars = grammars
-        self._masks = None if grammars is None else TokenMasks(grammars, info.vocab_size)
+        self._masks = None if grammars is None else TokenMasks(grammars, info.vocab_size, in_step=info.keeps_states)
         self._executor = executor
         self._trace = trace
         self._device = torch.device(info.device)
