@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -45,6 +46,8 @@ MAX_SLOW_MASKS = 3
 """Slow masks of a sequence after which all of its masks are computed beside the steps."""
 SLOW_MASKS_BUDGET_S = 5.0
 """CPU time of all masks of a sequence that are computed beside the steps."""
+MAX_COMPILED = 4
+"""Compiled grammars that are kept."""
 TOO_SLOW = "the grammar takes too long to follow: repeat less, or fewer times"
 CLOSING = ('"', "}", "]")
 
@@ -84,6 +87,11 @@ class Matcher:
         self.is_slow = seconds > SLOW_MASK_S or self._slow_masks > MAX_SLOW_MASKS
         return mask
 
+    def compute_first(self, words: int) -> None:
+        """Compute the mask of the first step."""
+        self.beside = Future()
+        self.beside.set_result(self.compute(words))
+
     @without_panics
     def accept(self, token_id: int) -> None:
         """Advance by one token. A token that the grammar does not allow sets `problem`."""
@@ -115,6 +123,9 @@ class Grammars:
         """Tokens that close a JSON string, object or array."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._words = -(-self.vocab_size // 32)
+        self._compiled = lru_cache(maxsize=MAX_COMPILED)(self._compile)
+        """The matcher of a grammar at its start: the sequences of a request get copies."""
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar", initializer=lower_priority)
 
     @property
@@ -136,6 +147,17 @@ class Grammars:
 
     @without_panics
     def _build(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
+        compiled = self._compiled(grammar)
+        matcher = replace(compiled, raw=compiled.raw.deep_copy())
+        if generated:
+            if not matcher.raw.consume_tokens(list(generated)):
+                raise GrammarError("the tokens generated before do not fit the grammar")
+            matcher.compute_first(self._words)
+        if problem := matcher.problem:
+            raise GrammarError(problem)
+        return matcher
+
+    def _compile(self, grammar: Grammar) -> Matcher:
         from llguidance import LLMatcher
 
         if len(grammar.text) > MAX_GRAMMAR_TEXT:
@@ -143,13 +165,8 @@ class Grammars:
         raw = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=self._limits)
         if raw.is_error():
             raise GrammarError(f"the grammar cannot be used: {_reason(raw.get_error())}")
-        if generated and not raw.consume_tokens(list(generated)):
-            raise GrammarError("the tokens generated before do not fit the grammar")
-        matcher = Matcher(raw, beside=Future())
-        assert matcher.beside is not None
-        matcher.beside.set_result(matcher.compute(-(-self.vocab_size // 32)))
-        if problem := matcher.problem:
-            raise GrammarError(problem)
+        matcher = Matcher(raw)
+        matcher.compute_first(self._words)
         return matcher
 
 
