@@ -32,6 +32,7 @@ FAILURE_CODES_TO_PB = {
     FailureCode.INVALID: pb.FAILURE_CODE_INVALID,
     FailureCode.NUMERICS: pb.FAILURE_CODE_NUMERICS,
     FailureCode.STEP: pb.FAILURE_CODE_STEP,
+    FailureCode.GRAMMAR: pb.FAILURE_CODE_GRAMMAR,
 }
 FAILURE_CODES_FROM_PB = {value: code for code, value in FAILURE_CODES_TO_PB.items()}
 GRAMMAR_KINDS_TO_PB = {

@@ -43,6 +43,7 @@ class FailureCode(Enum):
     INVALID = "invalid"
     NUMERICS = "numerics"
     STEP = "step"
+    GRAMMAR = "grammar"
     EXPIRED = "expired"
     """Router only: its deadline passed."""
     LOST = "lost"

@@ -269,6 +269,17 @@ class ToolError(ClientError):
     operations = Operation.TEMPLATE
 
 
+class GrammarFailed(ClientError):
+    """The grammar takes too long to follow, or leaves no token; found after the request was admitted."""
+
+    status = 422
+    error_type = "grammar_error"
+    prefix = "Grammar error: "
+    metric_label = "generation"
+    outcome = Outcome.ERROR
+    operations = Operation.GENERATE
+
+
 class BatchTooLarge(ClientError):
     """The request has more prompts than allowed."""
 

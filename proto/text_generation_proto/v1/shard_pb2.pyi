@@ -129,21 +129,25 @@ class _FailureCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     FAILURE_CODE_UNSPECIFIED: _FailureCode.ValueType  # 0
     FAILURE_CODE_INVALID: _FailureCode.ValueType  # 1
-    """The new sequence, chunk, blocks or grammar break the contract, or use what the engine does not support."""
+    """The new sequence, chunk or blocks break the contract, or use what the engine does not support."""
     FAILURE_CODE_NUMERICS: _FailureCode.ValueType  # 2
     """the logits were NaN, or no token was left to choose"""
     FAILURE_CODE_STEP: _FailureCode.ValueType  # 3
     """the step that computed this sequence failed"""
+    FAILURE_CODE_GRAMMAR: _FailureCode.ValueType  # 4
+    """the grammar cannot be compiled or followed"""
 
 class FailureCode(_FailureCode, metaclass=_FailureCodeEnumTypeWrapper): ...
 
 FAILURE_CODE_UNSPECIFIED: FailureCode.ValueType  # 0
 FAILURE_CODE_INVALID: FailureCode.ValueType  # 1
-"""The new sequence, chunk, blocks or grammar break the contract, or use what the engine does not support."""
+"""The new sequence, chunk or blocks break the contract, or use what the engine does not support."""
 FAILURE_CODE_NUMERICS: FailureCode.ValueType  # 2
 """the logits were NaN, or no token was left to choose"""
 FAILURE_CODE_STEP: FailureCode.ValueType  # 3
 """the step that computed this sequence failed"""
+FAILURE_CODE_GRAMMAR: FailureCode.ValueType  # 4
+"""the grammar cannot be compiled or followed"""
 Global___FailureCode: typing_extensions.TypeAlias = FailureCode
 
 @typing.final
@@ -453,7 +457,7 @@ class NewSequence(google.protobuf.message.Message):
     def grammar(self) -> Global___Grammar:
         """Constraint on the text of the new tokens, including those generated before; absent: none. It is compiled in the
         background: the prompt is computed meanwhile, the first new token waits for it. A grammar that does not compile, is too
-        large or too slow, or reaches a limit later fails its sequence with FAILURE_CODE_INVALID.
+        large or too slow, or reaches a limit later fails its sequence with FAILURE_CODE_GRAMMAR.
         """
 
     def __init__(

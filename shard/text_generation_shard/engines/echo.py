@@ -172,7 +172,7 @@ class EchoEngine(SynchronousEngine):
                 output.failures[index] = (FailureCode.NUMERICS, "this token fails, as the echo engine was told")
             elif mask is not None and self.grammars is not None:
                 if mask.failure is not None:
-                    output.failures[index] = (FailureCode.INVALID, mask.failure)
+                    output.failures[index] = (FailureCode.GRAMMAR, mask.failure)
                 elif mask.is_complete or (mask.may_end and not sequence.suppressed):
                     token = min(sequence.stopping.eos_token_ids or self.grammars.end_token_ids)
                     output.grammar_ended.add(index)

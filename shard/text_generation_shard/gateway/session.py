@@ -30,6 +30,7 @@ MAX_WAITING = 1024
 _STATUS = {
     FailureCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     FailureCode.NUMERICS: grpc.StatusCode.INTERNAL,
+    FailureCode.GRAMMAR: grpc.StatusCode.INVALID_ARGUMENT,
     FailureCode.STEP: grpc.StatusCode.INTERNAL,
 }
 

@@ -309,7 +309,7 @@ class SequenceTable:
                 self._without_matcher.append(sequence)
             elif error := future.exception():
                 message = str(error) if isinstance(error, GrammarError) else "the grammar cannot be read"
-                failed.append(self._drop(sequence, FailureCode.INVALID, message))
+                failed.append(self._drop(sequence, FailureCode.GRAMMAR, message))
             else:
                 sequence.matcher, sequence.pending_matcher = future.result(), None
         return failed

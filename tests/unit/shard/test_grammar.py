@@ -213,7 +213,7 @@ def test_an_unusable_grammar_fails_only_its_sequence(
     neighbour, bad = driver.admit(PROMPT, 9), driver.admit(prompt, **new)
     driver.run()
     assert bad.failure is not None
-    assert bad.failure.code is FailureCode.INVALID
+    assert bad.failure.code is FailureCode.GRAMMAR
     assert words in bad.failure.message
     assert (len(bad.tokens) > 0) is (new["grammar"] is DEAD_END)
     assert neighbour.tokens == expected
@@ -332,7 +332,7 @@ def test_a_session_continues_while_a_grammar_is_compiled(folder: Path, grammar: 
     order = [slot for report in reports for slot in report.slots]
     assert order[:5] == [1] * 5, "the other sequence does not wait"
     failed = [failure.code for report in reports for failure in report.failed]
-    assert failed == ([] if grammar is REGEX else [FailureCode.INVALID])
+    assert failed == ([] if grammar is REGEX else [FailureCode.GRAMMAR])
     assert (0 in order) is (grammar is REGEX)
 
 

@@ -323,4 +323,4 @@ def _add_mask_results(step: _Step, chosen: SamplerOutput) -> None:
             if mask.is_complete:
                 chosen.grammar_ended.add(index)
             if mask.failure is not None:
-                chosen.failures[index] = (FailureCode.INVALID, mask.failure)
+                chosen.failures[index] = (FailureCode.GRAMMAR, mask.failure)

@@ -20,6 +20,7 @@ from text_generation_router.errors import (
     DeadlineExceeded,
     Draining,
     GenerationFailed,
+    GrammarFailed,
     InvalidRequest,
     MethodNotAllowed,
     ModelNotFound,
@@ -83,6 +84,7 @@ def test_status_and_retry_after(dialect: Dialect, error: ServingError, status: i
         (Overloaded(), ("rate_limit_error", "overloaded"), "rate_limit_error"),
         (Draining(), ("server_error", "overloaded"), "overloaded_error"),
         (Unhealthy(), ("server_error", "healthcheck"), "overloaded_error"),
+        (GrammarFailed("no"), ("invalid_request_error", "grammar_error"), "invalid_request_error"),
         (GenerationFailed("no"), ("server_error", "generation"), "api_error"),
     ],
 )
