@@ -17,14 +17,17 @@ USUAL = {"AS": 1 << 62, "DATA": 1 << 62, "FSIZE": 1 << 62, "NOFILE": 1024, "NPRO
 """Limits below which a start may fail."""
 
 
-def apply_limits() -> None:
-    """Raise the soft limit of descriptors to the hard one, for child processes too. End this process if a limit is too low."""
+def apply_limits(*, parent_checked: bool = False) -> None:
+    """Raise the soft limit of descriptors to the hard one, for child processes too. End this process if a limit is too low.
+
+    Not if its parent has checked the limits: what the parent survives while it serves, its children should.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # refused in a sandbox: the old limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if too_low := _below(LEAST):
+    if not parent_checked and (too_low := _below(LEAST)):
         needed = " ".join(f"Limit{name}={least}" for name, least in LEAST.items())
         structlog.get_logger().error("cannot start", reason=f"{too_low} is too low, and at least {needed} is needed")
         raise SystemExit(int(ExitCode.FAILED))

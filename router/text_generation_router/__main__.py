@@ -35,7 +35,7 @@ def main() -> None:
     faulthandler.enable(2)  # sys.stderr may be None; the launcher ends a router that hangs with SIGABRT
     follow_parent(config.lifeline_fd)
     configure_logging(config, config.process_name)
-    apply_limits()
+    apply_limits(parent_checked=config.lifeline_fd >= 0)
     # Slow imports come after the lifeline is watched.
     import uvloop
 

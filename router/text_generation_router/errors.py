@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import ClassVar
 
 from text_generation_router.error_attributes import OPEN_STATUSES, Operation, Outcome, TgiBody
@@ -182,16 +181,6 @@ class InvalidRequest(ClientError):
     prefix = "Input validation error: "
     responses_code = "invalid_prompt"
     operations = Operation.GENERATE | Operation.TOKENIZE
-
-
-@contextmanager
-def about(param: str) -> Iterator[None]:
-    """Let the errors inside of the block be about this field, unless they name another one."""
-    try:
-        yield
-    except InvalidRequest as error:
-        error.param = error.param or param
-        raise
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -55,7 +55,7 @@ def main() -> None:
     threading.stack_size(STACK_BYTES)  # the default depends on `ulimit -s`
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
     configure_logging(config, config.process_name)
-    apply_limits()
+    apply_limits(parent_checked=config.lifeline_fd >= 0)
     if config.log_drops_fd >= 0:
         share_dropped_lines(config.log_drops_fd)
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -47,7 +47,7 @@ await run({
       return true;
     };
     const refused = { inputs: prompt, parameters: { temperature: -1 } };
-    await assert.rejects(client.textGeneration(refused), saying("`temperature` must be strictly positive"));
+    await assert.rejects(client.textGeneration(refused), saying("`temperature` must be >= 0.0"));
     await assert.rejects(client.chatCompletion({ ...chat, messages: [] }), saying("`messages` cannot be empty"));
   },
 });

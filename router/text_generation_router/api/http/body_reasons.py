@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from text_generation_router.api.http.body_errors import InvalidBody
+from text_generation_router.errors import InvalidRequest
 
 Place = tuple[int | str, ...]
 """The place of an error: keys, indices and names of members of unions."""
@@ -81,3 +84,13 @@ def _place(detail: ErrorDetails, value: Any) -> tuple[Place, object]:  # noqa: A
             path.append(step)
             value = value[step]  # type: ignore[index]
     return ((*path, detail["loc"][-1]) if detail["type"] == "missing" else tuple(path)), value
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Let the errors inside of the block be about this field, unless they name another one."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = error.param or param
+        raise

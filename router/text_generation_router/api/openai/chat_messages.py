@@ -9,6 +9,7 @@ import orjson
 
 from text_generation_proto.values import Grammar
 from text_generation_router.api.core.chat import read_tool, tool_call
+from text_generation_router.api.http.body_reasons import about
 from text_generation_router.api.openai.schemas import (
     AllowedToolsChoice,
     ChatBody,
@@ -18,7 +19,7 @@ from text_generation_router.api.openai.schemas import (
     NamedToolChoice,
 )
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode, without_billing
-from text_generation_router.errors import InvalidRequest, about
+from text_generation_router.errors import InvalidRequest
 
 T = TypeVar("T")
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import LogprobOptions
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
+from text_generation_router.api.http.body_reasons import about
 from text_generation_router.api.openai import chat_messages
 from text_generation_router.api.openai.responses_schemas import InputItem, ResponsesBody
 from text_generation_router.api.openai.responses_tools import CallableTools, callable_tools
 from text_generation_router.api.openai.schemas import ChatBody, ContentPart, FunctionCall, Message, ToolCall
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.errors import InvalidRequest, NotSupported, about
+from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.forms import response_format
 
 ROLES = ("user", "assistant", "system", "developer")

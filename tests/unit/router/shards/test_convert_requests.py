@@ -82,8 +82,8 @@ def test_prompt_top_tokens_are_read_from_their_columns() -> None:
     scored = pb.PromptLogprobs(
         logprobs=[0.0, -1.0, -2.0], top_counts=[0, 2, 1], top_token_ids=[5, 6, 7], top_logprobs=[-0.5, -1.5, -2.5]
     )
-    assert prompt_tops_from_pb(scored) == [[], [(5, b"-0.5"), (6, b"-1.5")], [(7, b"-2.5")]]
-    assert prompt_tops_from_pb(pb.PromptLogprobs(logprobs=[0.0])) == []
+    assert list(prompt_tops_from_pb(scored)) == [[], [(5, b"-0.5"), (6, b"-1.5")], [(7, b"-2.5")]]
+    assert list(prompt_tops_from_pb(pb.PromptLogprobs(logprobs=[0.0]))) == []
 
 
 @pytest.mark.parametrize("salt", ["pepper", "a tenant\0salt", "ü"])
