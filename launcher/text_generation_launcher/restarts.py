@@ -156,7 +156,8 @@ class Restarts:
     ) -> None:
         """`answers` says that the server has answered clients, perhaps before all units serve.
 
-        `stop` learns of the end of the server, and `give_up` returns the final error when no unit serves and none has a restart left, given the last process that died.
+        `stop` learns of the end of the server. `give_up` returns the final error when no unit serves and none has a restart left,
+        given the last process that died.
         """
         self._units = units
         self._policy = policy
