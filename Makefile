@@ -11,15 +11,14 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 # Packages for GPUs are installed only if there is a GPU.
-EXTRAS := torch,dev$(if $(wildcard /dev/nvidiactl),$(shell echo ,cuda))
+EXTRAS := torch,otlp,dev$(if $(wildcard /dev/nvidiactl),$(shell echo ,cuda))
 # A demo model by its name, or a folder: make run MODEL=gemma3-270m.
 MODEL := .cache/models/SmolLM2-135M-Instruct
 ifeq ($(MODEL),gemma3-270m)
 override MODEL := .cache/models/gemma3-270m
 endif
 NODE := .cache/node
-PROTOS := text_generation_proto/v1/shard.proto text_generation_proto/front/front.proto \
-	text_generation_proto/gateway/trtllm_service.proto text_generation_proto/gateway/common.proto
+PROTOS := text_generation_proto/v1/shard.proto text_generation_proto/worker_link/worker_link.proto
 STUBS := $(foreach proto,$(PROTOS:.proto=),$(addprefix $(proto)_pb2,.py .pyi _grpc.py _grpc.pyi))
 
 # For `make run`: make run PORT=8080 ARGS="--max-batch-size 8". For `make test`: make test PYTEST_ARGS="-k sampling".
@@ -85,6 +84,20 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n logical --maxprocesses 4 --di
 test: check model node-packages ## Run the checks and the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
+OLDEST := .cache/oldest
+OLDEST_EXTRAS := torch,transformers,otlp,benchmark,dev
+
+.PHONY: test-oldest
+test-oldest: model uv ## Run the tests on Python 3.11 with the oldest versions that pyproject.toml allows
+	@mkdir -p $(OLDEST)
+	$(PY) scripts/oldest_versions.py $(UV) $(OLDEST_EXTRAS) > $(OLDEST)/constraints.txt
+	@test -x $(OLDEST)/bin/pip || for p in python3.11 ~/.pyenv/versions/3.11.*/bin/python3.11; do \
+		! "$$p" -c "" 2> /dev/null || { "$$p" -m venv $(OLDEST) && break; }; done
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off -c $(OLDEST)/constraints.txt -e '.[$(OLDEST_EXTRAS)]'
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off -c $(OLDEST)/constraints.txt --no-deps text-generation
+	@# Documents are generated and locked with the versions of constraints.txt.
+	$(PYTEST:$(BIN)/%=$(OLDEST)/bin/%) --ignore tests/unit/docs $(PYTEST_ARGS)
+
 .PHONY: test-all
 test-all: check model node-packages browser-packages uv ## Run the checks and the tests with full grids and long property runs
 	$(PY) scripts/prepare_demo_model.py .cache/models/gemma3-270m
@@ -149,11 +162,11 @@ test-members: $(STAMP) ## Let 32 shards come and go by a faulty API server under
 	$(PY) tests/deploy/members.py
 
 .PHONY: test-routers
-test-routers: model ## Kill one of several routers, cut its network (root), replace each, and start one that reaches no shard
-	$(PY) tests/deploy/routers.py kill $(MODEL)
-	$(PY) tests/deploy/routers.py cut $(MODEL)
-	$(PY) tests/deploy/routers.py evict $(MODEL)
-	$(PY) tests/deploy/routers.py unable $(MODEL)
+test-routers: $(STAMP) ## Kill one of several routers, cut its network (root), replace each, and start one that reaches no shard
+	$(PY) tests/deploy/routers.py kill
+	$(PY) tests/deploy/routers.py cut
+	$(PY) tests/deploy/routers.py evict
+	$(PY) tests/deploy/routers.py unable
 
 # As root in a mount namespace of its own: a run that is killed leaves no mount.
 .PHONY: test-systemd
@@ -208,7 +221,7 @@ chaos: model ## Inject faults into a whole server, by a seeded sample of the mat
 .PHONY: attack
 attack: model ## Attack a whole server, and print what each attack does to others
 	TEST_FULL=1 $(BIN)/pytest -q tests/system/test_{tenants,huge_bodies,poison_requests,connections,log_sink,hangs,router_restarts}.py \
-		tests/integration/test_{shard_access,http_cached_tokens,http_memory}.py tests/unit/router/metrics/test_kept.py $(PYTEST_ARGS)
+		tests/integration/test_{shard_access,http_cached_tokens,http_memory}.py $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(STAMP) proto-check ## Check format, lint, types, import boundaries and the generated stubs

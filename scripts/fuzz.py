@@ -47,7 +47,7 @@ def fuzz_http(model: str, seconds: float, schemathesis: str, seed: int) -> bool:
             wait_until_healthy(url)
             with urllib.request.urlopen(f"{url}/openapi.json") as answer:
                 described = json.load(answer)
-            runpy.run_path(str(SUPPORT / "strict_document.py"))["describe_events"](described)
+            runpy.run_path(str(SUPPORT / "event_schemas.py"))["describe_events"](described)
             Path(folder, "openapi.json").write_text(json.dumps(described))
             run = [schemathesis, "run", f"{folder}/openapi.json", "--url", url, "--checks", CHECKS]
             run += ["--phases", "coverage,fuzzing"]

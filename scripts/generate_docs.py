@@ -15,17 +15,18 @@ import inspect
 import json
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from text_generation_bench.load.settings import build_parser
+from text_generation_bench.load.settings import FLAGS
+from text_generation_common.exit_codes import ExitCode
+from text_generation_common.options import Option, options_by_topic
+from text_generation_common.topics import Topic
 from text_generation_launcher.config import LauncherConfig
-from text_generation_proto.exit_codes import ExitCode
-from text_generation_proto.options import Option, options_by_topic
-from text_generation_proto.topics import Topic
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS
+from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
 
 ROOT = Path(__file__).parents[1]
 LIMITS = ROOT / "scripts" / "limits.txt"
@@ -76,12 +77,22 @@ def flags_page() -> str:
 
 
 def _benchmark_tables() -> str:
-    """Return the tables of text-generation-benchmark, one for each group of its parser."""
+    """Return the tables of text-generation-benchmark, one for each topic."""
     tables = []
-    for group in build_parser()._action_groups[2:]:
-        rows = "".join(_benchmark_row(action) for action in group._group_actions)
-        tables.append(f"**{group.title}**\n\n| flag | meaning |\n|---|---|\n{rows}")
+    for topic, add_flags in FLAGS.items():
+        rows = "".join(map(_benchmark_row, _actions(add_flags)))
+        tables.append(f"**{topic}**\n\n| flag | meaning |\n|---|---|\n{rows}")
     return "## Benchmark\n\nFlags of `text-generation-benchmark`: [benchmark.md](benchmark.md).\n\n" + "\n".join(tables)
+
+
+def _actions(add_flags: Callable[[Any], None]) -> list[argparse.Action]:
+    parser, actions = argparse.ArgumentParser(), []
+
+    def add(*names: str, **settings: Any) -> None:  # noqa: ANN401 - those of add_argument
+        actions.append(parser.add_argument(*names, **settings))
+
+    add_flags(add)
+    return actions
 
 
 def _benchmark_row(action: argparse.Action) -> str:
@@ -208,7 +219,7 @@ TRANSFORMERS_INTRODUCTION = """\
 
 ## By transformers
 
-Needs the packages transformers, 4.57 or newer (tried: 4.57.3, 5.17, 5.23), and accelerate; the extra `transformers` and the images have both. A check at the start compares the engine's attention with that of transformers and refuses a
+Needs the packages transformers, 5.23 or newer, and accelerate; the extra `transformers` and the images have both. A check at the start compares the engine's attention with that of transformers and refuses a
 model that it would compute wrongly. Served is any decoder that passes; checked by `tests/unit/shard/torch/test_transformers.py`
 are these: a random checkpoint gives the logprobs of transformers' eager attention (relative error at most 1e-5, float32, CPU) and
 its greedy tokens; alone, together, in chunks, preempted, with a reused prefix.
@@ -216,7 +227,7 @@ its greedy tokens; alone, together, in chunks, preempted, with a reused prefix.
 On a GPU, the start compares each layer with that of the native decoder, in float32 on random input. If all layers compute the
 same (a norm, attention and an addition, then a norm, an MLP and an addition; outputs may be normed; an MLP or experts of another
 kind stay those of transformers), the model runs in the native decoder with the weights of the library, as fast as a native one.
-Else the log says why (`the layers run in transformers`), and norms, rotations and products that compute the same are replaced.
+Else the log says why (`the layers run in transformers`), and the library's layers run with the engine's attention and cache.
 
 * `--num-shard` divides a model by the tensor-parallel plan of its config; one without a plan, or whose heads or sizes cannot be
   divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).

@@ -31,7 +31,8 @@ Lock = Mapping[str, str]
 def main(uv: str) -> None:
     """Write the files. Those for torch list only packages that requirements.txt lacks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    server, extras = project["project"]["dependencies"], project["project"]["optional-dependencies"]
+    extras = project["project"]["optional-dependencies"]
+    server = [*project["project"]["dependencies"], *extras["otlp"]]
     torch = [*extras["torch"], *extras["transformers"]]
     cuda = [*torch, *extras["cuda"], *extras["humming"]]
     base = resolve(uv, server, LINUX)

@@ -28,7 +28,7 @@ from text_generation_bench.check_gpu import Checks, Comparison, Reference, refer
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 

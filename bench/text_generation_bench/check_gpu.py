@@ -31,8 +31,8 @@ from torch import Tensor
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.engine import TorchEngine
-from text_generation_shard.engines.torch.executor import Executor, Launched
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.executor import Executor, Launched
 from text_generation_shard.step.sequence import StepRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
@@ -260,7 +260,7 @@ class Checks:
         """Compute each prompt once, then run it on all its full blocks except the one of the last token."""
         texts: list[list[int]] = []
         for prompt in self._prompts:
-            first = self._driver.admit(prompt, 1, granted=len(prompt) + NEW_TOKENS)
+            first = self._driver.admit(prompt, 1, allocated=len(prompt) + NEW_TOKENS)
             while not first.tokens:
                 self._driver.step()
             count = (len(prompt) - 1) // BLOCK

@@ -51,7 +51,7 @@ def run(engine: Engine, sequences: int, prompt_tokens: int, new_tokens: int) -> 
         done += len(starting)
         number += 1
         chunks = tuple((admission.slot, prompt_tokens) for admission in starting)
-        engine.apply(Orders(number=number, admit=starting, prefill=chunks))
+        engine.apply(Orders(number=number, placements=starting, prefill=chunks))
         if (result := engine.step()) is None:
             break
         now = time.perf_counter()

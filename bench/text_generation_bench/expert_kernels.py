@@ -14,9 +14,13 @@ from torch.nn import functional
 from text_generation_bench.kernel_timing import Launch, Table, randn, timed
 from text_generation_shard.engines.torch.kernels import experts as kernels
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
-from text_generation_shard.engines.torch.model.routing import Routed, softmax_top_k
-from text_generation_shard.engines.torch.ops.activation import GatedActivation
-from text_generation_shard.engines.torch.ops.experts import ExpertLinear, experts_by_loop
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.layers.expert_linear import (
+    ExpertLinear,
+    Routed,
+    experts_by_loop,
+    softmax_top_k,
+)
 
 MAX_ERROR = 2e-2
 ROWS = (1, 32, 128, 256, 2048)

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_bench.gpu_server import QUANTIZATIONS, SHAPES, last_lines, launched, shaped_folder
-from text_generation_shard.engines.torch.model.config import ModelConfig, read_model_config
-from text_generation_shard.engines.torch.quantization.layers import projection_itemsize
+from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
+from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
 
 COPY_BYTES = 4 << 30
 COPIES = 20

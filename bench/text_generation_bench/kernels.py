@@ -40,13 +40,13 @@ from text_generation_bench.kernel_timing import (
     randn,
     timed,
 )
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.kernels import activation, embedding, matvec, norm, rope
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.decode_launch import Merge, config_for
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
-from text_generation_shard.engines.torch.kernels.step import DecodeStep, RopeStep
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.model.rope import rotary_table
+from text_generation_shard.engines.torch.kernels.operands import DecodeStep, RopeStep
+from text_generation_shard.engines.torch.layers.rope import rotary_table
 
 EPS = 1e-5
 FEW_ROWS = (1, 2, 3, 4)

@@ -30,12 +30,13 @@ from text_generation_bench.kernel_timing import (
     randn,
     timed,
 )
-from text_generation_shard.engines.torch.model.linear import Projection, ShardRange
-from text_generation_shard.engines.torch.quantization.format import WeightFormat
-from text_generation_shard.engines.torch.quantization.formats.float4 import Mxfp4Format
-from text_generation_shard.engines.torch.quantization.formats.float8 import FP8, Fp8BlockFormat
-from text_generation_shard.engines.torch.quantization.formats.packed_integers import PackedIntegerFormat
-from text_generation_shard.engines.torch.quantization.humming import INVARIANT, HummingLinear
+from text_generation_shard.engines.torch.layers.linear import Projection
+from text_generation_shard.engines.torch.layers.quantized.humming import HummingLinear
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+from text_generation_shard.engines.torch.weights.quantization.format import WeightFormat
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import Mxfp4Format
+from text_generation_shard.engines.torch.weights.quantization.formats.float8 import FP8, Fp8BlockFormat
+from text_generation_shard.engines.torch.weights.quantization.formats.packed_integers import PackedIntegerFormat
 
 FORMATS: dict[str, WeightFormat] = {
     "int4": PackedIntegerFormat(bits=4, group_size=128, symmetric=True),
@@ -44,6 +45,8 @@ FORMATS: dict[str, WeightFormat] = {
     "mxfp4": Mxfp4Format(),
 }
 NAME = "model.layers.0.mlp.down_proj.weight"
+INVARIANT = '{"use_batch_invariant": true}'
+"""The option of humming that makes a row of a result independent of the other rows: half as fast at one row."""
 
 
 def main() -> None:

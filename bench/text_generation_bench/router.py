@@ -43,6 +43,7 @@ from text_generation_bench.load.dialects import PATHS, AnswerStream
 from text_generation_bench.load.http_client import HttpClient
 from text_generation_bench.router_processes import cpu_seconds, servers, terminate_process, workers
 from text_generation_proto.client import ShardClient
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
 from text_generation_router.scheduling.policy import Policy
@@ -242,15 +243,23 @@ async def time_to_first_token(port: int, count: int) -> float:
 
 async def direct_time_to_first_token(address: str, count: int) -> float:
     """Return the median time to first token directly from the shard, in seconds."""
+    sequence = pb.NewSequence(
+        prompt=range(100),
+        blocks=range(7),
+        sampling=pb.Sampling(greedy=True),
+        stopping=pb.Stopping(max_new_tokens=2),
+    )
     times = []
     async with ShardClient.connect(address) as shard:
-        pool = await shard.warm_up()
-        async with shard.session(pool) as session:
-            for _ in range(count):
-                started = time.perf_counter()
-                async for token in session.generate(range(100), max_new_tokens=2):
-                    if token.finish_reason is None:
-                        times.append(time.perf_counter() - started)
+        await shard.warm_up()
+        call = shard.run()
+        for number in range(1, count + 1):
+            started = time.perf_counter()
+            await call.write(pb.Orders(number=number, placements=[sequence], prefill_slots=[0], prefill_tokens=[100]))
+            while isinstance(report := await call.read(), pb.StepReport) and not report.finished:
+                if report.slots:
+                    times.append(time.perf_counter() - started)
+        call.cancel()
     return statistics.median(times)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import tempfile
@@ -52,12 +51,10 @@ def _router_options(address: str, model: Path, port: int) -> list[str]:
     ]
 
 
-def start(
-    command: str, *arguments: str, env: Mapping[str, str] | None = None, fds: tuple[int, ...] = ()
-) -> subprocess.Popen[bytes]:
-    """Start one of our commands, which inherits `fds`; it logs only errors."""
+def start(command: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start one of our commands; it logs only errors."""
     program = [str(Path(sys.executable).with_name(command)), "--log-level=error", *arguments]
-    return subprocess.Popen(program, env=env, pass_fds=fds)
+    return subprocess.Popen(program, env=env)
 
 
 def terminate_process(pid: int) -> None:
@@ -76,14 +73,11 @@ def workers(model: Path, step_ms: float, count: int) -> Iterator[tuple[list[int]
     with tempfile.TemporaryDirectory() as folder:
         address, port = f"unix://{folder}/shard", free_port()
         shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
-        options = [*_router_options(address, model, port), f"--http-workers={count}", f"--front-socket={folder}/front"]
+        options = [*_router_options(address, model, port), f"--http-workers={count}", f"--worker-socket={folder}/link"]
         processes = [start("text-generation-router", *options, "--role=scheduler")]
-        counts = os.memfd_create("counts")
-        of_worker = "--role=http", f"--counts-fd={counts}"
         for number in range(count):
-            flags = *options, *of_worker, f"--http-worker={number}"
-            processes.append(start("text-generation-router", *flags, fds=(counts,)))
-        os.close(counts)
+            flags = *options, "--role=http", f"--http-worker={number}"
+            processes.append(start("text-generation-router", *flags))
         try:
             for process in processes[1:]:
                 asyncio.run(_until_listening(process.pid, port))

@@ -15,17 +15,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from text_generation_launcher.config import LauncherCheckConfig, LauncherConfig, read_settings, size_in_bytes
+from text_generation_common.command_line import exit_with_usage_error, print_to_end
+from text_generation_common.cpus import usable_cpus
+from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.lifeline import open_lifeline
+from text_generation_common.options import options_by_topic
+from text_generation_launcher.config import LauncherCheckConfig, LauncherConfig, read_config, size_in_bytes
 from text_generation_launcher.counts import count_shards
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.launch import START_ERRORS, check_settings, devices_for_shards
-from text_generation_launcher.model import local_folder, resolve_headers
+from text_generation_launcher.model import resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, make_plan
-from text_generation_proto.cpus import usable_cpus
-from text_generation_proto.exit_codes import CannotServe, ExitCode
-from text_generation_proto.lifeline import open_lifeline
-from text_generation_proto.options import options_by_topic
-from text_generation_proto.settings import exit_with_usage_error, print_to_end
+from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.assemble import find_call_format
 from text_generation_router.chat.template_files import ChatTemplateError, load_templates
@@ -42,10 +43,10 @@ def check_command(arguments: Sequence[str], environ: Mapping[str, str]) -> Launc
     argv = [argument if argument != "--json" else "--json-output" for argument in arguments]
     if {"-h", "--help"}.isdisjoint(argument.partition("=")[0] for argument in argv):
         argv = _with_model(argv)
-    config = read_settings(LauncherCheckConfig, argv, environ)
+    config = read_config(argv, environ, LauncherCheckConfig)
     for name in ("env", "print_config"):
         if getattr(config, name):
-            exit_with_usage_error(LauncherCheckConfig, f"--{name.replace('_', '-')} is no flag of check")
+            exit_with_usage_error(LauncherCheckConfig, f"check does not accept --{name.replace('_', '-')}")
     return config
 
 
@@ -78,16 +79,12 @@ async def check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> Exit
 async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     devices = await devices_for_shards(config, environ)
     if config.memory and config.device != "cpu":
-        wanted = count_shards(config, replace(devices, count=max(devices.count, 1))) * config.num_replicas
-        devices = replace(devices, count=wanted, name=f"GPU of {config.memory}")
+        count = count_shards(config, replace(devices, count=max(devices.count, 1))) * config.num_replicas
+        devices = replace(devices, count=count, name=f"GPU of {config.memory}")
     checked = check_settings(config, environ, devices)
     with tempfile.TemporaryDirectory(prefix="text-generation-check-") as temporary, open_lifeline() as lifeline_fd:
-        folder = local_folder(config.model_id)
-        if folder is None:
-            folder = await resolve_headers(config, environ, lifeline_fd, Path(temporary))
-        context = LaunchContext(
-            devices, usable_cpus(), folder, Path(temporary), lifeline_fd, log_drops_fd=-1, environ=environ
-        )
+        folder = await resolve_model(config, environ, GracefulShutdown(), lifeline_fd, Path(temporary))
+        context = LaunchContext(devices, usable_cpus(), folder, Path(temporary), lifeline_fd, environ=environ)
         plan = make_plan(checked, context)
         model = await _check_shard(config, plan) if plan.shards else None
         found = {

@@ -5,6 +5,7 @@ Imports nothing of TensorRT-LLM; the shard checks the rest.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.counts import PlanError, count_processes
 from text_generation_launcher.devices import Devices
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options, split_ranks
+from text_generation_shard.engines.tensorrt_llm.options import adapt_options, check_options, read_options, split_ranks
 
 LAST_PORT = 65535
 PROGRAMS = {"mpirun": "it comes with Open MPI (openmpi-bin)", "trtllm-llmapi-launch": "it comes with TensorRT-LLM"}
@@ -44,7 +45,7 @@ def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
         raise PlanError("the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it")
     if config.trtllm_options:
         try:
-            options = read_options(config.trtllm_options)
+            options = adapt_options(read_options(config.trtllm_options))
             check_options(options, None)
             if config.num_shard is not None:
                 split_ranks(config.num_shard, options)
@@ -52,6 +53,17 @@ def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
             raise PlanError(str(error)) from error
     if config.trtllm_launch == "mpirun":
         _check_mpirun(config, environ)
+
+
+def sized_by_options(config: LauncherConfig) -> LauncherConfig:
+    """Return the settings with `num_shard` from the sizes in --trtllm-options, unless it is set. Raises PlanError."""
+    if config.engine != "tensorrt-llm" or not config.trtllm_options or config.sharded or config.num_shard is not None:
+        return config
+    try:
+        gpus = math.prod(split_ranks(None, read_options(config.trtllm_options)))
+    except EngineError as error:
+        raise PlanError(str(error)) from error
+    return config.model_copy(update={"num_shard": gpus}) if gpus > 1 else config
 
 
 def _check_mpirun(config: LauncherConfig, environ: Mapping[str, str]) -> None:
@@ -97,7 +109,7 @@ def check_ports(config: LauncherConfig, devices: Devices) -> None:
             continue
         last = first + shards - 1
         if last > LAST_PORT:
-            raise PlanError(f"`{name}`({first}) for {shards} shards: there is no port {last}")
+            raise PlanError(f"`{name}`({first}) for {shards} shards: port {last} does not exist")
         for port in range(first, last + 1):
             if port in taken:
                 raise PlanError(f"`{name}`({first}) for {shards} shards: {port} {taken[port]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -12,13 +13,13 @@ from contextlib import ExitStack, suppress
 
 import structlog
 
+from text_generation_common import heartbeat
+from text_generation_common.descriptors import DescriptorReserve
+from text_generation_common.logs import COLOUR, PRIORITIES, VARIABLE, LogReader, escape, log_reader
+from text_generation_common.progress import RELAYED, show
 from text_generation_launcher import hangs, orphans
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracePeriod
-from text_generation_launcher.status_line import show_state, take_state
-from text_generation_proto import heartbeat
-from text_generation_proto.descriptors import DescriptorReserve
-from text_generation_proto.logs import COLOUR, PRIORITIES, VARIABLE, LogReader, escape, log_reader
 from text_generation_proto.v1 import shard_pb2 as pb
 
 OUTPUT_TIMEOUT = 2.0
@@ -28,6 +29,9 @@ RESET = "\x1b[0m"
 MAX_LINE_BYTES = 64 * 1024
 """Longest line of a child's output; a longer one is split."""
 
+_states: dict[str, str] = {}
+"""The progress of each child that tells it, by its name, as the line of the terminal shows it."""
+
 log = structlog.get_logger()
 
 
@@ -36,7 +40,7 @@ class ChildFailed(Exception):
 
 
 class ChildLost(Exception):
-    """The router is not worth another restart, or the last shard ended and restarts are disabled."""
+    """The router has reached the restart limit, or the last shard ended and restarts are disabled."""
 
 
 class ShardsHopeless(Exception):
@@ -47,7 +51,6 @@ async def run_to_end(
     spec: ChildSpec,
     grace_period: GracePeriod,
     *,
-    json_output: bool,
     hung: asyncio.Event | None = None,
     described: asyncio.Future[pb.InfoResponse] | None = None,
     reserve: DescriptorReserve | None = None,
@@ -88,9 +91,15 @@ async def run_to_end(
                     process_group=0,
                 )
         async with asyncio.TaskGroup() as tasks:
-            forwarding = tasks.create_task(forward_output(reader, spec.name, json_output=json_output))
+            forwarding = tasks.create_task(forward_output(reader, spec.name, json_output=spec.config.json_output))
             watching = tasks.create_task(
-                hangs.abort_if_hung(spec, process.pid, heartbeat_fd, hung or asyncio.Event(), described)
+                hangs.abort_if_hung(
+                    spec,
+                    process.pid,
+                    heartbeat_fd,
+                    hung or asyncio.Event(),
+                    described or asyncio.get_running_loop().create_future(),
+                )
             )
             companion = None if beside is None else tasks.create_task(beside(process))
             try:
@@ -168,15 +177,27 @@ async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output
         if line:  # a last line without a line break
             _write_lines(bytes(line), name, json_output=json_output)
     finally:  # also where another process holds the output and is waited for no longer
-        show_state(name, "")
+        _show_state(name, "")
 
 
 def _write_lines(lines: bytes, name: str, *, json_output: bool) -> None:
     for line in lines.split(b"\n"):
-        if not json_output and take_state(name, line):
+        if not json_output and line.startswith(RELAYED.encode()):
+            _show_state(name, line[len(RELAYED) :].decode(errors="backslashreplace").strip())
             continue
         sys.stderr.buffer.write(label(line, name, json_output=json_output))  # does not block: a LogWriter
     sys.stderr.buffer.flush()
+
+
+def _show_state(name: str, text: str) -> None:
+    """Show the progress of a child in place of its last one; "" removes it."""
+    if _states.get(name, "") == text:
+        return
+    _states.pop(name, None)
+    if text:
+        _states[name] = escape(text)
+    columns = shutil.get_terminal_size().columns
+    show(" · ".join(f"{name}: {state}" for name, state in sorted(_states.items()))[: columns - 1])
 
 
 def label(line: bytes, name: str, *, json_output: bool) -> bytes:

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 
 import structlog
 
+from text_generation_common.command_line import exit_with_usage_error, print_to_end
+from text_generation_common.effective import print_config
+from text_generation_common.exit_codes import ExitCode
+from text_generation_common.logs import configure_logging
+from text_generation_common.resource_limits import apply_limits, low_limits, memory_is_out
+from text_generation_common.secrets import erase_secrets
 from text_generation_launcher.config import COMMANDS, SAGEMAKER_PORT, SAGEMAKER_VARIABLES, LauncherConfig, read_config
 from text_generation_launcher.init import fork_from_init
-from text_generation_proto.effective import print_config
-from text_generation_proto.exit_codes import ExitCode
-from text_generation_proto.logs import configure_logging
-from text_generation_proto.resource_limits import apply_limits, low_limits, memory_is_out
-from text_generation_proto.secrets import erase_secrets
-from text_generation_proto.settings import exit_with_usage_error, print_to_end
 
 
 def run() -> None:
@@ -35,7 +35,9 @@ def run() -> None:
         sys.exit(_check(argv[1:]))
     only_env = argv[:1] == ["env"]
     if argv[:1] == ["serve"]:
-        config = read_config([*argv[1:], "--port", SAGEMAKER_PORT], os.environ, SAGEMAKER_VARIABLES)
+        config: LauncherConfig = read_config(
+            [*argv[1:], "--port", SAGEMAKER_PORT], os.environ, further=SAGEMAKER_VARIABLES
+        )
     else:
         config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
     try:

@@ -7,9 +7,9 @@ from typing import Any
 
 import shtab
 
+from text_generation_common.help import first_sentence
+from text_generation_common.options import Option, options_by_topic
 from text_generation_launcher.config import COMMANDS, LauncherCheckConfig, LauncherConfig
-from text_generation_proto.help import first_sentence
-from text_generation_proto.options import Option, options_by_topic
 
 SHELLS = ("bash", "zsh", "fish")
 FOLDERS = ("model_id", "huggingface_hub_cache")

@@ -14,10 +14,11 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
-from text_generation_proto.lora import parse_adapters
-from text_generation_proto.settings import ProcessConfig, exit_with_usage_error, parse_config
-from text_generation_proto.sockets import join_host_port, split_host_port
-from text_generation_proto.topics import Topic
+from text_generation_common.command_line import exit_with_usage_error, parse_config
+from text_generation_common.lora import parse_adapters
+from text_generation_common.settings import ProcessConfig
+from text_generation_common.topics import Topic
+from text_generation_proto.addresses import join_host_port, split_host_port
 from text_generation_router.config import CommaList, RouterSettings
 from text_generation_shard.config import ShardSettings
 
@@ -220,9 +221,9 @@ class LauncherConfig(
         if self.trtllm_launch != "mpirun":
             raise ValueError("`trtllm_hosts` is for --trtllm-launch mpirun")
         if wrong := next((host for host in self.trtllm_hosts if not re.fullmatch(r"\w[\w.-]*", host)), None):
-            raise ValueError(f"`trtllm_hosts`: {wrong!r} is no name of a host")
+            raise ValueError(f"`trtllm_hosts`: invalid host name {wrong!r}")
         if len(set(self.trtllm_hosts)) < len(self.trtllm_hosts):
-            raise ValueError("`trtllm_hosts`: a host is given twice")
+            raise ValueError("`trtllm_hosts`: duplicate host")
         if self.num_replicas > 1 or self.places != "local":
             raise ValueError("`trtllm_hosts`: the ranks of several hosts are one replica, started from this host")
 
@@ -274,7 +275,7 @@ def size_in_bytes(text: str) -> int:
     if not text:
         return 0
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", text)
-    # Powers of two, as the memory of GPUs is given.
+    # Powers of two, the unit of GPU memory.
     size = int(float(found[1]) * (1 << 10 * " KMGT".index(found[2] or " "))) if found else 0
     if size <= 0:
         raise ValueError("expected a size such as 80GiB")
@@ -296,22 +297,15 @@ Settings = TypeVar("Settings", bound=LauncherConfig)
 
 
 def read_config(
-    argv: Sequence[str], environ: Mapping[str, str] = os.environ, further: Mapping[str, str] = MappingProxyType({})
-) -> LauncherConfig:
-    """Return the launcher's settings. Invalid ones: one line on standard error and exit code USAGE.
+    argv: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    config: type[Settings] = LauncherConfig,  # type: ignore[assignment]  # mypy knows no defaults of type variables
+    further: Mapping[str, str] = MappingProxyType({}),
+) -> Settings:
+    """Return the settings of the launcher or of one of its commands. Invalid ones: one line on standard error and exit code USAGE.
 
     `further`: variables from which settings take their defaults, by the name of the setting.
     """
-    return read_settings(LauncherConfig, argv, environ, further)
-
-
-def read_settings(
-    config: type[Settings],
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    further: Mapping[str, str] = MappingProxyType({}),
-) -> Settings:
-    """Return the settings of the launcher or of one of its commands. Invalid ones: one line on standard error and exit code USAGE."""
     for name, instead in UNSUPPORTED.items():
         flag = f"--{name.replace('_', '-')}"
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):

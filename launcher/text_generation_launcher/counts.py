@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices
+from text_generation_shard.config import device_number
 
 
 class PlanError(Exception):
@@ -18,7 +17,7 @@ def count_partitions(config: LauncherConfig, devices: Devices) -> int:
         return 0
     partitions = _on_one_node(config, count_shards(config, devices))
     total = partitions * config.num_replicas
-    if (number := device_number(config)) is not None and partitions > 1:
+    if (number := device_number(config.device)) is not None and partitions > 1:
         raise PlanError(f"`device` is {config.device}, and {partitions} shards take a device each")
     if config.num_replicas > 1 and on_devices(config, devices) and number is not None:
         raise PlanError(f"`device` is {config.device}, and {config.num_replicas} replicas take a device each")
@@ -51,25 +50,19 @@ def gpus_per_shard(config: LauncherConfig, devices: Devices) -> int:
     return count_shards(config, devices) // count_processes(config, devices) if on_devices(config, devices) else 0
 
 
-def device_number(config: LauncherConfig) -> int | None:
-    """Return N for `--device cuda:N`, else None."""
-    match = re.fullmatch(r"cuda:(\d+)", config.device)
-    return None if match is None else int(match[1])
-
-
 def count_shards(config: LauncherConfig, devices: Devices) -> int:
     """Return the number of partitions to split the model into (TGI: shards). Raises PlanError."""
-    wanted = config.num_shard
-    if config.nodes > 1 and wanted is None:
-        wanted = max(1, devices.count) * config.nodes
+    requested = config.num_shard
+    if config.nodes > 1 and requested is None:
+        requested = max(1, devices.count) * config.nodes
     if config.sharded:
-        if wanted is None and devices.count <= 1:
+        if requested is None and devices.count <= 1:
             raise PlanError(f"`sharded` is true but only found {devices.count} CUDA devices")
-        if wanted is not None and wanted <= 1:
+        if requested is not None and requested <= 1:
             raise PlanError("`sharded` is true but `num_shard` <= 1")
-        wanted = devices.count if wanted is None else wanted
+        requested = devices.count if requested is None else requested
     # Without either setting TGI uses all visible devices. A model that fits in one device serves more as replicas.
-    num_shard = 1 if wanted is None else wanted
+    num_shard = 1 if requested is None else requested
     if num_shard > 1 and config.engine == "echo":
         raise PlanError(
             f"{num_shard} shards were asked for (--num-shard, --sharded): the echo engine has no model to split"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
-from text_generation_launcher.daemon_call import call_in_daemon
 from text_generation_shard.gpus import NO_GPU, Gpu, GpusUnreadable, driver_version, read_gpus, visible_gpus
 
 NVML_TIMEOUT = 30.0
 """Seconds; the first call after boot initialises the driver."""
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,25 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
     return Devices(count, None if first is None else first.name, gpus, usable, driver)
 
 
+async def call_in_daemon(function: Callable[[], T], seconds: float) -> T:
+    """Return what `function` returns, or raise its error; TimeoutError after `seconds`.
+
+    It runs in a daemon thread: the process can end although the call of a library never does.
+    """
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def call() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name=function.__name__, daemon=True).start()
+    async with asyncio.timeout(seconds):
+        return await asyncio.wrap_future(answer)
+
+
 def _read() -> tuple[tuple[Gpu, ...], str]:
     return read_gpus(), driver_version()
 
@@ -69,8 +93,9 @@ def count_visible(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def nth_visible(environ: Mapping[str, str], n: int) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES for only the n-th (from 0) visible device."""
+def some_visible(environ: Mapping[str, str], first: int, count: int = 1) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES for `count` visible devices from number `first` (from 0) on only."""
     value = environ.get("CUDA_VISIBLE_DEVICES")
     # NVIDIA_VISIBLE_DEVICES belongs to the container runtime; inside, devices are numbered from 0 again.
-    return str(n) if value is None else value.split(",")[n].strip()
+    names = list(map(str, range(first + count))) if value is None else [name.strip() for name in value.split(",")]
+    return ",".join(names[first : first + count])

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -30,12 +31,13 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
-from text_generation_proto.exit_codes import ExitCode
-from text_generation_proto.lifeline import follow_parent
-from text_generation_proto.logs import configure_logging
-from text_generation_proto.one_line import one_line
-from text_generation_proto.progress import WorkProgress
-from text_generation_proto.settings import ChildConfig, parse_config
+from text_generation_common.command_line import parse_config
+from text_generation_common.exit_codes import ExitCode
+from text_generation_common.lifeline import follow_parent
+from text_generation_common.logs import configure_logging
+from text_generation_common.one_line import one_line
+from text_generation_common.progress import WorkProgress
+from text_generation_common.settings import ChildConfig
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Configuration, tokenizer, templates."""
@@ -43,6 +45,9 @@ WEIGHTS = ("*.safetensors",)
 """Never pickle files: loading them runs code."""
 ENGINES = ("*.engine",)
 """Engines compiled from weights, which TensorRT-LLM ≤ 1.2 loads too."""
+
+HUB_ERRORS = (HfHubHTTPError, OfflineModeIsEnabled, EntryNotFoundError, HFValidationError, OSError)
+"""Errors of a call of the hub."""
 
 log = structlog.get_logger()
 
@@ -100,10 +105,11 @@ def fetch(config: DownloadConfig) -> Path:
                 cache_dir=config.cache_dir,
                 allow_patterns=[*SMALL_FILES, *weight_patterns],
                 ignore_patterns=["*/*"],
+                local_files_only=HF_HUB_OFFLINE,  # some versions ask the hub all the same, for a commit
                 tqdm_class=_Progress,
             )
         )
-    except (HfHubHTTPError, OfflineModeIsEnabled, EntryNotFoundError, HFValidationError, OSError) as error:
+    except HUB_ERRORS as error:
         raise DownloadError(_reason(error, config)) from error
     if weight_patterns and not any(path for pattern in weight_patterns for path in folder.glob(pattern)):
         raise DownloadError(
@@ -121,13 +127,7 @@ def fetch_headers(config: DownloadConfig, folder: Path) -> Path:
     if config.weights:
         try:
             metadata = HfApi().get_safetensors_metadata(config.model_id, revision=config.revision)
-        except (
-            HfHubHTTPError,
-            OfflineModeIsEnabled,
-            NotASafetensorsRepoError,
-            SafetensorsParsingError,
-            OSError,
-        ) as error:
+        except (*HUB_ERRORS, NotASafetensorsRepoError, SafetensorsParsingError) as error:
             raise DownloadError(_reason(error, config)) from error
         for name, file in metadata.files_metadata.items():
             write_header(folder / Path(name).name, file.tensors)

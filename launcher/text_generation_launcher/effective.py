@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from text_generation_common.cpus import usable_cpus
+from text_generation_common.effective import DEFAULT, Effective
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.launch import check_settings, devices_for_shards, socket_folder
 from text_generation_launcher.model import local_folder
 from text_generation_launcher.plan import SECRETS, ChildSpec, LaunchContext, make_plan
-from text_generation_proto.cpus import usable_cpus
-from text_generation_proto.effective import DEFAULT, Effective
 
 DERIVED = "launcher"
 """The source of a setting that the launcher derives from others, from the machine or from the model."""
@@ -28,7 +28,6 @@ async def effective_settings(config: LauncherConfig, environ: Mapping[str, str])
             local_folder(config.model_id) or Path(f"<download of {config.model_id}>"),
             folder,
             lifeline_fd=-1,
-            log_drops_fd=-1,
             environ=environ,
         )
         plan = make_plan(checked, context)

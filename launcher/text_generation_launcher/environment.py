@@ -8,24 +8,14 @@ import platform
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, version
 
+from text_generation_common.effective import masked
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices, find_devices
-from text_generation_proto.effective import masked
 from text_generation_shard.gpus import Gpu, core_list
 
 _PACKAGES = (
-    *(
-        "text-generation-trtllm",
-        "safetensors",
-        "accelerate",
-        "humming-kernels",
-        "ray",
-        "huggingface-hub",
-        "pydantic",
-        "uvloop",
-        "numpy",
-    ),
-    *("torch", "triton", "flashinfer-python", "tensorrt-llm", "tensorrt", "cuda-python"),
+    *("text-generation-trtllm", "safetensors", "accelerate", "humming-kernels", "ray", "huggingface-hub", "pydantic"),
+    *("uvloop", "numpy", "torch", "triton", "flashinfer-python", "tensorrt-llm", "tensorrt", "cuda-python"),
     *("cuda-core", "cuda-bindings", "transformers", "tokenizers", "llguidance", "grpcio", "aiohttp"),
 )
 

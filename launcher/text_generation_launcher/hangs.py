@@ -22,8 +22,8 @@ from typing import Never
 import structlog
 from google.protobuf.message import DecodeError
 
+from text_generation_common.heartbeat import ALIVE, CHECK_EVERY_S, HANG_TIMEOUT_S, MAX_DESCRIPTION, STUCK, Silence
 from text_generation_launcher.plan import ChildSpec
-from text_generation_proto.heartbeat import ALIVE, CHECK_EVERY_S, HANG_TIMEOUT_S, MAX_DESCRIPTION, STUCK, Silence
 from text_generation_proto.v1 import shard_pb2 as pb
 
 ABORT_GRACE = 1.0
@@ -48,7 +48,7 @@ async def abort_if_hung(
     process_group: int,
     heartbeat_fd: int,
     hung: asyncio.Event,
-    described: asyncio.Future[pb.InfoResponse] | None = None,
+    described: asyncio.Future[pb.InfoResponse],
 ) -> None:
     """Set `hung` when the child hangs. End its process group once `hung` is set, by this child or another.
 
@@ -66,14 +66,14 @@ async def abort_if_hung(
 
 
 async def _watch(
-    spec: ChildSpec, heartbeat_fd: int, hung: asyncio.Event, described: asyncio.Future[pb.InfoResponse] | None
+    spec: ChildSpec, heartbeat_fd: int, hung: asyncio.Event, described: asyncio.Future[pb.InfoResponse]
 ) -> None:
     try:
         line = await _first_line(heartbeat_fd, spec.hang_timeout and max(spec.hang_timeout, HANG_TIMEOUT_S))
         if line is None:
             return
         description = pb.InfoResponse.FromString(b64decode(line, validate=True))
-        if described is not None and not described.done():
+        if not described.done():
             described.set_result(description)
         await _until_silent(heartbeat_fd, spec.hang_timeout)
     except _ChildHangs as error:
@@ -85,7 +85,7 @@ async def _watch(
 
 
 async def _first_line(fd: int, timeout_s: float) -> bytes | None:
-    """Wait for the line; None if there is none because the child has closed its end. Raises _ChildHangs."""
+    """Wait for the line; None if the child has closed its end. Raises _ChildHangs."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     silence = Silence()

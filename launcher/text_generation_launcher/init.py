@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-from text_generation_proto.secrets import erase_secrets
+from text_generation_common.secrets import erase_secrets
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import structlog
 
-from text_generation_launcher.checks import check_engine, check_ports, check_router_files
+from text_generation_common.cpus import usable_cpus
+from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.heartbeat import send_heartbeats
+from text_generation_common.lifeline import open_lifeline
+from text_generation_common.notify import Notifier
+from text_generation_common.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket
+from text_generation_launcher.checks import check_engine, check_ports, check_router_files, sized_by_options
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.config import NO_EFFECT, LauncherConfig
 from text_generation_launcher.counts import PlanError, count_partitions, count_processes, gpus_per_shard
@@ -22,18 +28,12 @@ from text_generation_launcher.devices import Devices, find_devices
 from text_generation_launcher.environment import describe_environment
 from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec, make_plan
+from text_generation_launcher.replica import RunShard
 from text_generation_launcher.restarts import RestartPolicy
-from text_generation_launcher.shard_group import RunShard
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
+from text_generation_proto.addresses import socket_path, split_host_port
 from text_generation_proto.channel import read_certificates
-from text_generation_proto.cpus import usable_cpus
-from text_generation_proto.exit_codes import CannotServe, ExitCode
-from text_generation_proto.heartbeat import send_heartbeats
-from text_generation_proto.lifeline import open_lifeline
-from text_generation_proto.logs import share_dropped_lines
-from text_generation_proto.notify import Notifier
-from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket, socket_path, split_host_port
 from text_generation_router.config import listen_host
 from text_generation_shard.config import choose_engine
 
@@ -124,17 +124,14 @@ async def _serve(
                 model_path,
                 folder,
                 lifeline_fd,
-                share_dropped_lines(),
                 environ,
                 is_root=os.geteuid() == 0,
                 members_file=members_file,
-                connections_fd=os.memfd_create("connections") if config.http_workers > 1 else -1,
-                kept_counts_fd=os.memfd_create("kept") if config.http_workers > 1 else -1,
             )
             plan = make_plan(config, context)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
             with _claimed_addresses(plan, plan.shards if config.places == "local" else (), folder):
-                await Supervisor(plan, stop, restarts, notifier, run_shard, json_output=config.json_output).run()
+                await Supervisor(plan, stop, restarts, notifier, run_shard).run()
 
 
 def check_settings(config: LauncherConfig, environ: Mapping[str, str], devices: Devices) -> LauncherConfig:
@@ -142,6 +139,8 @@ def check_settings(config: LauncherConfig, environ: Mapping[str, str], devices: 
     engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
     token = config.shard_token or (secrets.token_hex(32) if config.parts == "all" else "")
     config = config.model_copy(update={"engine": engine, "shard_token": token})
+    if config.parts != "router":
+        config = sized_by_options(config)
     count_partitions(config, devices)
     check_ports(config, devices)
     if config.parts != "router":

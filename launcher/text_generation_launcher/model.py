@@ -8,12 +8,12 @@ from pathlib import Path
 
 import structlog
 
+from text_generation_common.lora import AdapterSource, adapters_to_text, parse_adapters
+from text_generation_common.settings import ChildConfig
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.plan import ChildSpec, child_argv, child_env
 from text_generation_launcher.shutdown import GracefulShutdown
-from text_generation_proto.lora import AdapterSource, adapters_to_text, parse_adapters
-from text_generation_proto.settings import ChildConfig
 
 DOWNLOAD_STOP_TIMEOUT = 5.0
 
@@ -27,25 +27,23 @@ class ModelError(Exception):
 
 
 async def resolve_model(
-    config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, lifeline_fd: int
+    config: LauncherConfig,
+    environ: Mapping[str, str],
+    stop: GracefulShutdown,
+    lifeline_fd: int,
+    headers_folder: Path | None = None,
 ) -> Path:
-    """Return the model's folder: --model-id itself, or the folder of the download. Raises ModelError."""
+    """Return the model's folder: --model-id itself, or the folder of the download. Raises ModelError.
+
+    With `headers_folder` a download fills that: with the small files, and of the weights only the headers.
+    """
     flags = (
         "--weights" if config.needs_weights else "--no-weights",
-        *(("--engines",) if config.engine == "tensorrt-llm" else ()),
+        *(("--engines",) if config.engine == "tensorrt-llm" and headers_folder is None else ()),
+        *((f"--headers-folder={headers_folder}",) if headers_folder is not None else ()),
         *((f"--revision={config.revision}",) if config.revision else ()),
     )
     return await _resolve(config.model_id, flags, config, environ, stop, lifeline_fd)
-
-
-async def resolve_headers(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: int, folder: Path) -> Path:
-    """Return `folder`, with the small files of a model of the hub and the headers of its weights. Raises ModelError."""
-    flags = (
-        "--weights" if config.needs_weights else "--no-weights",
-        f"--headers-folder={folder}",
-        *((f"--revision={config.revision}",) if config.revision else ()),
-    )
-    return await _resolve(config.model_id, flags, config, environ, GracefulShutdown(reloads=False), lifeline_fd)
 
 
 async def resolve_adapters(
@@ -78,7 +76,6 @@ async def _resolve(
             code = await run_to_end(
                 _download(model_id, flags, config, environ, lifeline_fd, write_fd),
                 stop.grace_period,
-                json_output=config.json_output,
             )
         finally:
             os.close(write_fd)
@@ -120,15 +117,13 @@ def _download(
     lifeline_fd: int,
     result_fd: int,
 ) -> ChildSpec:
+    settings = ChildConfig.of(json_output=config.json_output, log_level=config.log_level, lifeline_fd=lifeline_fd)
     argv = (
-        *child_argv(
-            "text_generation_launcher.download",
-            ChildConfig.of(json_output=config.json_output, log_level=config.log_level, lifeline_fd=lifeline_fd),
-        ),
+        *child_argv("text_generation_launcher.download", settings),
         f"--model-id={model_id}",
         f"--result-fd={result_fd}",
         *flags,
         *((f"--cache-dir={config.huggingface_hub_cache}",) if config.huggingface_hub_cache else ()),
     )
     env = child_env(environ, ChildConfig) | hub_tokens(environ)
-    return ChildSpec("download", argv, env, (lifeline_fd, result_fd), DOWNLOAD_STOP_TIMEOUT)
+    return ChildSpec("download", argv, env, (lifeline_fd, result_fd), DOWNLOAD_STOP_TIMEOUT, config=settings)

@@ -29,19 +29,21 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import structlog
 
+from text_generation_common import heartbeat
+from text_generation_common.command_line import parse_config
+from text_generation_common.exit_codes import ExitCode, exit_fields
+from text_generation_common.lifeline import follow_parent
+from text_generation_common.logs import configure_logging
+from text_generation_common.secrets import erase
+from text_generation_common.settings import ChildConfig
+from text_generation_common.stop_signals import StopSignals, wait_for_any
 from text_generation_launcher import env_relay, orphans
-from text_generation_proto import heartbeat
-from text_generation_proto.exit_codes import ExitCode, exit_fields
-from text_generation_proto.lifeline import follow_parent
-from text_generation_proto.logs import configure_logging, share_dropped_lines
-from text_generation_proto.secrets import erase
-from text_generation_proto.settings import ChildConfig, parse_config
 
 SEPARATOR = "--"
 """Argument before mpirun's command, and before the shard's."""
@@ -64,7 +66,7 @@ AS_ROOT = {
 """Without these, Open MPI's mpirun and the daemon through which Open MPI 5 spawns refuse to run as root, as in containers."""
 
 DEFAULTS = {
-    # Open MPI 4 counts one slot per core and starts no ranks if there are too few; TensorRT-LLM then waits for ever.
+    # Open MPI 4 counts one slot per core and starts no ranks if there are too few; TensorRT-LLM then waits forever.
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     # gRPC's fork handlers are not needed: only new programs are started.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
@@ -209,9 +211,7 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], inherited: Sequence[i
 
     Returns its exit code as a shell counts it, or FAILED if the ranks ended first.
     """
-    stopping = asyncio.Event()
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
+    stopping = StopSignals().stop
     receiver = _EnvironmentReceiver()
     async with receiver.listen() as variables:
         secret = {name: os.environ[name] for name in SHARD_ONLY if name in os.environ}
@@ -220,7 +220,7 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], inherited: Sequence[i
             *mpirun, env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL
         )
         try:
-            await _first(receiver.received.wait(), ranks.wait(), stopping.wait())
+            await wait_for_any(receiver.received.wait(), ranks.wait(), stopping.wait())
             if stopping.is_set():
                 return ExitCode.STOPPED
             if receiver.environ is None:
@@ -245,7 +245,7 @@ async def _run_shard(
         stdin=asyncio.subprocess.DEVNULL,
         pass_fds=inherited,
     )
-    await _first(process.wait(), ranks.wait(), stopping.wait())
+    await wait_for_any(process.wait(), ranks.wait(), stopping.wait())
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()
@@ -276,19 +276,6 @@ async def _end_ranks(ranks: asyncio.subprocess.Process) -> None:
     await ranks.wait()
 
 
-async def _first(*awaitables: Awaitable[object]) -> None:
-    """Wait until one of the awaitables is done, then cancel the others."""
-
-    async def wait(awaitable: Awaitable[object]) -> None:
-        await awaitable
-
-    async with asyncio.TaskGroup() as tasks:
-        waits = [tasks.create_task(wait(awaitable)) for awaitable in awaitables]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in waits:
-            task.cancel()
-
-
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Split a command line into our settings, mpirun's command and the shard's command."""
     first = argv.index(SEPARATOR)
@@ -308,9 +295,7 @@ def main() -> None:
 
     follow_parent(config.lifeline_fd, cleanup=kill_descendants)
     configure_logging(config, f"shard-{config.replica}")
-    if config.log_drops_fd >= 0:
-        share_dropped_lines(config.log_drops_fd)
-    inherited = (config.lifeline_fd, config.log_drops_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
+    inherited = (config.lifeline_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
     sys.exit(asyncio.run(run(mpirun, shard, tuple(fd for fd in inherited if fd >= 0))))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from text_generation_proto.descriptors import DescriptorReserve
+from text_generation_common.descriptors import DescriptorReserve
 
 VARIABLE = "TEXT_GENERATION_CHILD"
 """Environment variable with the mark of the child that a process belongs to."""
@@ -35,14 +35,14 @@ def new_mark() -> str:
 
 def find(mark: str) -> list[int]:
     """Return the pids of the processes with this mark, except this one and zombies. Empty without /proc."""
-    wanted = f"{VARIABLE}={mark}".encode()
+    variable = f"{VARIABLE}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environ = (folder / "environ").read_bytes()
         except OSError:  # it has ended, or belongs to another user
             continue
-        if wanted in environ.split(b"\0") and (pid := int(folder.name)) != os.getpid():
+        if variable in environ.split(b"\0") and (pid := int(folder.name)) != os.getpid():
             found.append(pid)
     return found
 

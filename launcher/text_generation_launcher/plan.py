@@ -6,12 +6,15 @@ import dataclasses
 import ipaddress
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from pydantic_settings import CliApp
 
+from text_generation_common import notify
+from text_generation_common.secrets import is_secret
+from text_generation_common.settings import ChildConfig, ProcessConfig
 from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig, child_settings
 from text_generation_launcher.counts import (
@@ -19,17 +22,12 @@ from text_generation_launcher.counts import (
     count_partitions,
     count_processes,
     count_shards,
-    device_number,
     on_devices,
 )
-from text_generation_launcher.devices import Devices, nth_visible
-from text_generation_proto import notify
-from text_generation_proto.access import ShardAccess
-from text_generation_proto.secrets import is_secret
-from text_generation_proto.settings import ChildConfig, ProcessConfig
-from text_generation_proto.sockets import join_host_port
+from text_generation_launcher.devices import Devices, some_visible
+from text_generation_proto.addresses import join_host_port
 from text_generation_router.config import RouterConfig, listen_host
-from text_generation_shard.config import ShardConfig, shard_name
+from text_generation_shard.config import ShardConfig, device_number, shard_name
 
 STOP_MARGIN = 5.0
 """Seconds beyond its own timeout after which a stopping child is killed."""
@@ -63,8 +61,6 @@ class ShardSpec(ChildSpec):
     address: str
     group_address: str = ""
     """Address at which the shards of the replica meet; "" for a single shard."""
-    access: ShardAccess = field(default_factory=ShardAccess.of)
-    """Token and certificates for calls to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +108,16 @@ class LaunchContext:
     socket_folder: Path
     """Default folder of the shards' sockets."""
     lifeline_fd: int
-    log_drops_fd: int
-    """Eventfd from which the router reads how many log lines launcher and shards dropped."""
     environ: Mapping[str, str]
     is_root: bool = False
     """True if the launcher, and so every child, runs as root."""
     members_file: Path | None = None
     """The file from which the router reads the addresses of shards on other hosts."""
-    connections_fd: int = -1
-    """Memory in which the HTTP workers count their connections; -1: none."""
-    kept_counts_fd: int = -1
-    """Memory for the counts that outlive the scheduler process; -1: none."""
 
     @property
     def inherited_fds(self) -> tuple[int, ...]:
         """The descriptors that router and shards inherit."""
-        return tuple(fd for fd in (self.lifeline_fd, self.log_drops_fd) if fd >= 0)
+        return (self.lifeline_fd,) if self.lifeline_fd >= 0 else ()
 
 
 def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
@@ -181,7 +171,6 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
         "max_batch_size": config.max_batch_size or 0,
         "health_port": config.health_port and config.health_port + replica * here + number,
         "lifeline_fd": context.lifeline_fd,
-        "log_drops_fd": context.log_drops_fd,
         "shard_token": "",
     }
     if config.trace_steps and config.num_replicas > 1:
@@ -193,17 +182,18 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
         settings |= {"tensor_parallel": shards, "device": "auto", "gpus_per_node": shards // hosts if hosts > 1 else 0}
         env = mpi.rank_environment(env, as_root=context.is_root)
         if context.devices.count and config.hosts == 1:
-            env["CUDA_VISIBLE_DEVICES"] = _visible_devices(config, context, replica)
+            chosen = device_number(config.device)
+            first = replica * shards if chosen is None else chosen
+            env["CUDA_VISIBLE_DEVICES"] = some_visible(context.environ, first, shards)
     elif config.num_replicas * here > 1:
         if on_devices(config, context.devices):
-            env["CUDA_VISIBLE_DEVICES"] = nth_visible(context.environ, replica * here + number)
+            env["CUDA_VISIBLE_DEVICES"] = some_visible(context.environ, replica * here + number)
             if number == 0 and here > 1 and config.places == "local":
-                group = (nth_visible(context.environ, replica * here + each) for each in range(here))
-                settings["group_gpus"] = ",".join(group)
+                settings["group_gpus"] = some_visible(context.environ, replica * here, here)
         else:
             settings |= _cpu_share(config, context, config.num_replicas * here)
     if size > 1:
-        # torch.distributed would log stack traces for every consequence of a peer's death.
+        # torch.distributed would log many stack traces after the death of a peer.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     shard_config = ShardConfig.of(**settings)
     spec = ShardSpec(
@@ -218,18 +208,9 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
         address=address,
         group_address=group_address,
         hang_timeout=config.hang_timeout,
-        access=ShardAccess.of(**child_settings(config, ShardAccess)),
     )
     by_mpirun = config.engine == "tensorrt-llm" and config.trtllm_launch == "mpirun"
     return _with_mpirun(config, context, spec) if by_mpirun else spec
-
-
-def _visible_devices(config: LauncherConfig, context: LaunchContext, replica: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a replica that spreads over several devices itself: only its own."""
-    partitions = count_shards(config, context.devices)
-    number = device_number(config)
-    first = replica * partitions if number is None else number
-    return ",".join(nth_visible(context.environ, first + offset) for offset in range(partitions))
 
 
 def _with_mpirun(config: LauncherConfig, context: LaunchContext, shard: ShardSpec) -> ShardSpec:
@@ -237,7 +218,6 @@ def _with_mpirun(config: LauncherConfig, context: LaunchContext, shard: ShardSpe
     settings = child_settings(config, mpi.MpirunConfig) | {
         "replica": shard.replica,
         "lifeline_fd": context.lifeline_fd,
-        "log_drops_fd": context.log_drops_fd,
     }
     ranks, as_root = count_shards(config, context.devices), context.is_root
     mpirun = mpi.mpirun_command(ranks, as_root=as_root, hosts=config.trtllm_hosts, environ=shard.env)
@@ -286,7 +266,6 @@ def _router(
         "max_input_tokens": config.input_limit,
         "compute_type": config.compute_type or (compute_type(partitions, context.devices) if partitions else "unknown"),
         "lifeline_fd": context.lifeline_fd,
-        "log_drops_fd": context.log_drops_fd,
         "api_key": (),
         "shard_token": "",
     }
@@ -297,29 +276,28 @@ def _router(
         env["API_KEY"] = ",".join(config.api_key)
     if config.http_workers == 1:
         return (_router_process(config, context, settings, env | config.environ),)
-    settings["front_socket"] = str(context.socket_folder / "front")
-    counts = {"role": "scheduler", "counts_fd": context.kept_counts_fd}
-    scheduler = _router_process(config, context, settings | counts, env | config.environ, context.kept_counts_fd)
-    settings |= {"role": "http", "counts_fd": context.connections_fd}
+    settings["worker_socket"] = str(context.socket_folder / "link")
+    scheduler = _router_process(config, context, settings | {"role": "scheduler"}, env | config.environ)
+    settings["role"] = "http"
     workers = (
         # Without the token of the shards: workers do not call them.
-        _router_process(config, context, settings | {"http_worker": number}, env, context.connections_fd)
+        _router_process(config, context, settings | {"http_worker": number}, env)
         for number in range(config.http_workers)
     )
     return scheduler, *workers
 
 
 def _router_process(
-    config: LauncherConfig, context: LaunchContext, settings: Mapping[str, object], env: Mapping[str, str], *fds: int
+    config: LauncherConfig, context: LaunchContext, settings: Mapping[str, object], env: Mapping[str, str]
 ) -> ChildSpec:
-    """Return a process of the router, which inherits `fds` beside those of all children."""
+    """Return a process of the router."""
     router_config = RouterConfig.of(**settings)
     return ChildSpec(
         name=router_config.process_name,
         argv=child_argv("text_generation_router", router_config),
         config=router_config,
         env=env,
-        inherited_fds=(*context.inherited_fds, *fds),
+        inherited_fds=context.inherited_fds,
         stop_timeout=config.shutdown_delay + config.graceful_termination_timeout + STOP_MARGIN,
         hang_timeout=config.hang_timeout,
     )

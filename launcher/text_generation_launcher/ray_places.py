@@ -32,15 +32,14 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import Buffer
 
+from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.lifeline import open_lifeline
+from text_generation_common.one_line import one_line
 from text_generation_launcher.child import label, run_to_end
-from text_generation_launcher.daemon_call import call_in_daemon
-from text_generation_launcher.devices import Devices
+from text_generation_launcher.devices import Devices, call_in_daemon
 from text_generation_launcher.plan import STOP_MARGIN, ShardSpec
 from text_generation_launcher.shutdown import GracePeriod
-from text_generation_proto.exit_codes import CannotServe, ExitCode
-from text_generation_proto.lifeline import open_lifeline
-from text_generation_proto.one_line import one_line
-from text_generation_proto.sockets import join_host_port
+from text_generation_proto.addresses import join_host_port
 from text_generation_proto.v1 import shard_pb2 as pb
 
 NODE_VARIABLES = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "CUDA_VISIBLE_DEVICES")
@@ -107,7 +106,6 @@ class RayPlaces:
         spec: ShardSpec,
         grace_period: GracePeriod,
         *,
-        json_output: bool,
         described: asyncio.Future[pb.InfoResponse],
         **_: object,
     ) -> int:
@@ -126,7 +124,7 @@ class RayPlaces:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, spec.rank),
             ).remote()
             async with asyncio.TaskGroup() as tasks:
-                following = tasks.create_task(self._follow(actor, spec, described, json_output=json_output))
+                following = tasks.create_task(self._follow(actor, spec, described))
                 try:
                     await asyncio.wait((following,))
                     return following.result()
@@ -165,13 +163,11 @@ class RayPlaces:
             raise
         return group
 
-    async def _follow(
-        self, actor: Handle, spec: ShardSpec, described: asyncio.Future[pb.InfoResponse], *, json_output: bool
-    ) -> int:
+    async def _follow(self, actor: Handle, spec: ShardSpec, described: asyncio.Future[pb.InfoResponse]) -> int:
         """Handle what the actor of a shard reports, until the shard has ended; return its exit code."""
         address = ""
         try:
-            async for reference in actor.run.remote(spec, json_output=json_output):
+            async for reference in actor.run.remote(spec):
                 kind, value = await reference
                 match kind:
                     case "address":
@@ -245,7 +241,7 @@ class ShardActor:
     def __init__(self) -> None:
         self._stop: Callable[[], object] | None = None
 
-    async def run(self, spec: ShardSpec, *, json_output: bool) -> AsyncIterator[Event]:
+    async def run(self, spec: ShardSpec) -> AsyncIterator[Event]:
         """Run a shard until it ends; yield what is to be known of it."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -253,7 +249,7 @@ class ShardActor:
         def report(event: Event | None) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        threading.Thread(target=self._run, args=(spec, report, json_output), daemon=True).start()
+        threading.Thread(target=self._run, args=(spec, report), daemon=True).start()
         while (event := await events.get()) is not None:
             yield event
 
@@ -262,19 +258,20 @@ class ShardActor:
         if self._stop is not None:
             self._stop()
 
-    def _run(self, spec: ShardSpec, report: Report, json_output: bool) -> None:  # noqa: FBT001 - a thread's arguments
+    def _run(self, spec: ShardSpec, report: Report) -> None:
         asyncio.set_event_loop_policy(None)  # Ray chose uvloop's, which cannot start a process group
         code = int(ExitCode.BUG)
         try:
-            code = int(asyncio.run(self._start(spec, report, json_output=json_output)))
+            code = int(asyncio.run(self._start(spec, report)))
         except (ExceptionGroup, OSError) as error:
             reason = "".join(traceback.format_exception(error)).encode()
-            report(("log", b"".join(label(line, spec.name, json_output=json_output) for line in reason.split(b"\n"))))
+            lines = (label(line, spec.name, json_output=spec.config.json_output) for line in reason.split(b"\n"))
+            report(("log", b"".join(lines)))
         finally:
             report(("ended", code))
             report(None)
 
-    async def _start(self, spec: ShardSpec, report: Report, *, json_output: bool) -> int:
+    async def _start(self, spec: ShardSpec, report: Report) -> int:
         described: asyncio.Future[pb.InfoResponse] = asyncio.get_running_loop().create_future()
 
         def serves(done: asyncio.Future[pb.InfoResponse]) -> None:
@@ -289,7 +286,7 @@ class ShardActor:
             report(("address", address))
             here = _on_this_node(spec, address, lifeline_fd, os.environ)
             async with asyncio.TaskGroup() as tasks:
-                shard = tasks.create_task(run_to_end(here, _limit, json_output=json_output, described=described))
+                shard = tasks.create_task(run_to_end(here, _limit, described=described))
                 self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, shard.cancel)
                 await asyncio.wait((shard,))
         return ExitCode.STOPPED if shard.cancelled() else shard.result()
@@ -317,7 +314,7 @@ def _on_this_node(spec: ShardSpec, address: str, lifeline_fd: int, environ: Mapp
 
 @contextmanager
 def _reserved_port(host: str) -> Iterator[int]:
-    """Yield a port that only a process that listens with SO_REUSEADDR gets, as gRPC does: no other one is given it."""
+    """Yield a port that is reserved for processes that listen with SO_REUSEADDR, as gRPC does."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))

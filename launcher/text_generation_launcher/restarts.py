@@ -1,7 +1,7 @@
 """Restart processes that die, and give up when restarts are hopeless.
 
-A unit is what starts and ends together: the shards of a replica (shard_restarts.py), or one process of the router
-(router_restarts.py). One task runs each.
+A unit is what starts and ends together: the shards of a replica (replica.py), or one process of the router (router.py). One
+task runs each.
 
     start ──► load ──► serve ──┐
       ▲         │              │ ends by itself, or hangs
@@ -29,11 +29,13 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from text_generation_common.descriptors import DescriptorReserve
+from text_generation_common.exit_codes import ExitCode, exit_fields
+from text_generation_common.resource_limits import low_limits
+from text_generation_common.sockets import remove_socket
 from text_generation_launcher.child import ChildFailed
 from text_generation_launcher.shutdown import GracefulShutdown
-from text_generation_proto.exit_codes import ExitCode, exit_fields
-from text_generation_proto.resource_limits import low_limits
-from text_generation_proto.sockets import remove_socket, socket_path
+from text_generation_proto.addresses import socket_path
 
 DELAYS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds from the first, second, … death in a row to the restart; the last value is used for all further ones."""
@@ -95,10 +97,22 @@ class UnitExit:
 class Unit(ABC):
     """Processes that start and end together, and the history of their deaths."""
 
-    def __init__(self, kind: str, fields: Mapping[str, object], addresses: Collection[str] = ()) -> None:
-        """`kind` names it in the events of the log, and `fields` are in their records; `addresses`: those it listens on."""
+    def __init__(
+        self,
+        kind: str,
+        fields: Mapping[str, object],
+        stop: GracefulShutdown,
+        reserve: DescriptorReserve,
+        addresses: Collection[str] = (),
+    ) -> None:
+        """`kind` names it in the events of the log, and `fields` are in their records; `addresses`: those it listens on.
+
+        `reserve` has descriptors for the starts and ends of processes.
+        """
         self._kind = kind
         self.fields = fields
+        self._stop = stop
+        self._reserve = reserve
         self._addresses = addresses
         self.streak = FailureStreak()
         self.serving = asyncio.Event()
@@ -120,7 +134,11 @@ class Unit(ABC):
         try:
             end = await self.run()
         finally:
-            served = self._mark_dead()
+            self._died_at = time.monotonic()
+            served = self._died_at - self._serving_since if self.serving.is_set() else 0.0
+            self.serving.clear()
+            for path in filter(None, map(socket_path, self._addresses)):
+                remove_socket(path)  # a killed process could not
         return end, served
 
     def mark_serving(self) -> None:
@@ -131,16 +149,6 @@ class Unit(ABC):
         if self._died_at is not None:
             seconds = round(self._serving_since - self._died_at, 2)
             log.info(self.event("serves again"), **self.fields, seconds=seconds)
-
-    def _mark_dead(self) -> float:
-        """Remove the sockets, which a killed process could not do; return the seconds of serving."""
-        self._died_at = time.monotonic()
-        served = self._died_at - self._serving_since if self.serving.is_set() else 0.0
-        self.serving.clear()
-        for address in self._addresses:
-            if path := socket_path(address):
-                remove_socket(path)
-        return served
 
 
 class Restarts:

@@ -2,9 +2,9 @@
 
     launch (launch.py)
     └─ TaskGroup             the server · the stop request
-       └─ TaskGroup          one task per replica (shard_restarts.py)
+       └─ TaskGroup          one task per replica (replica.py)
           └─ (all shards serve)
-             └─ TaskGroup    the router, or its scheduler process (router_restarts.py)
+             └─ TaskGroup    the router, or its scheduler process (router.py)
                 └─ TaskGroup the HTTP workers
 
 An inner group is left first: HTTP workers drain while the scheduler process and the shards still serve, and a process of an
@@ -17,18 +17,18 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import structlog
 
-from text_generation_launcher.child import run_to_end
+from text_generation_common.descriptors import DescriptorReserve
+from text_generation_common.notify import Notifier
+from text_generation_launcher.child import ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.plan import LaunchPlan
-from text_generation_launcher.restarts import RestartPolicy
-from text_generation_launcher.router_restarts import supervise_router
-from text_generation_launcher.shard_group import RunShard
-from text_generation_launcher.shard_restarts import supervise_replicas
+from text_generation_launcher.replica import ReplicaUnit, RunShard
+from text_generation_launcher.restarts import RestartPolicy, Restarts
+from text_generation_launcher.router import RouterUnit
 from text_generation_launcher.shutdown import GracefulShutdown
-from text_generation_proto.descriptors import DescriptorReserve
-from text_generation_proto.notify import Notifier
 
 RESERVED_DESCRIPTORS = 10
 """Descriptors that are kept for the end and the restart of a child: two pipes, the search for orphans, subprocess's own."""
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class Supervisor:
-    """Runs a plan until cancelled, or until its router or its shards are not worth another restart."""
+    """Runs a plan until cancelled, or until the router or all shards have reached the restart limit."""
 
     def __init__(
         self,
@@ -46,22 +46,29 @@ class Supervisor:
         restarts: RestartPolicy,
         notifier: Notifier,
         run_shard: RunShard = run_to_end,
-        *,
-        json_output: bool,
     ) -> None:
         self._plan = plan
         self._notifier = notifier
         self._stop = stop
         self.ready = asyncio.Event()
         self._reserve = DescriptorReserve(RESERVED_DESCRIPTORS)
-        self._replicas = supervise_replicas(
-            plan.groups, stop, restarts, self._answers, self._reserve, run_shard, json_output=json_output
-        )
+        replicas = [ReplicaUnit(group, stop, self._reserve, run_shard) for group in plan.groups]
+        self._replicas = Restarts(replicas, restarts, stop, self._answers, self._without_shards)
+        # Any serving ends the streak: a start takes a second and no weights, and a request that kills the processes which run
+        # it is given up after a few of them.
+        of_router = replace(restarts, stable_after=0.0)
         # The router or its scheduler process, and the HTTP workers, if there are some.
         self._first, self._workers = (
-            supervise_router(specs, stop, restarts, self._answers, self._reserve, json_output=json_output)
+            Restarts(
+                [RouterUnit(spec, stop, self._reserve) for spec in specs],
+                of_router,
+                stop,
+                self._answers,
+                self._without_router,
+            )
             for specs in (plan.router[:1], plan.router[1:])
         )
+        self._max_restarts = restarts.max_restarts
 
     async def run(self) -> None:
         """Run the plan. Raises ChildFailed, ChildLost or ShardsHopeless in an exception group; never returns."""
@@ -97,6 +104,17 @@ class Supervisor:
     def _answers(self) -> bool:
         """Return True once a process that listens for clients has served."""
         return (self._workers if len(self._workers) else self._first).has_served
+
+    def _without_shards(self, _child: str) -> Exception:
+        if self._max_restarts == 0:
+            return ChildLost("no shard is left")
+        log.error("giving up: no shard serves, and all have reached the restart limit", shards=len(self._replicas))
+        return ShardsHopeless("no shard serves")
+
+    def _without_router(self, child: str) -> Exception:
+        if self._max_restarts:
+            log.error("giving up: restart limit of the router reached", child=child)
+        return ChildLost(child)
 
     def _status(self) -> str:
         """Return the status for the service manager."""

@@ -1,1 +1,1 @@
-"""Code shared by launcher, router and shard: the wire contract, settings, exit codes, logging, lifeline and sockets."""
+"""The wire between router and shard: messages, the values in them and their conversion, a client."""

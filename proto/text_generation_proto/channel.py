@@ -2,7 +2,7 @@
 
 A server closes the connection (GOAWAY, `too_many_pings`) of a client that pings more often than the server allows, and every call
 on it fails. The server here allows a ping every 10 s and counts no strikes; the client pings every 30 s. The server pings too: a
-client whose host vanished, or that is stopped, loses its session within SERVER_PING_S + SERVER_PING_TIMEOUT_S.
+client that is stopped, or lost with its host, loses its session within SERVER_PING_S + SERVER_PING_TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
-import structlog
 
-from text_generation_proto.access import ShardAccess
-from text_generation_proto.sockets import socket_path
-
-log = structlog.get_logger()
+from text_generation_proto.access import Access
+from text_generation_proto.addresses import socket_path
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Longest message that shard and router receive. Larger orders and reports are sent in parts (parts.py)."""
@@ -29,13 +26,10 @@ SERVER_PING_TIMEOUT_S = 4
 SESSION_OPEN = (("x-session", "open"),)
 """Initial metadata of a Run stream that the shard serves."""
 
-_LENGTHS = (
-    ("grpc.max_send_message_length", -1),  # a gateway's answer with the log-probabilities of its prompt may be longer
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
+_LENGTH = ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)
 
 CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
-    *_LENGTHS,
+    _LENGTH,
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -48,7 +42,7 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    *_LENGTHS,
+    _LENGTH,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -64,46 +58,20 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def open_channel(
-    address: str, access: ShardAccess, options: Sequence[tuple[str, int]] = CLIENT_OPTIONS
+    address: str, access: Access | None, options: Sequence[tuple[str, int]] = CLIENT_OPTIONS
 ) -> grpc.aio.Channel:
-    """Return a channel to the shard at `address`. Raises OSError if a certificate cannot be read."""
-    if not access.shard_tls_cert or socket_path(address) is not None:
+    """Return a channel to the shard at `address`; without TLS if `access` is None.
+
+    Raises OSError if a certificate cannot be read.
+    """
+    if access is None or not access.shard_tls_cert or socket_path(address) is not None:
         return grpc.aio.insecure_channel(address, options=options)
     ca, key, cert = read_certificates(access)
     name = (("grpc.ssl_target_name_override", access.shard_tls_name),) if access.shard_tls_name else ()
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=(*options, *name))
 
 
-def server_credentials(access: ShardAccess) -> grpc.ServerCredentials:
-    """Return credentials that demand a client certificate and follow changes of the files. Raises OSError."""
-    current = read_certificates(access)
-
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        ca, key, cert = current
-        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Return the new certificates if the files changed. gRPC calls it at each new connection."""
-        nonlocal current
-        try:
-            files = read_certificates(access)
-        except OSError as error:
-            log.warning("certificates cannot be read: the former ones stay in use", reason=str(error))
-            return None
-        if files == current:
-            return None
-        current = files
-        log.info("certificates read again")
-        return configuration()
-
-    return grpc.dynamic_ssl_server_credentials(
-        configuration(),
-        fetch,  # type: ignore[arg-type]  # the stubs do not know that None means no change
-        require_client_authentication=True,
-    )
-
-
-def read_certificates(access: ShardAccess) -> tuple[bytes, bytes, bytes]:
+def read_certificates(access: Access) -> tuple[bytes, bytes, bytes]:
     """Return the contents of the CA, key and certificate files. Raises OSError."""
     ca, key, cert = (
         Path(name).read_bytes() for name in (access.shard_tls_ca, access.shard_tls_key, access.shard_tls_cert)

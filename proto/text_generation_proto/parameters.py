@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Api(StrEnum):
-    """The HTTP APIs whose names of parameters differ."""
+    """The HTTP APIs. Each has its own parameter names."""
 
     TGI = "tgi"
     CHAT = "chat"

@@ -34,7 +34,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
-    """A stop token that is no EOS token; in the router also a stop string."""
+    """A stop token other than EOS; in the router also a stop string."""
 
 
 class FailureCode(Enum):
@@ -122,7 +122,7 @@ class Stopping:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = parameter(frozenset(), openai="stop_token_ids")
     min_new_tokens: int = parameter(0, openai="min_tokens")
-    """No EOS or stop token is chosen before so many new ones."""
+    """Number of new tokens before an EOS or stop token may be chosen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ import sys
 
 import structlog
 
-from text_generation_proto.effective import print_own_config
-from text_generation_proto.exit_codes import CannotServe, ExitCode
-from text_generation_proto.lifeline import follow_parent
-from text_generation_proto.logs import configure_logging
-from text_generation_proto.resource_limits import apply_limits, low_limits, memory_is_out
-from text_generation_proto.secrets import erase
-from text_generation_proto.settings import parse_config
+from text_generation_common.command_line import parse_config
+from text_generation_common.effective import print_own_config
+from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.lifeline import follow_parent
+from text_generation_common.logs import configure_logging
+from text_generation_common.resource_limits import apply_limits, low_limits, memory_is_out
+from text_generation_common.secrets import erase
 from text_generation_router.config import RouterConfig
 
 log = structlog.get_logger()

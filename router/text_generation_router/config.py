@@ -19,9 +19,9 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from text_generation_proto.access import ShardAccess
-from text_generation_proto.settings import ChildConfig, SharedSettings
-from text_generation_proto.topics import Topic
+from text_generation_common.settings import ChildConfig, SharedSettings
+from text_generation_common.shard_access import ShardAccess
+from text_generation_common.topics import Topic
 
 
 def _split(value: object) -> object:
@@ -168,11 +168,12 @@ class RouterSettings(SharedSettings, ShardAccess):
     max_client_batch_size: PositiveInt = 128
     """Most prompts in one OpenAI completion request."""
     validation_workers: PositiveInt = 2
-    """Threads that tokenize, and processes for long texts; at least two of each."""
+    """Threads that tokenize; at least two."""
     payload_limit: PositiveInt = 32_000_000
     """Largest request body, in bytes."""
     max_connections: PositiveInt = 4096
-    """Most open HTTP connections. Beyond it the longest idle one is closed; if none is idle, only probes are answered."""
+    """Most open HTTP connections. Beyond it the longest idle one is closed; if none is idle, only probes are answered.
+    Each HTTP worker has an equal part."""
     max_unread_bytes: PositiveInt = 1_000_000
     """Most bytes of a stream that its client has not read; beyond it the stream is ended."""
     keep_alive_timeout: Annotated[float, Field(gt=0)] = 75.0
@@ -245,10 +246,8 @@ class RouterSettings(SharedSettings, ShardAccess):
 class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-router"):
     """Serve HTTP in front of the shards: text, queue, continuous batching."""
 
-    flag_only: ClassVar[frozenset[str]] = frozenset({"role", "http_worker", "front_socket", "counts_fd"})
-    topics: ClassVar[Mapping[Topic, str]] = {
-        Topic.ROUTER: "model_path shard_address role http_worker front_socket counts_fd"
-    }
+    flag_only: ClassVar[frozenset[str]] = frozenset({"role", "http_worker", "worker_socket"})
+    topics: ClassVar[Mapping[Topic, str]] = {Topic.ROUTER: "model_path shard_address role http_worker worker_socket"}
 
     model_path: str = ""
     """Folder with tokenizer.json (and config.json)."""
@@ -259,11 +258,8 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
     """Part of the router that this process is: all of it, the scheduler process, or an HTTP worker. Set by the launcher."""
     http_worker: Annotated[int, Field(ge=0, le=63)] = 0
     """Number of this HTTP worker, from 0. Set by the launcher."""
-    front_socket: str = ""
+    worker_socket: str = ""
     """Path of the Unix socket between the HTTP workers and the scheduler process, which listens. Set by the launcher."""
-    counts_fd: int = -1
-    """Inherited memory: of the HTTP workers for the numbers of their connections, of the scheduler process for the counts that
-    outlive it. Set by the launcher."""
 
     @model_validator(mode="after")
     def _one_process_alone(self) -> Self:

@@ -5,7 +5,7 @@ follow from the class attributes. Texts and types are TGI's, because its clients
 
     ServingError
     ├── ClientError                      the client must change the request
-    │   ├── BodyRejected …               while its body is read: api/http/body_errors.py
+    │   ├── BodyRejected …               while its body is read: web/body_errors.py
     │   └── InvalidRequest …             a validation rule is broken
     ├── Overloaded, Draining, CannotKeepUp, Unhealthy   refused now; a retry may succeed
     └── DeadlineExceeded, GenerationFailed, IncompleteGeneration, ClientLeft

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from text_generation_proto.values import FinishReason
+from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.errors import ServingError
 from text_generation_router.request import LogprobJson, Request, TokenId, TopToken
-from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.text.stop import StopMatcher
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -183,7 +183,7 @@ class Generation:
 
 @contextmanager
 def run_generation(
-    cluster: ServingCluster, request: Request, tokenizer: Tokenizer, sink: Sink
+    cluster: ClusterInterface, request: Request, tokenizer: Tokenizer, sink: Sink
 ) -> Iterator[GenerationTimes]:
     """Queue `request` and send its output to `sink`. Leaving the block cancels it. Raises ServingError if it is refused."""
     generation = Generation(request, tokenizer, sink)

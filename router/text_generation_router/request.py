@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
 from typing import NamedTuple, NewType, Protocol
 
 from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, Sampling, TraceContext
@@ -48,6 +49,16 @@ class QualityOfService:
     end_by: float | None = None
     """The request expires at this time, queued or running."""
 
+    def expires(self, *, queued: bool) -> float:
+        """Return the time at which a request expires; `queued`: it has not left the queue yet."""
+        ends = [self.end_by, self.queue_by if queued else None]
+        return min((end for end in ends if end is not None), default=inf)
+
+    @staticmethod
+    def late(new_tokens: int, *, queued: bool) -> str:
+        """Return the reason of the failure of a request that has expired."""
+        return "its time in the queue was over" if queued else f"its time was over after {new_tokens} new tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -65,7 +76,7 @@ class Request:
     stop_token_ids: frozenset[TokenId] = frozenset()
     ignore_eos: bool = False
     min_new_tokens: int = 0
-    """No end-of-sequence or stop token is chosen before so many new tokens."""
+    """Number of new tokens before an end-of-sequence or stop token may be chosen."""
     logprobs: LogprobOptions = LogprobOptions()
     grammar: Grammar | None = None
     adapter: str = ""
@@ -129,7 +140,7 @@ class TokenListener(Protocol):
         ...
 
     def on_scheduled(self, cached_tokens: int, replica: int) -> None:
-        """The request left the queue, with so many cached prompt tokens; again after a preemption or a move."""
+        """The request left the queue with `cached_tokens` cached prompt tokens; again after a preemption or a move."""
         ...
 
     def on_lost(self) -> None:
@@ -137,7 +148,7 @@ class TokenListener(Protocol):
         ...
 
     def on_cached_tokens(self, cached_tokens: int) -> None:
-        """A self-scheduling engine found so many of its prompt tokens in its own prefix cache; the last call counts."""
+        """A self-scheduling engine found these prompt tokens in its own prefix cache; the last call counts."""
         ...
 
     def on_failure(self, error: ServingError) -> None:

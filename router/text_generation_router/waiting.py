@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from text_generation_proto.stop_signals import StopSignals
+from text_generation_common.stop_signals import StopSignals
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ async def background(*work: Coroutine[None, None, object]) -> AsyncIterator[None
 
 
 async def holds_for(seconds: float, holds: Callable[[], bool]) -> None:
-    """Wait until a condition has held for so long."""
+    """Wait until a condition has held for `seconds`."""
     since = time.monotonic()
     while time.monotonic() - since < seconds:
         await asyncio.sleep(seconds / 10)

@@ -10,15 +10,16 @@ import threading
 
 import structlog
 
-from text_generation_proto.effective import print_own_config
-from text_generation_proto.exit_codes import CannotServe, ExitCode
-from text_generation_proto.grammar_options import STACK_BYTES
-from text_generation_proto.lifeline import follow_parent
-from text_generation_proto.logs import configure_logging, drain_logs, share_dropped_lines
-from text_generation_proto.resource_limits import apply_limits, low_limits, memory_is_out
-from text_generation_proto.secrets import erase
-from text_generation_proto.settings import parse_config
-from text_generation_proto.sockets import remove_socket, socket_path
+from text_generation_common.command_line import parse_config
+from text_generation_common.effective import print_own_config
+from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.grammar_options import STACK_BYTES
+from text_generation_common.lifeline import follow_parent
+from text_generation_common.logs import configure_logging, drain_logs
+from text_generation_common.resource_limits import apply_limits, low_limits, memory_is_out
+from text_generation_common.secrets import erase
+from text_generation_common.sockets import remove_socket
+from text_generation_proto.addresses import socket_path
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.processes import descendants, kill
 
@@ -56,8 +57,6 @@ def main() -> None:
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
     configure_logging(config, config.process_name)
     apply_limits(parent_checked=config.lifeline_fd >= 0)
-    if config.log_drops_fd >= 0:
-        share_dropped_lines(config.log_drops_fd)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read while torch is loaded
     # Slow imports come after the start of the lifeline watch.

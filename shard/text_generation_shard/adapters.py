@@ -6,19 +6,17 @@ embeddings and whole layers, DoRA, scales that differ between modules.
 
 from __future__ import annotations
 
-import json
 import re
-import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import structlog
+from safetensors import SafetensorError, safe_open
 
-from text_generation_proto.lora import AdapterSource, parse_adapters
-from text_generation_proto.model_files import MAX_INDEX_BYTES, ModelFileError, find_file
+from text_generation_common.lora import AdapterSource, parse_adapters
+from text_generation_common.model_files import ModelFileError, find_file
+from text_generation_common.one_line import one_line
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.json_object import JsonObject
@@ -120,32 +118,19 @@ def _with_weights(name: str, folder: Path, rank: int, model: JsonObject) -> Lora
     return LoraAdapter(name, folder.absolute(), rank, frozenset(module.rpartition(".")[2] for module in modules))
 
 
-def _shapes(folder: Path) -> Mapping[str, list[int]]:
+def _shapes(folder: Path) -> Mapping[str, Sequence[int]]:
     """Return the shapes of the matrices in the header of a safetensors file. Raises EngineError."""
     try:
         path = find_file(folder, WEIGHTS)
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > MAX_INDEX_BYTES:
-                raise ValueError("its header is too large")
-            header = json.loads(file.read(size))
-            data = path.stat().st_size - 8 - size
-        shapes = {key: _shape(entry, data) for key, entry in header.items() if key != "__metadata__"}
+        with safe_open(path, framework="np") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - it has no other iterator
     except FileNotFoundError:
         raise EngineError(f"{folder} has no {WEIGHTS}: no other format of adapters is loaded") from None
     except ModelFileError as error:
         raise EngineError(str(error)) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise EngineError(f"{path} is no file of safetensors: {reason}") from None
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"{path} is not a safetensors file: {one_line(error)}") from None
+    for key, shape in shapes.items():
+        if len(shape) != 2 or 0 in shape:
+            raise EngineError(f"{path}: {key} is not a matrix")
     return shapes
-
-
-def _shape(entry: Mapping[str, Any], data: int) -> list[int]:
-    """Return the shape of one tensor. Raises ValueError, KeyError or TypeError."""
-    shape, (start, end) = entry["shape"], entry["data_offsets"]
-    if len(shape) != 2 or not all(isinstance(size, int) and 0 < size < 1 << 31 for size in shape):
-        raise ValueError("a tensor of it is no matrix")
-    if not 0 <= start <= end <= data or (end - start) % prod(shape):
-        raise ValueError("it is cut off")
-    return list(shape)

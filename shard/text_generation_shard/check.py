@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from text_generation_proto.exit_codes import ExitCode
-from text_generation_proto.lifeline import follow_parent
-from text_generation_proto.logs import configure_logging
-from text_generation_proto.settings import parse_config, print_to_end
+from text_generation_common.command_line import parse_config, print_to_end
+from text_generation_common.exit_codes import ExitCode
+from text_generation_common.lifeline import follow_parent
+from text_generation_common.logs import configure_logging
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardCheckConfig, choose_engine
 from text_generation_shard.convert import info_to_pb
@@ -39,8 +39,8 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
         check_transformers(config)
     import torch
 
-    from text_generation_shard.engines.torch.footprint import native_footprint, transformers_footprint
-    from text_generation_shard.engines.torch.prepare import Target, prepare
+    from text_generation_shard.engines.torch.build.footprint import native_footprint, transformers_footprint
+    from text_generation_shard.engines.torch.build.prepare import Target, prepare
 
     if config.memory:
         target = Target(torch.device("cpu" if config.device == "cpu" else "cuda"), config.memory)
@@ -55,7 +55,7 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
         footprint = native_footprint(config, native, limits)
         info, quantization = native.info, choice.model.quantization
     else:
-        from text_generation_shard.engines.torch.huggingface.build import prepare_for_transformers
+        from text_generation_shard.engines.torch.build.transformers import prepare_for_transformers
 
         try:
             foreign = prepare_for_transformers(config, target)
@@ -92,7 +92,7 @@ def _check_tensorrt_llm(config: ShardCheckConfig) -> dict[str, Any]:
     weights = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
     return {
         "engine": "tensorrt-llm",
-        "code": found.folder.kind.value,
+        "code": "Hugging Face checkpoint" if found.folder.engine is None else "compiled engines",
         "code_reason": "the kind of the folder",
         "model_type": model.model_type if isinstance(model, HuggingFaceModel) else "",
         "dtype": config.dtype or model.dtype,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from text_generation_proto.access import ShardAccess
-from text_generation_proto.lora import parse_adapters
-from text_generation_proto.settings import ChildConfig, SharedSettings
-from text_generation_proto.sockets import is_local, socket_path, split_host_port
-from text_generation_proto.topics import Topic
+from text_generation_common.lora import parse_adapters
+from text_generation_common.settings import ChildConfig, SharedSettings
+from text_generation_common.shard_access import ShardAccess
+from text_generation_common.topics import Topic
+from text_generation_proto.addresses import is_local, socket_path, split_host_port
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -43,10 +44,9 @@ class ShardSettings(SharedSettings, ShardAccess):
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
         Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads",
-        Topic.TENSORRT_LLM: "lora_adapters trtllm_options gateway",
+        Topic.TENSORRT_LLM: "lora_adapters trtllm_options",
         Topic.LOGS: "reflection trace_steps",
-        Topic.ECHO: "echo_step_ms echo_prefill_us echo_decode_us echo_self_scheduling echo_tokens_per_report echo_blocks "
-        "echo_max_sequence_length echo_fail_token echo_fail_step_token echo_hang_token",
+        Topic.ECHO: "echo_step_ms echo_prefill_us echo_decode_us echo_blocks echo_max_sequence_length",
     }
 
     model_id: str = ""
@@ -79,8 +79,6 @@ class ShardSettings(SharedSettings, ShardAccess):
     trace_steps: str = ""
     """File to which the torch engine writes one JSON line per step with host and device times. With several replicas:
     FILE-0, FILE-1, …; in a tensor-parallel group rank 0 writes."""
-    gateway: bool = False
-    """Also serve the protocol of TensorRT-LLM's own gRPC server, for self-scheduling engines."""
     reflection: bool = False
     """Serve gRPC reflection (for grpcurl)."""
     insecure: bool = False
@@ -89,7 +87,7 @@ class ShardSettings(SharedSettings, ShardAccess):
     """Port for health checks alone, without TLS and token, on the host of the shard's address: probes of Kubernetes have
     neither. The launcher gives it and the following ones to its shards. 0: none."""
     drain_timeout: NonNegativeFloat = 0.0
-    """Seconds that a stopping shard goes on with its sequences; those that are left move to other replicas."""
+    """Seconds that a stopping shard continues its sequences; those that are left move to other replicas."""
     shutdown_timeout: Annotated[float, Field(gt=0)] = 10.0
     """Seconds that a stopping shard waits for the step in progress."""
     echo_step_ms: Annotated[float, Field(ge=0)] = 0.0
@@ -98,21 +96,10 @@ class ShardSettings(SharedSettings, ShardAccess):
     """Echo engine: time that each prompt token adds to a step, in microseconds."""
     echo_decode_us: Annotated[float, Field(ge=0)] = 0.0
     """Echo engine: time that each decoding sequence adds to a step, in microseconds."""
-    echo_self_scheduling: bool = False
-    """Echo engine: self-scheduling like TensorRT-LLM, with whole prompts and its own queue and KV blocks."""
-    echo_tokens_per_report: PositiveInt = 1
-    """Self-scheduling echo engine: tokens of a sequence per report."""
     echo_blocks: PositiveInt = 65536
     """Echo engine: KV blocks that it reports, unless the size of the KV cache is given."""
     echo_max_sequence_length: PositiveInt = 32768
     """Echo engine: length of the longest sequence, in tokens."""
-    echo_fail_token: int = -1
-    """Echo engine: a sequence fails when it would repeat this token id."""
-    echo_fail_step_token: int = -1
-    """Echo engine: a whole step fails when a sequence in it would repeat this token id."""
-    echo_hang_token: int = -1
-    """Echo engine: a step never ends when a sequence in it would repeat this token id, unless it has new tokens from another
-    replica."""
 
     @field_validator("lora_adapters")
     @classmethod
@@ -192,7 +179,7 @@ class ShardCheckConfig(ShardConfig, cli_prog_name="text_generation_shard.check")
     }
 
     memory: NonNegativeInt = 0
-    """Bytes of memory of the device to plan for; 0: that of the device that is there."""
+    """Bytes of memory of the device to plan for; 0: the memory of the device."""
     max_batch_prefill_tokens: NonNegativeInt = 0
     """Most prompt tokens of a step; 0: what the engine suggests."""
     max_batch_total_tokens: NonNegativeInt = 0
@@ -202,6 +189,12 @@ class ShardCheckConfig(ShardConfig, cli_prog_name="text_generation_shard.check")
 def shard_name(replica: int, rank: int, world_size: int) -> str:
     """Return `shard-0` if a replica is one shard, else `shard-0-rank-1`."""
     return f"shard-{replica}" if world_size == 1 else f"shard-{replica}-rank-{rank}"
+
+
+def device_number(device: str) -> int | None:
+    """Return N for `--device cuda:N`, else None."""
+    match = re.fullmatch(r"cuda:(\d+)", device)
+    return None if match is None else int(match[1])
 
 
 def choose_engine(name: EngineName, *, has_gpu: bool) -> EngineName:

@@ -14,38 +14,46 @@ _SCHEDULING = {Scheduling.STEP: pb.SCHEDULING_STEP, Scheduling.SELF: pb.SCHEDULI
 
 
 class InvalidOrders(ValueError):
-    """Orders whose shape breaks the contract."""
+    """Orders with columns that contradict each other."""
 
 
 def orders_from_pb(message: pb.Orders) -> Orders:
     """Convert orders. Raises InvalidOrders if columns that belong together differ in length."""
     if len(message.prefill_slots) != len(message.prefill_tokens):
         raise InvalidOrders("prefill_slots and prefill_tokens differ in length")
-    if len(message.grant_slots) != len(message.grant_counts):
-        raise InvalidOrders("grant_slots and grant_counts differ in length")
-    if sum(message.grant_counts) != len(message.grant_blocks):
-        raise InvalidOrders("grant_counts do not add up to grant_blocks")
+    if len(message.allocation_slots) != len(message.allocation_counts):
+        raise InvalidOrders("allocation_slots and allocation_counts differ in length")
+    if sum(message.allocation_counts) != len(message.allocation_blocks):
+        raise InvalidOrders("allocation_counts do not add up to allocation_blocks")
+    placements: list[NewSequence] = []
+    for sequence in message.placements:
+        placements.append(_new_sequence(sequence, placements))
     return Orders(
         number=message.number,
         release=tuple(message.release),
-        admit=tuple(_new_sequence(sequence) for sequence in message.admit),
-        grants=tuple(_grants(message)),
+        placements=tuple(placements),
+        allocations=tuple(_allocations(message)),
         prefill=tuple(zip(message.prefill_slots, message.prefill_tokens, strict=True)),
     )
 
 
-def _grants(message: pb.Orders) -> Iterator[tuple[int, tuple[int, ...]]]:
-    blocks: Sequence[int] = message.grant_blocks
+def _allocations(message: pb.Orders) -> Iterator[tuple[int, tuple[int, ...]]]:
+    blocks: Sequence[int] = message.allocation_blocks
     at = 0
-    for slot, count in zip(message.grant_slots, message.grant_counts, strict=True):
+    for slot, count in zip(message.allocation_slots, message.allocation_counts, strict=True):
         yield slot, tuple(blocks[at : at + count])
         at += count
 
 
-def _new_sequence(message: pb.NewSequence) -> NewSequence:
+def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> NewSequence:
+    """Convert a sequence; `before` are those before it in the orders."""
+    if message.prompt_of > len(before) or (message.prompt_of and message.prompt):
+        raise InvalidOrders(
+            f"prompt_of {message.prompt_of} is not that of an earlier placement, or there is a prompt too"
+        )
     return NewSequence(
         slot=message.slot,
-        prompt=tuple(message.prompt),
+        prompt=before[message.prompt_of - 1].prompt if message.prompt_of else tuple(message.prompt),
         stopping=convert.stopping_from_pb(message.stopping),
         sampling=convert.sampling_from_pb(message.sampling),
         blocks=tuple(message.blocks),
@@ -124,5 +132,6 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         keeps_states=info.keeps_states,
         unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in info.unsupported],
         adapters=info.adapters,
+        shares_prompts=True,
         version=version("text-generation-trtllm"),
     )

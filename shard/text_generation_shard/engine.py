@@ -2,7 +2,7 @@
 
 An engine holds sequences in numbered slots and runs steps over them. One thread calls it, one call at a time:
 
-    apply(orders)  at a step boundary: release, admit, extend, set the prompt chunks of the next step; fast, computes nothing
+    apply(orders)  at a step boundary: release, place, allocate, set the prompt chunks of the next step; fast, computes nothing
     step()         one forward pass over everything that can advance, or None if nothing can
 
 Token ids in, token ids out: no text, no gRPC, no asyncio. `step.table.SequenceTable` does the bookkeeping that all engines
@@ -11,11 +11,11 @@ scheduled by the router share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from text_generation_proto.values import (
     FailureCode,
@@ -80,28 +80,11 @@ class EngineInfo:
     """Prompt tokens in a step beside as many decoding sequences as prompts that wait; 0: as many as without decoding."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that sequences may have."""
-    retains: bool = False
-    """True: sequences may have a `Retention`, by which the engine keeps their computed blocks."""
-    pipeline_parallel: int = 1
-    """Parts into which the layers are divided over GPUs."""
-    context_parallel: int = 1
-    """Parts into which each sequence is divided over GPUs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Priorities by which an engine keeps the computed blocks of a sequence: 0 to 100, those with the least leave first."""
-
-    ranges: tuple[tuple[int, int | None, int, int | None], ...] = ()
-    """(first token, end or None for that of the prompt, priority, milliseconds for which it holds or None for ever)."""
-    decode_priority: int = 35
-    """That of new tokens."""
-    decode_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence to admit. `prompt` ends with `generated_tokens` ids that were generated earlier."""
+    """A sequence that starts in a slot. `prompt` ends with `generated_tokens` ids that were generated earlier."""
 
     slot: int
     prompt: tuple[int, ...]
@@ -119,9 +102,7 @@ class NewSequence:
     adapter: str = ""
     """LoRA adapter to compute it with; "": the model alone."""
     priority: int = 0
-    """For an engine with a queue of its own: from 1, the most urgent, to 4; 0: not said."""
-    retention: Retention | None = None
-    """For an engine that `retains`."""
+    """For an engine with a queue of its own: from 1, the most urgent, to 4; 0: unspecified."""
     trace: TraceContext | None = None
     """The sampled trace of its request."""
 
@@ -132,8 +113,8 @@ class Orders:
 
     number: int
     release: tuple[int, ...] = ()
-    admit: tuple[NewSequence, ...] = ()
-    grants: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    placements: tuple[NewSequence, ...] = ()
+    allocations: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, additional KV blocks)."""
     prefill: tuple[tuple[int, int], ...] = ()
     """(slot, prompt tokens to compute in the next step)."""
@@ -209,7 +190,7 @@ class StepResult:
     orders_applied: int = 0
     """Number of the last orders applied."""
     step_ns: int = 0
-    """Time of the steps since the report before: none, one, or several whose results were silent."""
+    """Time of the steps since the report before: none, one, or several with silent results."""
     running: int = 0
     used_blocks: int = 0
     queued: int = 0
@@ -282,13 +263,6 @@ class Engine(Protocol):
         """
         ...
 
-    def on_kv_events(self, callback: Callable[[Sequence[Any]], None]) -> bool:
-        """Register a callback for the events of the engine's own KV cache, as the engine writes them. Called from any thread.
-
-        Return False if there are none.
-        """
-        ...
-
     def reset(self) -> None:
         """Drop every sequence."""
         ...
@@ -312,10 +286,6 @@ class SynchronousEngine:
     def on_broken(self, callback: Callable[[str], None]) -> None:
         """Do nothing: every failure is raised by a call."""
 
-    def on_kv_events(self, callback: Callable[[Sequence[Any]], None]) -> bool:
-        """Return False: the router knows the KV blocks."""
-        return False
-
 
 def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     """Return the first problem of a new sequence, or None."""
@@ -329,7 +299,7 @@ def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
 
 def meant_for_steps(orders: Orders) -> list[tuple[int, str]]:
     """Return (slot, problem) for all parts of `orders` that a self-scheduling engine does not take."""
-    return [(slot, NO_BLOCKS) for slot, _ in orders.grants] + [(slot, NO_PREFILL) for slot, _ in orders.prefill]
+    return [(slot, NO_BLOCKS) for slot, _ in orders.allocations] + [(slot, NO_PREFILL) for slot, _ in orders.prefill]
 
 
 def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:

@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from text_generation_proto.exit_codes import ExitCode
-from text_generation_proto.one_line import one_line
-from text_generation_proto.settings import print_to_end
+from text_generation_common.command_line import print_to_end
+from text_generation_common.exit_codes import ExitCode
+from text_generation_common.one_line import one_line
 
 COMMAND = "text-generation-launcher convert"
 MAGIC = b"GGUF"

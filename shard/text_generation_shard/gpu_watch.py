@@ -153,7 +153,7 @@ class WatchedGpu:
             meaning = FATAL_XIDS.get(xid)
         if meaning is None and xid not in self._logged:
             self._logged.add(xid)
-            log.warning("Xid that is no fault of the GPU", xid=xid, gpu=self._gpu.index, uuid=self._gpu.uuid)
+            log.warning("Xid without a GPU fault", xid=xid, gpu=self._gpu.index, uuid=self._gpu.uuid)
         return f"Xid {xid}, {meaning}" if meaning else None
 
     def _more_errors(self) -> str | None:

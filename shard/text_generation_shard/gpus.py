@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,8 +12,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from text_generation_proto.one_line import typed_line
-from text_generation_shard.config import ShardConfig, choose_engine
+from text_generation_common.cpus import cgroup_folders
+from text_generation_common.one_line import typed_line
+from text_generation_shard.config import ShardConfig, choose_engine, device_number
 
 NO_GPU = ("", "-1", "none", "NoDevFiles")
 """Entries of CUDA_VISIBLE_DEVICES that end it: CUDA reads the list up to the first invalid device."""
@@ -153,8 +153,7 @@ def gpus_of_shard(config: ShardConfig, environ: Mapping[str, str]) -> tuple[tupl
     if engine == "tensorrt-llm":  # the launcher shows it only its own
         own = own[: config.tensor_parallel] if visible is None else own
     else:
-        number = re.fullmatch(r"cuda:(\d+)", config.device)
-        first = int(number[1]) if number else 0
+        first = device_number(config.device) or 0
         own = own[first : first + 1]
     return own, visible_gpus(gpus, config.group_gpus) if config.group_gpus else own
 
@@ -190,29 +189,12 @@ def may_choose(allowed: Collection[int], of_machine: Collection[int]) -> bool:
 
 def _machine_cores() -> frozenset[int]:
     """Return the cores of this process's cgroup, or else of the machine."""
-    files: list[Path] = [*_cpuset_files(), Path("/sys/devices/system/cpu/online")]
-    for file in files:
-        try:
+    folders = cgroup_folders("cpuset")
+    of_cgroups = (folder / name for folder in folders for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"))
+    for file in (*of_cgroups, Path("/sys/devices/system/cpu/online")):
+        with suppress(OSError, ValueError):
             return frozenset(parse_cores(file.read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue
     return frozenset(range(os.cpu_count() or 1))
-
-
-def _cpuset_files() -> list[Path]:
-    """Return the files that may have the cgroup's cores: version 2, own group first, then version 1."""
-    try:
-        groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text("utf-8").splitlines())
-    except (OSError, ValueError):
-        return []
-    root, found = Path("/sys/fs/cgroup"), []
-    if "" in groups:
-        own = root / groups[""].lstrip("/")
-        found += [folder / "cpuset.cpus.effective" for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    if "cpuset" in groups:
-        folders = (groups["cpuset"].lstrip("/"), "")
-        found += [root / "cpuset" / folder / "cpuset.effective_cpus" for folder in folders]
-    return found
 
 
 def parse_cores(text: str) -> list[int]:

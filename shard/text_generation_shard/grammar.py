@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from text_generation_proto.grammar_options import JSON_OPTIONS, MAX_GRAMMAR_TEXT
-from text_generation_proto.grammar_tokenizer import end_tokens, load_tokenizer, parser_limits
-from text_generation_proto.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
-from text_generation_proto.one_line import one_line
-from text_generation_proto.panics import PanicError, without_backtrace, without_panics
+from text_generation_common.grammar_options import JSON_OPTIONS, MAX_GRAMMAR_TEXT
+from text_generation_common.grammar_tokenizer import end_tokens, load_tokenizer, parser_limits
+from text_generation_common.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
+from text_generation_common.one_line import one_line
+from text_generation_common.panics import PanicError, without_backtrace, without_panics
 from text_generation_proto.values import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -113,6 +113,9 @@ class Matcher:
 class Grammars:
     """Builds matchers for one tokenizer, in the background."""
 
+    kinds: ClassVar = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
+    """The grammar kinds that `build` supports."""
+
     def __init__(self, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
         self.vocab_size: int = tokenizer.vocab_size
         self.end_token_ids = frozenset(end_tokens(tokenizer))
@@ -127,11 +130,6 @@ class Grammars:
         self._compiled = lru_cache(maxsize=MAX_COMPILED)(self._compile)
         """The matcher of a grammar at its start: the sequences of a request get copies."""
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar", initializer=lower_priority)
-
-    @property
-    def kinds(self) -> tuple[GrammarKind, ...]:
-        """The grammar kinds that `build` supports."""
-        return (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
 
     def is_special(self, token_id: int) -> bool:
         """Return True for a control token, which has no text."""

@@ -1,4 +1,4 @@
-"""The gRPC server of a shard, and the checks that come before any service: token and limits of calls."""
+"""The gRPC server of a shard, and the checks that come before any service: certificate, token and limits of calls."""
 
 from __future__ import annotations
 
@@ -10,42 +10,70 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import structlog
 from google.protobuf.message import DecodeError
 
-from text_generation_proto.access import TOKEN_KEY
-from text_generation_proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from text_generation_proto.access import TOKEN_KEY, Access
+from text_generation_proto.channel import SERVER_OPTIONS, read_certificates
 
 MAX_UNARY_BYTES = 4096
-"""Longest request of a call that has one request: WarmUp, Info, health checks. Only that of GENERATE carries a prompt."""
-GENERATE = "/trtllm.TrtllmService/Generate"
-"""The method whose request may be as long as any message."""
+"""Longest request of a call that has one request: WarmUp, Info, health checks."""
 READ_S = 10.0
 """Seconds for the request of such a call."""
 MAX_UNARY_CALLS = 16
 """Most concurrent calls of a method with one request and one reply, and requests of a method that are read at once."""
 WARM_UP = "/text_generation.v1.Shard/WarmUp"
-"""The method of which one call is served at a time."""
+"""The method that serves one call at a time."""
 MAX_STREAMS = 16
-"""Most calls of a connection, cancelled ones included until their memory is free: a router has five. gRPC's default is no
+"""Most calls of a connection, cancelled ones included until their memory is free: a router has five. By default gRPC has no
 limit, and gRPC does not free all memory of calls that are reset while more than a hundred of them wait."""
-MAX_GATEWAY_STREAMS = 1024
-"""The same with --gateway: each request of a gateway is a call, and all of them share a connection."""
 MAX_CALLS = 8192
-"""Most concurrent calls of all methods; the gateway's waiting requests are calls."""
+"""Most concurrent calls of all methods."""
+
+log = structlog.get_logger()
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 
-def create_server(token: str = "", max_calls: int = MAX_CALLS, max_streams: int = MAX_STREAMS) -> grpc.aio.Server:
+def create_server(token: str = "", max_calls: int = MAX_CALLS) -> grpc.aio.Server:
     """Return a server that serves only calls with this token; "": all calls."""
-    options = (*SERVER_OPTIONS, ("grpc.max_concurrent_streams", max_streams))
+    options = (*SERVER_OPTIONS, ("grpc.max_concurrent_streams", MAX_STREAMS))
     return grpc.aio.server(interceptors=(CallGuard(token),), options=options, maximum_concurrent_rpcs=max_calls)
 
 
+def server_credentials(access: Access) -> grpc.ServerCredentials:
+    """Return credentials that demand a client certificate and follow changes of the files. Raises OSError."""
+    current = read_certificates(access)
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        ca, key, cert = current
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """Return the new certificates if the files changed. gRPC calls it at each new connection."""
+        nonlocal current
+        try:
+            files = read_certificates(access)
+        except OSError as error:
+            log.warning("certificates cannot be read: the former ones stay in use", reason=str(error))
+            return None
+        if files == current:
+            return None
+        current = files
+        log.info("certificates read again")
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        fetch,  # type: ignore[arg-type]  # the stubs do not know that None means no change
+        require_client_authentication=True,
+    )
+
+
 def settled(behavior: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Return a handler that lets go of a call which it aborts.
+    """Return a handler that drops its references to a call that it aborts.
 
     The error of `abort` refers to the frames of the handler, and so to the call, which refers to the error: it would stay
     until garbage is collected, and count as one of its connection's.
@@ -112,7 +140,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     async def _read(self, method: str, handler: Handler, context: Context) -> object:
         """Return the request of a call. Abort if it is too long, too late or none."""
-        most = MAX_MESSAGE_BYTES if method == GENERATE else MAX_UNARY_BYTES
         try:
             async with asyncio.timeout(READ_S), self._readers[method]:
                 data = await context.read()
@@ -120,13 +147,13 @@ class CallGuard(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {READ_S:.0f} s")
         if data is grpc.aio.EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
-        if len(data) > most:
-            message = f"the request has {len(data)} bytes, at most {most} are allowed"
+        if len(data) > MAX_UNARY_BYTES:
+            message = f"the request has {len(data)} bytes, at most {MAX_UNARY_BYTES} are allowed"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         try:
             return (handler.request_deserializer or bytes)(data)
         except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of this method")
 
 
 @settled

@@ -37,14 +37,9 @@ class ShardHealth:
         """Serve no more: later changes have no effect."""
         await self.servicer.enter_graceful_shutdown()
 
-    async def add_driver(self) -> None:
-        """Record that a router opened a session."""
-        self._drivers += 1
-        await self._publish()
-
-    async def remove_driver(self) -> None:
-        """Record that a session of a router is over."""
-        self._drivers -= 1
+    async def add_drivers(self, number: int) -> None:
+        """Record that a router opened a session, or with -1 that one is over."""
+        self._drivers += number
         await self._publish()
 
     async def _publish(self) -> None:

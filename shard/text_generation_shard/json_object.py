@@ -8,7 +8,7 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
-from text_generation_proto.model_files import MAX_CONFIG_BYTES, MAX_TOKEN_IDS, ModelFileError, find_file, read_file
+from text_generation_common.model_files import MAX_CONFIG_BYTES, MAX_TOKEN_IDS, ModelFileError, find_file, read_file
 from text_generation_shard.engine import EngineError
 
 MAX_COUNT = 2**31 - 1
@@ -32,7 +32,7 @@ MAX_COUNTS: Mapping[str, int] = {
 """Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). A separate
 check compares the weights that all sizes describe with the memory."""
 MAX_NUMBER = 1e12
-"""Limit of a number that is no size."""
+"""Limit of a number that is not a size."""
 NUMBERS: Mapping[str, tuple[float, float]] = {
     "rms_norm_eps": (1e-12, 0.1),
     "attention_multiplier": (1e-6, 1e6),
@@ -60,8 +60,8 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "short_factor": (0.01, 1e6),
     "long_factor": (0.01, 1e6),
 }
-"""Least and most of the numbers of a model that are no sizes, or of each number in a list: far outside those of the models
-known. Beyond them, the results are no numbers, or the same at every position."""
+"""Range of the numbers of a model that are not sizes, or of each number in a list: far wider than in the models known. Outside
+of it the results are NaN, or the same at every position."""
 MAX_END_TOKENS = 256
 """Limit of the EOS tokens of a model: they are sent with every sequence."""
 SHARED_WITH_TEXT = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")

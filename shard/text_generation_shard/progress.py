@@ -14,7 +14,7 @@ import asyncio
 
 import structlog
 
-from text_generation_proto.heartbeat import ALIVE, CHECK_EVERY_S, STUCK, HeartbeatSender, Silence
+from text_generation_common.heartbeat import ALIVE, CHECK_EVERY_S, STUCK, HeartbeatSender, Silence
 from text_generation_shard.engine import Engine
 from text_generation_shard.health import ShardHealth
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from pathlib import Path
 
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from text_generation_proto.channel import server_credentials
-from text_generation_proto.exit_codes import CannotServe, ExitCode
-from text_generation_proto.heartbeat import HeartbeatSender
-from text_generation_proto.notify import Notifier
-from text_generation_proto.sockets import SocketInUse, claim_socket, host_of, join_host_port, remove_socket, socket_path
-from text_generation_proto.stop_signals import StopSignals
-from text_generation_proto.tracing import start_tracing
+from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.heartbeat import HeartbeatSender
+from text_generation_common.notify import Notifier
+from text_generation_common.sockets import SocketInUse, claim_socket, remove_socket
+from text_generation_common.stop_signals import StopSignals, wait_for_any
+from text_generation_common.tracing import start_tracing
+from text_generation_proto.addresses import host_of, join_host_port, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import info_to_pb
@@ -28,7 +27,7 @@ from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.gpu_watch import GpuWatch
 from text_generation_shard.gpus import Gpu, GpusUnreadable, gpus_of_shard, stay_near
-from text_generation_shard.guard import MAX_GATEWAY_STREAMS, MAX_STREAMS, create_server
+from text_generation_shard.guard import create_server, server_credentials
 from text_generation_shard.health import ShardHealth, probe_server
 from text_generation_shard.progress import report_progress
 from text_generation_shard.servicer import ShardServicer
@@ -66,7 +65,7 @@ async def _serve_calls(
 ) -> ExitCode:
     health = ShardHealth()
     await health.set_serving(serving=False)
-    server = create_server(config.shard_token, max_streams=MAX_GATEWAY_STREAMS if config.gateway else MAX_STREAMS)
+    server = create_server(config.shard_token)
     services = _add_services(server, config, owner, health)
     if config.reflection:
         reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server)
@@ -92,20 +91,10 @@ def _add_services(server: grpc.aio.Server, config: ShardConfig, owner: SessionOw
     """Register the services; return their names."""
     shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, health, config.rank, config.world_size), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    names = [
+    return [
         shard_pb2.DESCRIPTOR.services_by_name["Shard"].full_name,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
     ]
-    # A follower only mirrors rank 0: it has no sessions.
-    if config.gateway and config.rank == 0:
-        from text_generation_proto.gateway import trtllm_service_pb2, trtllm_service_pb2_grpc
-        from text_generation_shard.gateway.servicer import GatewayServicer
-
-        folder = Path(config.model_path) if config.model_path else None
-        gateway = GatewayServicer(owner, folder, tensor_parallel=config.tensor_parallel)
-        trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(gateway, server)
-        names.append(trtllm_service_pb2.DESCRIPTOR.services_by_name["TrtllmService"].full_name)
-    return names
 
 
 async def _serve_engine(
@@ -118,7 +107,7 @@ async def _serve_engine(
     gpus: tuple[tuple[Gpu, ...], str],
 ) -> ExitCode:
     loading = thread.submit(build_engine, config)
-    await _wait_for_either(signals.stop.wait(), asyncio.wait((loading,)))
+    await wait_for_any(signals.stop.wait(), asyncio.wait((loading,)))
     if signals.stop.is_set():
         return ExitCode.STOPPED
     try:
@@ -138,14 +127,14 @@ async def _serve_engine(
         heartbeat = HeartbeatSender(notifier)
         heartbeat.serves(description.SerializeToString())
         reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, heartbeat))
-        await _wait_for_either(signals.stop.wait(), owner.crashed.wait())
+        await wait_for_any(signals.stop.wait(), owner.crashed.wait())
         await health.stop()
         if signals.stop.is_set():
             notifier.show(lambda: f"draining {engine.running} sequences")
             notifier.stopping()
             await _drain(config, owner, engine, signals.hurry)
         reporting.cancel()
-    # While a group stops, a rank may see another rank leave first. That is no crash.
+    # While a group stops, a rank may see another rank leave first. That is not a crash.
     if owner.crashed.is_set() and not signals.stop.is_set():
         return ExitCode.FAILED if owner.fault else ExitCode.BUG
     log.info("stopping", sequences=engine.running)
@@ -196,7 +185,7 @@ async def _drain(config: ShardConfig, owner: SessionOwner, engine: Engine, hurry
         log.info("draining", sequences=engine.running)
         with suppress(TimeoutError):
             async with asyncio.timeout(config.drain_timeout):
-                await _wait_for_either(_drained(owner, engine, config.rank), hurry.wait())
+                await wait_for_any(_drained(owner, engine, config.rank), hurry.wait())
 
 
 async def _drained(owner: SessionOwner, engine: Engine, rank: int) -> None:
@@ -206,19 +195,6 @@ async def _drained(owner: SessionOwner, engine: Engine, rank: int) -> None:
     while not owner.crashed.is_set() and (rank or not await owner.wait_until_free()) and idle_s < IDLE_S:
         await asyncio.sleep(DRAIN_POLL_S)
         idle_s = 0.0 if rank or engine.running else idle_s + DRAIN_POLL_S
-
-
-async def _wait_for_either(first: Awaitable[object], second: Awaitable[object]) -> None:
-    """Wait until one of two awaitables is done, then stop waiting for the other."""
-
-    async def wait(awaitable: Awaitable[object]) -> None:
-        await awaitable
-
-    async with asyncio.TaskGroup() as tasks:
-        waits = [tasks.create_task(wait(first)), tasks.create_task(wait(second))]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in waits:
-            task.cancel()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import grpc
 import structlog
@@ -40,17 +41,13 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
     async def Info(  # noqa: N802 - gRPC's name
         self, request: pb.InfoRequest, context: grpc.aio.ServicerContext[pb.InfoRequest, pb.InfoResponse]
     ) -> pb.InfoResponse:
-        engine = self._owner.engine
-        if engine is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
+        engine = await self._loaded(context)
         return info_to_pb(engine.info, self._rank, self._world_size)
 
     async def WarmUp(  # noqa: N802 - gRPC's name
         self, request: pb.WarmUpRequest, context: grpc.aio.ServicerContext[pb.WarmUpRequest, pb.WarmUpResponse]
     ) -> pb.WarmUpResponse:
-        engine = self._owner.engine
-        if engine is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
+        engine = await self._loaded(context)
         if self._rank:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
         limits = WarmUpLimits(
@@ -97,10 +94,11 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         reports: asyncio.Queue[StepResult | None] = asyncio.Queue()
         session = owner.open_session(owner.engine, reports.put_nowait)
         try:
-            await self._health.add_driver()
+            await self._health.add_drivers(1)
             await context.send_initial_metadata(SESSION_OPEN)  # a refusal has none
+            most_bytes = most_orders(info_to_pb(owner.engine.info, self._rank, self._world_size))
             async with asyncio.TaskGroup() as tasks:
-                reader = tasks.create_task(_read_orders(session, context, self._most_orders(owner.engine)))
+                reader = tasks.create_task(_read_orders(session, context, most_bytes))
                 while (report := await reports.get()) is not None:
                     message = report_to_pb(report)
                     message.draining = owner.draining
@@ -118,12 +116,14 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(group.exceptions[0]))
         finally:
             session.end()
-            await self._health.remove_driver()
+            await self._health.add_drivers(-1)
         if owner.crashed.is_set():
             await context.abort(grpc.StatusCode.INTERNAL, "the engine failed")
 
-    def _most_orders(self, engine: Engine) -> int:
-        return most_orders(info_to_pb(engine.info, self._rank, self._world_size))
+    async def _loaded(self, context: grpc.aio.ServicerContext[Any, Any]) -> Engine:
+        if self._owner.engine is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
+        return self._owner.engine
 
     def _follows(self) -> str:
         return f"rank {self._rank} follows: call rank 0"
@@ -148,4 +148,4 @@ async def _read_message(context: RunContext) -> object:
     try:
         return await context.read()
     except DecodeError as error:
-        raise InvalidOrders("a message is no Orders") from error
+        raise InvalidOrders("a message is not a valid Orders") from error

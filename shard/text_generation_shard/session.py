@@ -32,7 +32,7 @@ from text_generation_shard.progress import StepMonitor
 from text_generation_shard.spans import SequenceSpans
 
 if TYPE_CHECKING:
-    from text_generation_proto.tracer import Tracer
+    from text_generation_common.tracer import Tracer
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ class EngineThread:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     def submit(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
-        """Run a blocking call on the thread. The call goes on if the future is cancelled."""
+        """Run a blocking call on the thread. The call continues if the future is cancelled."""
         # The context holds the fields of every log record.
         return asyncio.wrap_future(self._pool.submit(copy_context().run, partial(call, *args, **kwargs)))
 
@@ -74,19 +74,19 @@ class EngineSession:
 
         Compiling of grammars starts here. Orders do not wait for it.
         """
-        if any(admission.grammar is not None for admission in orders.admit):
-            orders = replace(orders, admit=tuple(self._with_matcher(admission) for admission in orders.admit))
+        if any(sequence.grammar is not None for sequence in orders.placements):
+            orders = replace(orders, placements=tuple(self._with_matcher(sequence) for sequence in orders.placements))
         self._put(orders)
 
-    def _with_matcher(self, admission: NewSequence) -> NewSequence:
+    def _with_matcher(self, sequence: NewSequence) -> NewSequence:
         grammars = self.engine.grammars
-        if admission.grammar is None or grammars is None:
-            return admission
-        first = len(admission.prompt) - admission.generated_tokens
-        matcher = grammars.build(admission.grammar, admission.prompt[first:])
+        if sequence.grammar is None or grammars is None:
+            return sequence
+        first = len(sequence.prompt) - sequence.generated_tokens
+        matcher = grammars.build(sequence.grammar, sequence.prompt[first:])
         # The engine may have nothing to compute until the matcher exists.
         matcher.add_done_callback(lambda _: self._put(None))
-        return replace(admission, matcher=matcher)
+        return replace(sequence, matcher=matcher)
 
     def end(self) -> None:
         """End the session at the next boundary and discard queued orders. May be called from any thread."""
@@ -106,7 +106,7 @@ class EngineSession:
         engine, monitor, spans = self.engine, self.monitor, self.spans
         steps = applied = step_ns = forward_ns = 0
         scored: set[int] = set()
-        """Slots whose sequence needs the log-probabilities of its tokens."""
+        """Slots of sequences with log-probabilities of their tokens."""
         result: StepResult | None = None
         try:
             while True:
@@ -123,8 +123,8 @@ class EngineSession:
                     failures = engine.apply(orders)
                     applied = orders.number
                     spans.ordered(orders, failures)
-                    for admission in orders.admit:
-                        (scored.add if admission.logprobs.tokens else scored.discard)(admission.slot)
+                    for sequence in orders.placements:
+                        (scored.add if sequence.logprobs.tokens else scored.discard)(sequence.slot)
                     result = result or StepResult()
                     result.failed += failures
                 if result is not None and (orders is not None or not result.is_silent):
@@ -179,7 +179,6 @@ class SessionOwner:
         """The fault of a GPU, if that is the cause."""
         self._gpus: list[pb.GpuState] = []
         """The state of the GPUs, until a report takes it."""
-        self._on_wanted: Callable[[], None] = _ignore
         self._on_over: Callable[[], None] = _ignore
         self._closed = asyncio.Event()
         self._closed.set()
@@ -219,23 +218,17 @@ class SessionOwner:
 
         A session whose client is gone ends with the step in progress; wait for it.
         """
-        self._on_wanted()
         while self.session is not None:
             if not self.session.ending:
                 return False
             await self._closed.wait()
         return True
 
-    def open_session(
-        self,
-        engine: Engine,
-        on_report: Callable[[StepResult | None], None],
-        on_wanted: Callable[[], None] | None = None,
-    ) -> EngineSession:
+    def open_session(self, engine: Engine, on_report: Callable[[StepResult | None], None]) -> EngineSession:
         """Start a session on the engine's thread. Needs `wait_until_free` before it.
 
-        `on_report` gets each report, and None when the session is over. `on_wanted` is called when somebody else asks for
-        the engine: it may end the session. The session ends with the step in progress if its client breaks off.
+        `on_report` gets each report, and None when the session is over. The session ends with the step in progress if its
+        client breaks off.
         """
         loop = asyncio.get_running_loop()
 
@@ -246,7 +239,7 @@ class SessionOwner:
 
         def on_done(done: asyncio.Future[None]) -> None:
             # Change the state before logging: a log record that cannot be written must not leave a client waiting.
-            self.session, self._on_wanted, self._on_over = None, _ignore, _ignore
+            self.session, self._on_over = None, _ignore
             self._closed.set()
             spans.close()
             error = None if done.cancelled() else done.exception()
@@ -261,7 +254,6 @@ class SessionOwner:
 
         spans = SequenceSpans(self._tracer, engine.info.engine)
         session = self.session = EngineSession(engine, emit, self.monitor, spans)
-        self._on_wanted = on_wanted or _ignore
         self._on_over = partial(on_report, None)
         self._closed.clear()
         log.info("session opened")
@@ -274,7 +266,7 @@ class SessionOwner:
             self.session.end()
 
     def drain(self) -> None:
-        """Take no new sessions. The open one goes on with its sequences."""
+        """Take no new sessions. The open one continues its sequences."""
         self.draining = True
         if self.session is not None:
             self.session.report()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from text_generation_shard.engine import Failure, NewSequence, Orders, StepResult
 
 if TYPE_CHECKING:
-    from text_generation_proto.tracer import AttributeValue, OpenSpan, Tracer
+    from text_generation_common.tracer import AttributeValue, OpenSpan, Tracer
 
 MAX_CHUNKS = 32
 """Chunks of a sequence that have spans; further ones are left out."""
@@ -57,7 +57,7 @@ class SequenceSpans:
         now = time.monotonic()
         for slot in orders.release:
             self._end(slot, now, "released")
-        for sequence in orders.admit:
+        for sequence in orders.placements:
             if sequence.trace is not None and (span := self._tracer.begin("shard", now, sequence.trace)) is not None:
                 self._traced[sequence.slot] = _Traced(sequence, span, self._tokens[sequence.slot])
         self._fail(failures, now)

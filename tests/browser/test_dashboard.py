@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checked_echo import failing_at
 from http_stack import Stack, load_tokenizer, serve, until
 
 KEY = "sk-operator"
@@ -145,7 +146,7 @@ def found(demo_model: Path, packages: Path, pictures: Path) -> dict[str, Any]:
         keys.write_text(f'[[keys]]\nkey = "{KEY}"\ntenant = "{TENANT}"\n')
         [failing] = load_tokenizer(demo_model).encode_ids(FAILING, add_special_tokens=False)
         settings = {"api_keys_file": str(keys), "max_top_n_tokens": 5}
-        async with serve(demo_model, settings=settings, echo_step_ms=10, echo_fail_token=failing) as stack:
+        async with serve(demo_model, settings=settings, echo_step_ms=10, build=failing_at(failing)) as stack:
             return await run(stack)
 
     return asyncio.run(main())

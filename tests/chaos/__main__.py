@@ -49,7 +49,7 @@ def row(result: Result) -> str:
 async def run(options: argparse.Namespace) -> list[Result]:
     """Run cases until the time is over."""
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    hang_token = str(tokenizer.encode(HANGING_PROMPT).ids[3])
+    hang_token = tokenizer.encode(HANGING_PROMPT).ids[3]
     cases = [case for case in sample(matrix(), options.seed) if options.only in str(case)]
     seconds = 60 * options.minutes
     end = time.monotonic() + seconds

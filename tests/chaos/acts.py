@@ -46,7 +46,7 @@ class Result:
 class Runner:
     """Runs cases. A server that a case left as it was serves the next one."""
 
-    def __init__(self, model: Path, hang_token: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, model: Path, hang_token: int, session: aiohttp.ClientSession) -> None:
         self._model = model
         self._hang_token = hang_token
         self._session = session

@@ -15,7 +15,7 @@ import psutil
 from server import ROLES, Server
 from traffic import Traffic, generation
 
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 
 PHASES = ("load", "prefill", "decode", "drain", "idle")
 HANG_TIMEOUT_S = 15.0

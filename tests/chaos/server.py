@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,8 +18,6 @@ from pathlib import Path
 import aiohttp
 import psutil
 from stack import Stack
-
-from text_generation_proto.exit_codes import ExitCode
 
 ROLES = ("launcher", "router", "shard", "worker", "client")
 MODULES = {
@@ -52,7 +50,7 @@ async def until(condition: Callable[[], bool], timeout: float) -> bool:
 class Server(Stack):
     """A launcher with two echo shards, its own copy of the model's small files, and a log that can be broken."""
 
-    def __init__(self, model: Path, hang_token: str, *, log_to_file: bool) -> None:
+    def __init__(self, model: Path, hang_token: int, *, log_to_file: bool) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.model = self.home / "model"
         shutil.copytree(model, self.model, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -61,7 +59,8 @@ class Server(Stack):
         self.log = self.home / "log"
         self.log_to_file = log_to_file
         stderr = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if log_to_file else subprocess.PIPE
-        super().__init__(self.model, *ARGUMENTS, "--echo-hang-token", hang_token, stderr=stderr)
+        environ = {"CHECKED_ECHO": json.dumps({"hang_token": hang_token})}
+        super().__init__(self.model, *ARGUMENTS, environ=environ, stderr=stderr)
         if log_to_file:
             os.close(stderr)
         self.port = int(self.url.rpartition(":")[2])
@@ -191,18 +190,6 @@ class Server(Stack):
             self.client.kill()
             self.client.communicate()
             self.client = None
-
-    def stop(self) -> int:
-        """Stop the server in the normal way, if it runs; return the launcher's exit code."""
-        self.stop_client()
-        self.log_flows.set()
-        if self.launcher.poll() is None:
-            self.launcher.send_signal(signal.SIGTERM)
-            try:
-                self.launcher.wait(30)
-            except subprocess.TimeoutExpired:
-                return ExitCode.FAILED
-        return self.launcher.returncode
 
     def close(self) -> None:
         self.stop_client()

@@ -9,7 +9,6 @@ import jsonschema
 import pytest
 from client_server import ANSWER, ANSWER_TOKENS, CITY, PLACE, PROMPT, QUESTION, Server
 from huggingface_hub import InferenceClient
-from huggingface_hub.errors import OverloadedError, ValidationError
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
 
@@ -64,18 +63,6 @@ def test_text_with_a_grammar(client: InferenceClient) -> None:
     jsonschema.validate(json.loads(text), CITY)
     regex = {"type": "regex", "value": "(Rome|Oslo)!"}
     assert client.text_generation(PROMPT, **ONLY_NEW, grammar=regex) in ("Rome!", "Oslo!")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_invalid_request(client: InferenceClient, stream: bool) -> None:
-    with pytest.raises(ValidationError, match="Input validation error: `temperature` must be strictly positive"):
-        list(client.text_generation("Hi", temperature=-1.0, stream=stream))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_overloaded_server(client: InferenceClient, server: Server, stream: bool) -> None:
-    with server.full(), pytest.raises(OverloadedError, match="Model is overloaded"):
-        list(client.text_generation("Hi", max_new_tokens=1, stream=stream))
 
 
 def test_chat(client: InferenceClient, server: Server) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import pytest
@@ -46,15 +45,6 @@ def test_chat(openai_client: OpenAI, server: Server) -> None:
     assert openai_client.chat.completions.create(**GREEDY).id != reply.id
 
 
-def test_max_completion_tokens_and_request_id(openai_client: OpenAI) -> None:
-    arguments = {**GREEDY, "max_tokens": None, "max_completion_tokens": 3}
-    reply = openai_client.chat.completions.create(**arguments, extra_headers={"x-request-id": "my-17"})
-    assert reply._request_id == "my-17"
-    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("The capital of", "length")
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 3
-
-
 def test_n_answers_differ_when_sampled(openai_client: OpenAI) -> None:
     arguments = {**GREEDY, "temperature": 2.0, "max_tokens": 6, "seed": 3, "top_p": 1.0, "n": 3}
     one, same = (openai_client.chat.completions.create(**arguments) for _ in range(2))
@@ -70,23 +60,6 @@ def test_logit_bias(openai_client: OpenAI, server: Server) -> None:
     assert reply.choices[0].message.content == " London London"
     reply = openai_client.chat.completions.create(**GREEDY, logit_bias={str(paris[0]): -100})
     assert "Paris" not in (reply.choices[0].message.content or "")
-
-
-def test_logprobs(openai_client: OpenAI) -> None:
-    reply = openai_client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=3)
-    logprobs = reply.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert "".join(token.token for token in logprobs.content) == ANSWER
-    assert b"".join(bytes(token.bytes or ()) for token in logprobs.content) == ANSWER.encode()
-    for token in logprobs.content:
-        assert len(token.top_logprobs) == 3
-        assert token.top_logprobs[0].token == token.token
-        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-5)
-        assert sum(math.exp(top.logprob) for top in token.top_logprobs) <= 1.0001
-    chunks = list(openai_client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=3, stream=True))
-    streamed = [choice.logprobs.content or [] for chunk in chunks for choice in chunk.choices if choice.logprobs]
-    assert [token.token for part in streamed for token in part] == [token.token for token in logprobs.content]
 
 
 def test_stream_helper(openai_client: OpenAI) -> None:

@@ -6,35 +6,12 @@ import math
 from typing import Any
 
 import pytest
-from client_server import ANSWER, ANSWER_TOKENS, PROMPT, Server
+from client_server import ANSWER, PROMPT, Server
 from openai import OpenAI
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
 
 GREEDY: dict[str, Any] = {"model": "tgi", "temperature": 0, "max_tokens": 20}
-
-
-def test_a_text(openai_client: OpenAI, server: Server) -> None:
-    reply = openai_client.completions.create(**GREEDY, prompt=PROMPT)
-    (choice,) = reply.choices
-    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, ANSWER, "stop", None)
-    assert reply.id.startswith("cmpl-")
-    assert (reply.object, reply.model) == ("text_completion", server.model)
-    assert reply.usage is not None
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
-
-
-def test_logprobs(openai_client: OpenAI) -> None:
-    reply = openai_client.completions.create(**GREEDY, prompt=PROMPT, logprobs=2)
-    columns = reply.choices[0].logprobs
-    assert columns is not None
-    tokens, offsets = columns.tokens or [], columns.text_offset or []
-    assert "".join(tokens) == ANSWER + "<|im_end|>"
-    assert offsets == [len("".join(tokens[:at])) for at in range(len(tokens))]
-    for token, logprob, top in zip(tokens, columns.token_logprobs or [], columns.top_logprobs or [], strict=True):
-        assert max(top, key=lambda one: top[one]) == token
-        assert len(top) == 2
-        assert top[token] == pytest.approx(logprob, abs=1e-5)
 
 
 def test_logprobs_of_the_prompt(openai_client: OpenAI, server: Server) -> None:

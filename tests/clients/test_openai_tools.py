@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
-from client_server import ANSWER, PLACE, QUESTION
+from client_server import PLACE, QUESTION
 from openai import OpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletionMessageFunctionToolCall, ChatCompletionToolParam
 from pydantic import BaseModel
@@ -70,18 +70,6 @@ def test_parsed_arguments(openai_client: OpenAI) -> None:
         (call,) = completion.choices[0].message.tool_calls or []
         assert isinstance(call.function.parsed_arguments, Weather)
         assert completion.choices[0].finish_reason == "tool_calls"
-
-
-def test_optional_call_with_an_answer(openai_client: OpenAI) -> None:
-    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="none")
-    assert reply.choices[0].message.tool_calls is None
-    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (ANSWER, "stop")
-    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER])  # `auto`
-    assert reply.choices[0].message.tool_calls is None
-    assert reply.choices[0].message.content
-    stream = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="auto", stream=True)
-    deltas = [choice.delta.content or "" for chunk in stream for choice in chunk.choices]
-    assert "".join(deltas) == reply.choices[0].message.content
 
 
 def test_call_result_and_answer(openai_client: OpenAI) -> None:

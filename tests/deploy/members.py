@@ -20,7 +20,7 @@ from kubernetes_api import fake_kubernetes
 from servers import free_port
 from shard_server import running, serve_engine
 
-from text_generation_proto.access import ShardAccess
+from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.discovery.kubernetes import KubernetesSource
 from text_generation_router.discovery.source import known

@@ -18,33 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
-from servers import free_port
+from servers import Answer, Process, free_port, shard, started, stream, until_open, write_tokenizer
 
 ROUTERS, SHARDS, STREAMS, TOKENS = 2, 4, 8, 400
 BARS_S = {"kill": 2.0, "cut": 15.0}
 PREFIX = f"tg{os.getpid() % 1000}"
-
-
-@contextmanager
-def process(*command: str, log: Path, env: Mapping[str, str] = {}) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("ab") as output:
-        environ = {**os.environ, **env}
-        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ)
-    try:
-        yield started
-    finally:
-        if started.poll() is None:
-            started.kill()
-        started.wait()
-
-
-def command(name: str) -> str:
-    return str(Path(sys.executable).with_name(name))
+SERVING = 'text_generation_shards{state="serving"}'
 
 
 def ip(*arguments: str) -> None:
@@ -77,233 +61,182 @@ def network(count: int) -> Iterator[list[str]]:
         subprocess.run(("ip", "link", "del", bridge), check=False, capture_output=True)
 
 
-async def metric(session: aiohttp.ClientSession, url: str, line: str) -> float:
-    try:
-        async with session.get(f"{url}/metrics") as response:
-            text = await response.text()
-    except (aiohttp.ClientError, TimeoutError):
-        return -1.0
-    return next((float(each.rpartition(" ")[2]) for each in text.splitlines() if each.startswith(line + " ")), -1.0)
+class Deployment:
+    """Shards of the echo engine and routers, which end with the stack."""
+
+    def __init__(self, stack: AsyncExitStack, session: aiohttp.ClientSession, folder: Path) -> None:
+        self._stack = stack
+        self.session = session
+        self._folder = folder
+        self._shards: list[str] = []
+
+    async def start_shards(self, count: int, host: str = "127.0.0.1", token: str = "") -> None:
+        self._shards = [f"{host}:{free_port()}" for _ in range(count)]
+        for address in self._shards:
+            flags = ("--echo-step-ms=10", "--insecure")
+            await self._stack.enter_async_context(shard(address, flags, {"SHARD_TOKEN": token}))
+
+    async def start_router(self, address: str, peers: str, token: str = "", within: tuple[str, ...] = ()) -> Process:
+        host, _, port = address.partition(":")
+        flags = ("--shards", ",".join(self._shards), "--peers", peers, "--hostname", host, "--port", port)
+        router = started(
+            *("text_generation_router", "--model-path", str(self._folder), "--disable-grammar-support", *flags),
+            environ={"SHARD_TOKEN": token},
+            within=within,
+        )
+        return await self._stack.enter_async_context(router)
+
+    async def is_ready(self, address: str) -> bool:
+        try:
+            async with self.session.get(f"http://{address}/health/ready") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def metric(self, address: str, line: str) -> float:
+        try:
+            async with self.session.get(f"http://{address}/metrics") as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError):
+            return -1.0
+        return next((float(each.rpartition(" ")[2]) for each in text.splitlines() if each.startswith(line + " ")), -1.0)
+
+    async def until(self, expected: dict[str, float], line: str = SERVING) -> float:
+        """Return the seconds until each router shows its value of a metric, by default the number of shards that it drives."""
+        began = time.monotonic()
+        while (found := {address: await self.metric(address, line) for address in expected}) != expected:
+            assert time.monotonic() - began < 60, found
+            await asyncio.sleep(0.02)
+        return time.monotonic() - began
+
+    def streams(self, tasks: asyncio.TaskGroup, address: str, count: int) -> list[asyncio.Task[Answer]]:
+        url = f"http://{address}"
+        return [tasks.create_task(stream(self.session, url, f"client {n} says ", TOKENS)) for n in range(count)]
 
 
-SERVING = 'text_generation_shards{state="serving"}'
+def check(streams: list[asyncio.Task[Answer]]) -> None:
+    wrong = [answer for task in streams if not (answer := task.result()).is_right(TOKENS)]
+    assert not wrong, wrong[0]
 
 
-async def until(
-    session: aiohttp.ClientSession, expected: dict[str, float], seconds: float, line: str = SERVING
-) -> float:
-    """Return the seconds until each router shows its value of a metric, by default the number of shards that it drives."""
-    began = time.monotonic()
-    while (found := {url: await metric(session, url, line) for url in expected}) != expected:
-        assert time.monotonic() - began < seconds, found
-        await asyncio.sleep(0.02)
-    return time.monotonic() - began
-
-
-async def stream(session: aiohttp.ClientSession, url: str) -> int:
-    """Return the tokens of a stream that ended well."""
-    body = {"inputs": "one two three", "parameters": {"max_new_tokens": TOKENS}}
-    tokens = 0
-    async with session.post(f"{url}/generate_stream", json=body) as response:
-        assert response.status == 200, await response.text()
-        async for line in response.content:
-            assert b'"error"' not in line, line
-            tokens += line.startswith(b"data:")
-    return tokens
-
-
-def start_shards(
-    stack: AsyncExitStack,
-    folder: Path,
-    count: int,
-    env: Mapping[str, str] = {},
-    host: str = "127.0.0.1",
-) -> list[str]:
-    """Start shards and return their addresses."""
-    shards = [f"{host}:{free_port()}" for _ in range(count)]
-    for number, address in enumerate(shards):
-        flags = ("--engine=echo", "--echo-step-ms=10", "--insecure", f"--address={address}")
-        log = folder / f"shard-{number}.log"
-        stack.enter_context(process(command("text-generation-shard"), *flags, log=log, env=env))
-    return shards
-
-
-@asynccontextmanager
-async def deployment(
-    how: str, model: str, folder: Path
-) -> AsyncIterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
-    """Routers and shards; yields the routers' URLs and processes."""
-    async with AsyncExitStack() as stack:
-        if how == "cut":
-            hosts = stack.enter_context(network(ROUTERS))
-            shard_host, port = "10.213.0.254", free_port()
-            within = [("ip", "netns", "exec", f"{PREFIX}n{number}") for number in range(ROUTERS)]
-            ports = [port] * ROUTERS
-        else:
-            hosts, shard_host, within = ["127.0.0.1"] * ROUTERS, "127.0.0.1", [()] * ROUTERS  # type: ignore[list-item]
-            ports = [free_port() for _ in range(ROUTERS)]
-        shards = start_shards(stack, folder, SHARDS, host=shard_host)
-        peers = ",".join(f"{host}:{port}" for host, port in zip(hosts, ports, strict=True))
-        routers = []
-        for number, (host, port) in enumerate(zip(hosts, ports, strict=True)):
-            flags = (
-                *("--hostname", host, "--port", str(port), "--model-path", model, "--shards", ",".join(shards)),
-                *("--peers", peers),
-            )
-            log = folder / f"router-{number}.log"
-            routers.append(
-                stack.enter_context(process(*within[number], command("text-generation-router"), *flags, log=log))
-            )
-        yield [f"http://{host}:{port}" for host, port in zip(hosts, ports, strict=True)], routers
-
-
-async def ready(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health/ready") as response:
-            return response.status == 200
-    except aiohttp.ClientError:
-        return False
-
-
-async def all_ready(session: aiohttp.ClientSession, urls: Mapping[int, str], ports: Iterable[int]) -> None:
-    """Wait until each of these routers is ready."""
-    began = time.monotonic()
-    while not all([await ready(session, urls[port]) for port in ports]):
-        assert time.monotonic() - began < 90, "a router does not become ready"
-        await asyncio.sleep(0.1)
-
-
-async def evict(session: aiohttp.ClientSession, model: str, folder: Path, shards: int, count: int) -> None:
+async def evict(servers: Deployment, folder: Path, shards: int, count: int) -> None:
     """Replace each router in turn, with requests of many seconds: the new one starts as the old one is told to stop."""
-    async with AsyncExitStack() as stack:
-        addresses = start_shards(stack, folder, shards)
-        ports = [free_port() for _ in range(count + 1)]
-        members = folder / "routers"
+    await servers.start_shards(shards)
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(count + 1)]
+    members = folder / "routers"
+    routers: dict[str, Process] = {}
 
-        def list_routers(names: list[int]) -> None:
-            members.with_suffix(".new").write_text("".join(f"- 127.0.0.1:{port}\n" for port in names))
-            members.with_suffix(".new").rename(members)
+    def list_routers(names: list[str]) -> None:
+        members.with_suffix(".new").write_text("".join(f"- {name}\n" for name in names))
+        members.with_suffix(".new").rename(members)
 
-        def start(port: int) -> subprocess.Popen[bytes]:
-            flags = ("--shards", ",".join(addresses), "--peers", f"file://{members}", "--port", str(port))
-            return stack.enter_context(
-                process(
-                    command("text-generation-router"), "--model-path", model, *flags, log=folder / f"router-{port}.log"
-                )
-            )
+    async def start(address: str) -> None:
+        routers[address] = await servers.start_router(address, f"file://{members}")
 
-        list_routers(ports[:count])
-        routers = {port: start(port) for port in ports[:count]}
-        urls = {port: f"http://127.0.0.1:{port}" for port in ports}
-        await all_ready(session, urls, routers)
-        unready, over = 0.0, False
+    list_routers(addresses[:count])
+    for address in addresses[:count]:
+        await start(address)
+    unready, over = 0.0, False
 
-        async def watch() -> None:
-            """Add up the seconds in which no router is ready."""
-            nonlocal unready
-            before = time.monotonic()
-            while not over:
-                await asyncio.sleep(0.05)
-                found = [await ready(session, urls[port]) for port in tuple(routers)]
-                now = time.monotonic()
-                unready += 0.0 if any(found) else now - before
-                before = now
+    async def watch() -> None:
+        """Add up the seconds in which no router is ready."""
+        nonlocal unready
+        before = time.monotonic()
+        while not over:
+            await asyncio.sleep(0.05)
+            found = [await servers.is_ready(address) for address in tuple(routers)]
+            now = time.monotonic()
+            unready += 0.0 if any(found) else now - before
+            before = now
 
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(watch())
-            for port in tuple(routers):
-                streams = [tasks.create_task(stream(session, urls[each])) for each in routers for _ in range(2)]
-                await asyncio.sleep(1)
-                spare = next(each for each in ports if each not in routers)
-                old = routers[port]
-                routers[spare] = start(spare)
-                list_routers([*routers])
-                old.terminate()
-                assert await asyncio.to_thread(old.wait, 120) == 0
-                del routers[port]
-                list_routers([*routers])
-                assert [await each for each in streams] == [TOKENS] * len(streams)
-                await all_ready(session, urls, routers)
-            over = True
-            await watching
+    async def all_ready() -> None:
+        for address in routers:
+            await until_open(servers.session, f"http://{address}", "/health/ready")
+
+    await all_ready()
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(watch())
+        for address in tuple(routers):
+            running = [task for each in routers for task in servers.streams(tasks, each, 2)]
+            await asyncio.sleep(1)
+            old = routers[address]
+            await start(next(each for each in addresses if each not in routers))
+            list_routers([*routers])
+            old.signal(signal.SIGTERM)
+            assert await old.ended() == 0
+            del routers[address]
+            list_routers([*routers])
+            await asyncio.wait(running)
+            check(running)
+            await all_ready()
+        over = True
+        await watching
     assert unready == 0, f"{unready:.1f} s without a ready router"
     print(
         f"evict: {count} routers over {shards} shards replaced one by one, 0 s without a ready one, all streams whole"
     )
 
 
-async def unable(session: aiohttp.ClientSession, model: str, folder: Path) -> None:
+async def unable(servers: Deployment) -> None:
     """Start a router with another token beside one that serves: it must take no shard away."""
-    async with AsyncExitStack() as stack:
-        tokens = {"SHARD_TOKEN": "right"}
-        addresses = start_shards(stack, folder, SHARDS, tokens)
-        ports = [free_port(), free_port()]
-        peers = ",".join(f"127.0.0.1:{port}" for port in ports)
-        for port, token in zip(ports, ("right", "wrong"), strict=True):
-            flags = ("--shards", ",".join(addresses), "--peers", peers, "--port", str(port), "--model-path", model)
-            log = folder / f"router-{token}.log"
-            stack.enter_context(process(command("text-generation-router"), *flags, log=log, env={"SHARD_TOKEN": token}))
-            if token == "right":
-                await until(session, {f"http://127.0.0.1:{port}": SHARDS}, 60)
-        good, bad = (f"http://127.0.0.1:{port}" for port in ports)
-        await until(session, {bad: 0.0}, 60, "text_generation_replicas_serving")
-        least = SHARDS
-        for _ in range(100):
-            least = min(least, int(await metric(session, good, SERVING)))
-            await asyncio.sleep(0.1)
-        assert (least, await ready(session, bad)) == (SHARDS, False)
+    await servers.start_shards(SHARDS, token="right")
+    good, bad = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    await servers.start_router(good, f"{good},{bad}", "right")
+    await servers.until({good: SHARDS})
+    await servers.start_router(bad, f"{good},{bad}", "wrong")
+    await servers.until({bad: 0.0}, "text_generation_replicas_serving")
+    least = SHARDS
+    for _ in range(100):
+        least = min(least, int(await servers.metric(good, SERVING)))
+        await asyncio.sleep(0.1)
+    assert (least, await servers.is_ready(bad)) == (SHARDS, False)
     print(f"unable: the router with the right token kept all {SHARDS} shards; the other one is found by its metrics")
 
 
-async def measure(how: str, model: str, folder: Path) -> float:
-    async with (
-        deployment(how, model, folder) as (urls, routers),
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120, sock_connect=2)) as session,
-    ):
-        await until(session, dict.fromkeys(urls, SHARDS / ROUTERS), 60)
-        async with asyncio.TaskGroup() as tasks:
-            streams = [tasks.create_task(stream(session, urls[0])) for _ in range(STREAMS)]
-            await asyncio.sleep(1)
-            if how == "cut":
-                ip("link", "set", f"{PREFIX}o1", "down")
-            else:
-                routers[1].send_signal(signal.SIGKILL)
-            seconds = await until(session, {urls[0]: SHARDS}, 60)
-            streams += [tasks.create_task(stream(session, urls[0])) for _ in range(STREAMS)]
-        assert [task.result() for task in streams] == [TOKENS] * 2 * STREAMS
-    return seconds
-
-
-async def prove(how: str, model: str, folder: Path) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120, sock_connect=2)) as session:
-        if how == "unable":
-            await unable(session, model, folder)
-            return
-        for count, shards in ((2, 2), (2, 3), (3, 4)):
-            (part := folder / f"{count}-{shards}").mkdir()
-            await evict(session, model, part, shards, count)
-
-
-def main() -> None:
-    how, model = sys.argv[1], sys.argv[2]
-    if how == "cut" and (os.geteuid() or not shutil.which("ip")):
-        print("cut: skipped: network namespaces need root, and the command ip")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            if how in ("evict", "unable"):
-                asyncio.run(prove(how, model, Path(folder)))
-                return
-            seconds = asyncio.run(measure(how, model, Path(folder)))
-        except BaseException:
-            for log in sorted(Path(folder).rglob("*.log")):
-                print(f"== {log.name}\n{log.read_text()[-2000:]}")
-            raise
+async def lose(servers: Deployment, how: str, hosts: list[str]) -> None:
+    """Lose one of two routers, or its host; the other one takes its shards over."""
+    await servers.start_shards(SHARDS, "10.213.0.254" if how == "cut" else "127.0.0.1")
+    addresses = [f"{host}:{free_port()}" for host in hosts]
+    routers = []
+    for number, address in enumerate(addresses):
+        within = ("ip", "netns", "exec", f"{PREFIX}n{number}") if how == "cut" else ()
+        routers.append(await servers.start_router(address, ",".join(addresses), within=within))
+    await servers.until(dict.fromkeys(addresses, SHARDS / ROUTERS))
+    async with asyncio.TaskGroup() as tasks:
+        streams = servers.streams(tasks, addresses[0], STREAMS)
+        await asyncio.sleep(1)
+        if how == "cut":
+            ip("link", "set", f"{PREFIX}o1", "down")
+        else:
+            routers[1].signal(signal.SIGKILL)
+        seconds = await servers.until({addresses[0]: SHARDS})
+        streams += servers.streams(tasks, addresses[0], STREAMS)
+    check(streams)
     print(
         f"{how}: all {SHARDS} shards driven again after {seconds:.2f} s (bar {BARS_S[how]} s), {2 * STREAMS} streams whole"
     )
     assert seconds <= BARS_S[how]
 
 
+async def main(how: str) -> None:
+    for count, shards in ((2, 2), (2, 3), (3, 4)) if how == "evict" else ((ROUTERS, SHARDS),):
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            write_tokenizer(folder)
+            hosts = stack.enter_context(network(ROUTERS)) if how == "cut" else ["127.0.0.1"] * ROUTERS
+            timeout = aiohttp.ClientTimeout(total=120, sock_connect=2)
+            session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+            servers = Deployment(stack, session, folder)
+            if how == "evict":
+                await evict(servers, folder, shards, count)
+            elif how == "unable":
+                await unable(servers)
+            else:
+                await lose(servers, how, hosts)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "cut" and (os.geteuid() or not shutil.which("ip")):
+        print("cut: skipped: network namespaces need root, and the command ip")
+    else:
+        asyncio.run(main(sys.argv[1]))

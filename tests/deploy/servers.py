@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from byte_tokenizer import write_tokenizer
 from certificates import tls_arguments, write_certificates  # noqa: F401 - for the commands
+from ports import free_port
 
 START_S = 60.0
 
@@ -66,10 +66,12 @@ class Process:
 
 
 @asynccontextmanager
-async def started(module: str, *flags: str, environ: Mapping[str, str] | None = None) -> AsyncIterator[Process]:
-    """Start a module of the server; kill it with the block if it still runs."""
+async def started(
+    module: str, *flags: str, environ: Mapping[str, str] | None = None, within: tuple[str, ...] = ()
+) -> AsyncIterator[Process]:
+    """Start a module of the server, by the command `within`; kill it with the block if it still runs."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", module, "--json-output", *flags),
+        *(*within, sys.executable, "-P", "-m", module, "--json-output", *flags),
         env={**os.environ, **(environ or {})},
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
@@ -81,13 +83,6 @@ async def started(module: str, *flags: str, environ: Mapping[str, str] | None = 
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 from servers import split, stream, streaming_clients, tls_arguments, write_certificates
 
-from text_generation_proto.access import ShardAccess
+from text_generation_common.shard_access import ShardAccess
 
 STREAMS, NEW_TOKENS = 8, 300
 COST_STREAMS, COST_TOKENS, STEP_MS = 32, 1000, 5

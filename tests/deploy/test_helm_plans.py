@@ -12,7 +12,7 @@ from chart import CHART, EXAMPLES, HUB, MINORS, Pod, example, helm, needs_helm, 
 from text_generation_launcher.checks import check_ports
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, make_plan
-from text_generation_proto.sockets import split_host_port
+from text_generation_proto.addresses import split_host_port
 
 pytestmark = needs_helm
 
@@ -25,7 +25,7 @@ def planned(pod: Pod) -> LaunchPlan:
     devices = Devices(int(pod.container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)), None)
     check_ports(config, devices)
     folder = Path("/tmp")
-    return make_plan(config, LaunchContext(devices, 16, folder, folder, lifeline_fd=-1, log_drops_fd=-1, environ={}))
+    return make_plan(config, LaunchContext(devices, 16, folder, folder, lifeline_fd=-1, environ={}))
 
 
 def listeners(pod: Pod) -> list[int]:

@@ -16,11 +16,12 @@ import aiohttp
 import pytest
 import yaml
 from byte_tokenizer import write_tokenizer
-from chart import ROOT, free_port, needs_helm, render
+from chart import CHART, ROOT, free_port, needs_helm, render
 from otlp_collector import Collector, collecting
 from stack import Stack, running
 
-FOLDER = ROOT / "deploy" / "observability"
+FOLDER = CHART / "files"
+RULES_TEST = Path(__file__).with_name("rules_test.yaml")
 TOOLS = ROOT / ".cache" / "prometheus" / "usr" / "bin"
 LOAD_S = 10.0
 QUICK = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
@@ -136,14 +137,14 @@ def autoscaler_queries() -> dict[str, str]:
 
 
 def test_the_alerts_fire_when_they_should() -> None:
-    for command in (["check", "rules", "rules.yaml"], ["test", "rules", "rules_test.yaml"]):
+    for command in (["check", "rules", "rules.yaml"], ["test", "rules", RULES_TEST]):
         done = subprocess.run(
             [tool("promtool"), *command], cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
     tested = {
         test["alertname"]
-        for group in yaml.safe_load((FOLDER / "rules_test.yaml").read_text(encoding="utf-8"))["tests"]
+        for group in yaml.safe_load(RULES_TEST.read_text(encoding="utf-8"))["tests"]
         for test in group["alert_rule_test"]
         if test["exp_alerts"]
     }

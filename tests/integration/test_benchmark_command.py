@@ -67,23 +67,10 @@ async def test_chats_over_tls_have_key_system_prompt_and_answers(tmp_path: Path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(access.shard_tls_cert, access.shard_tls_key)
     async with serve_mock(OpenAIMock(api_key="sesame"), tls) as mock:
-        flags = (
-            "--dialect",
-            "openai-chat",
-            "-b",
-            "2",
-            "-r",
-            "1",
-            "-w",
-            "0",
-            "--turns",
-            "2",
-            "--system-length",
-            "9",
-            "-d",
-            "2",
-        )
-        flags += ("--header", "x-tenant: blue", "--insecure", "-o", str(tmp_path / "result"))
+        flags = [
+            *("--dialect", "openai-chat", "-b", "2", "-r", "1", "-w", "0", "--turns", "2", "--system-length", "9"),
+            *("-d", "2", "--header", "x-tenant: blue", "--insecure", "-o", str(tmp_path / "result")),
+        ]
         code, _, err = await benchmark(mock.port, "--api-key", "sesame", *flags, scheme="https")
         assert (code, err) == (0, "")
         chats = [body["messages"] for body in mock.bodies]

@@ -16,17 +16,18 @@ from pathlib import Path
 
 import pytest
 import shard_server
+from checked_echo import CheckedEcho
 from cluster_listener import Listener
 from grpc_health.v1 import health_pb2
 from shard_server import ServedShard, running, serve_engine
 from structlog.testing import capture_logs
 
-from text_generation_proto.access import ShardAccess
-from text_generation_proto.heartbeat import HANG_TIMEOUT_S
-from text_generation_proto.sockets import remove_socket
+from text_generation_common.heartbeat import HANG_TIMEOUT_S
+from text_generation_common.shard_access import ShardAccess
+from text_generation_common.sockets import remove_socket
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.dashboard.events import EventLog
-from text_generation_router.discovery.static import StaticSource
+from text_generation_router.discovery.source import StaticSource
 from text_generation_router.errors import DeadlineExceeded, Unhealthy
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
@@ -39,7 +40,6 @@ from text_generation_router.shards.first_join import join_all
 from text_generation_router.shards.join import join
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import StepResult
-from text_generation_shard.engines.echo import EchoEngine
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -51,7 +51,7 @@ class Replicas:
 
     cluster: Cluster
     shards: list[ServedShard]
-    engines: list[EchoEngine]
+    engines: list[CheckedEcho]
     metrics: StepMetrics
     requests: int = 0
 
@@ -83,7 +83,7 @@ async def two_replicas(
 ) -> AsyncIterator[Replicas]:
     metrics = StepMetrics(Registry())
     cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=0), metrics, hang_timeout_s)
-    engines = [EchoEngine.build(ShardConfig(engine="echo", echo_step_ms=2)) for _ in range(2)]
+    engines = [CheckedEcho.build(ShardConfig(engine="echo", echo_step_ms=2)) for _ in range(2)]
     addresses = [f"unix://{folder}/shard-{number}" for number in range(2)]
     limits = WarmUpLimits()
     async with AsyncExitStack() as stack:
@@ -162,7 +162,7 @@ async def test_a_shard_that_drains_keeps_its_requests_and_is_left_after_the_last
 async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard that answers health checks may be computing a long prompt: it gets nothing new, and keeps its requests."""
+    """A shard that answers health checks may be computing a long prompt: it gets no new requests, and keeps its requests."""
     monkeypatch.setattr(replica, "HANGS_AFTER_S", 1.0)
     async with two_replicas(tmp_path, hang_timeout_s=2.0) as replicas:
         silent, stats = replicas.engines[0], replicas.cluster.scheduler.stats
@@ -257,7 +257,7 @@ async def test_a_stop_at_the_moment_of_a_loss_ends_the_cluster(tmp_path: Path) -
 
     cluster = Cluster(Scheduler(Policy(4096, 64), replicas=0), LostWhileStopping(Registry()))
     address, limits = f"unix://{tmp_path}/shard", WarmUpLimits()
-    async with serve_engine(EchoEngine.build(ShardConfig(engine="echo")), address) as shard:
+    async with serve_engine(CheckedEcho.build(ShardConfig(engine="echo")), address) as shard:
         joined = await join(shard.client, limits, address, timeout=20)
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(cluster.run(StaticSource([address]).members(), {address: joined}, limits))
@@ -290,13 +290,13 @@ async def test_a_router_waits_for_the_restart_of_a_shard_that_dies_in_its_first_
         joining = tasks.create_task(join_all([address], WarmUpLimits(), ShardAccess.of(), 60))
         assert await dying.wait() == -signal.SIGKILL
         remove_socket(tmp_path / "shard")
-        async with serve_engine(EchoEngine.build(ShardConfig(engine="echo")), address):
+        async with serve_engine(CheckedEcho.build(ShardConfig(engine="echo")), address):
             assert (await joining)[address] is not None
 
 
 async def test_a_router_that_takes_over_serves_without_a_shard_that_is_gone(tmp_path: Path) -> None:
     here, gone = f"unix://{tmp_path}/here", f"unix://{tmp_path}/gone"
-    async with serve_engine(EchoEngine.build(ShardConfig(engine="echo")), here):
+    async with serve_engine(CheckedEcho.build(ShardConfig(engine="echo")), here):
         first = await join_all([here], WarmUpLimits(), ShardAccess.of(), 20)
         async with asyncio.timeout(20):
             second = await join_all([here, gone], WarmUpLimits(), ShardAccess.of(), 60)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from checked_echo import CheckedEcho
 from http_stack import serve
 
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Sink, TokenOutput, run_generation
 from text_generation_router.request import LogprobJson, Request, RequestId
-from text_generation_shard.engines.echo import EchoEngine
 
 STEP_S = 0.3
 """Duration of the steps in which requests arrive. Half of it is for their way to the engine, also on a busy machine."""
@@ -39,7 +39,7 @@ class Listener(Sink):
 async def test_new_requests_join_the_next_step(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         engine = stack.engine
-        assert isinstance(engine, EchoEngine)
+        assert isinstance(engine, CheckedEcho)
         steps = 0
         stepped = asyncio.Event()
 

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from shard_server import serve_engine
 
+from text_generation_common.exit_codes import ExitCode
 from text_generation_proto.client import ShardClient
-from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.echo import EchoEngine
@@ -59,7 +59,7 @@ async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, raised: 
         admission = pb.NewSequence(
             prompt=[1], blocks=range(10), sampling=pb.Sampling(greedy=True), stopping=pb.Stopping(max_new_tokens=100)
         )
-        await call.write(pb.Orders(number=1, admit=[admission], prefill_slots=[0], prefill_tokens=[1]))
+        await call.write(pb.Orders(number=1, placements=[admission], prefill_slots=[0], prefill_tokens=[1]))
         with pytest.raises(grpc.aio.AioRpcError) as error:
             async with asyncio.timeout(10):
                 while await call.read() is not grpc.aio.EOF:
@@ -86,7 +86,7 @@ async def test_a_fault_of_a_gpu_ends_the_session_in_the_middle_of_a_step(tmp_pat
             prompt=[1], blocks=range(10), sampling=pb.Sampling(greedy=True), stopping=pb.Stopping(max_new_tokens=100)
         )
         await shard.client.opened(call)
-        await call.write(pb.Orders(number=1, admit=[admission], prefill_slots=[0], prefill_tokens=[1]))
+        await call.write(pb.Orders(number=1, placements=[admission], prefill_slots=[0], prefill_tokens=[1]))
         await call.read()  # the orders were applied: the step begins
         shard.fail("Xid 79")
         with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-import pytest_asyncio
 from every_dialect import CHAT, COMPLETIONS, MESSAGES, RESPONSES, VERBATIM, Asking
-from http_stack import Stack, serve, until
+from http_stack import Stack, served, until
 from sse_client import post
 
 PROMPT = " one two three four five six" * 20
@@ -18,11 +13,7 @@ FORWARDS, BACKWARDS = " one two", " six five"
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    adapters: Any = {"lora_adapters": "sql,org/french=/adapters/french@main"}
-    async with serve(demo_model, chat_template=VERBATIM, **adapters) as stack:
-        yield stack
+stack = served(chat_template=VERBATIM, lora_adapters="sql,org/french=/adapters/french@main")
 
 
 async def text(stack: Stack, adapter: str | None) -> tuple[str, int]:
@@ -58,6 +49,18 @@ async def test_the_model_of_a_request_names_an_adapter(stack: Stack, asking: Ask
         assert reply["model"] == model
         async with stack.client.post(asking.path, json=body | {"stream": True}) as response:
             assert expected.split()[0] in await response.text()
+
+
+@pytest.mark.parametrize("asking", [CHAT, COMPLETIONS], ids=lambda asking: asking.path)
+async def test_a_request_of_trtllm_serve_names_an_adapter(stack: Stack, asking: Asking) -> None:
+    body = asking.body(PROMPT, 2)
+    asked = {"lora_name": "sql", "lora_int_id": 7, "lora_path": "/adapters/other", "lora_ckpt_source": "hf"}
+    for model in ("echo", "org/french"):
+        reply = await post(stack.client, asking.path, body | {"model": model, "lora_request": asked})
+        assert (BACKWARDS in str(reply), reply["model"]) == (True, model)
+    for name in ("echo", "other", ""):
+        async with stack.client.post(asking.path, json=body | {"lora_request": {"lora_name": name}}) as response:
+            assert response.status == (404 if name else 400), await response.text()
 
 
 async def test_models_lists_adapters_with_their_parents(stack: Stack) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 from structlog.testing import capture_logs
 
 KEY = "sk-Secret-1"
@@ -19,10 +17,7 @@ BEARER = {"authorization": f"Bearer {KEY}"}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, settings={"api_key": [KEY, "sk-other"]}) as stack:
-        yield stack
+stack = served(settings={"api_key": [KEY, "sk-other"]})
 
 
 async def ask(stack: Stack, head: str) -> tuple[int, bytes]:

@@ -15,11 +15,10 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 from yarl import URL
 
-from text_generation_router.api.http import body_reader
+from text_generation_router.web import body_reader
 
 JSON = {"content-type": "application/json"}
 ROUTES = ["/", "/generate", "/generate_stream", "/tokenize"]
@@ -28,10 +27,7 @@ ROUTES = ["/", "/generate", "/generate_stream", "/tokenize"]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, settings={"payload_limit": 2_000_000}) as stack:
-        yield stack
+stack = served(settings={"payload_limit": 2_000_000})
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -131,7 +127,7 @@ async def test_unfinished_bodies_are_limited_in_all(stack: Stack, monkeypatch: p
 
 async def test_a_conversation_of_an_agent_fits(demo_model: Path) -> None:
     """By default, also where a client escapes each character: such a body has six times as many bytes."""
-    body = json.dumps({"messages": [{"role": "user", "content": "\u4e2d" * 1_000_000}]}).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": "\u4e2d\u6587\u3002" * 333_334}]}).encode()
     assert len(body) > 6_000_000
     sent = {"data": io.BytesIO(body), "headers": JSON}
     async with serve(demo_model) as stack, stack.client.post("/v1/chat/completions", **sent) as response:

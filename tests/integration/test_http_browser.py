@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 from structlog.testing import capture_logs
 
 ORIGIN = "http://a.example"
@@ -18,10 +16,7 @@ BEARER = {"authorization": "Bearer key"}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, settings=KEYS) as stack:
-        yield stack
+stack = served(settings=KEYS)
 
 
 async def test_a_preflight_needs_no_key_and_allows_any_header(stack: Stack) -> None:

@@ -1,30 +1,20 @@
-"""Many requests that come, end or leave at once do not hold up the event loop, and thereby running streams."""
+"""Many requests that come at once do not hold up the event loop, and thereby running streams."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-import pytest
-from http_stack import Stack, serve, until
+from http_stack import Stack, request_bytes, serve, until
 
-from text_generation_router.api.http.slices import AT_ONCE, Slices
+from text_generation_router.web.turns import AT_ONCE, Turns
 
 BURST = 300
 TEXT = {"inputs": "word " * 80, "parameters": {"max_new_tokens": 1}}
-
-
-def post(route: str, body: object) -> bytes:
-    payload = json.dumps(body).encode()
-    head = (
-        f"POST {route} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
-    )
-    return head.encode() + payload
 
 
 @asynccontextmanager
@@ -61,7 +51,7 @@ async def burst(stack: Stack, sent: bytes) -> AsyncIterator[list[socket.socket]]
 async def test_requests_that_come_at_once_begin_in_slices(demo_model: Path) -> None:
     async with serve(demo_model, max_concurrent_requests=BURST) as stack:
         await stack.generate("warm", max_new_tokens=1)
-        async with burst(stack, post("/generate_stream", TEXT)) as clients, in_slices():
+        async with burst(stack, request_bytes("/generate_stream", TEXT)) as clients, in_slices():
             for client in clients:
                 client.settimeout(0)
                 answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 16), 20)
@@ -69,29 +59,11 @@ async def test_requests_that_come_at_once_begin_in_slices(demo_model: Path) -> N
         await stack.assert_empty()
 
 
-@pytest.mark.parametrize(
-    ("route", "leave"), [("/generate_stream", True), ("/generate", False)], ids=["clients-leave", "requests-fail"]
-)
-async def test_requests_that_end_at_once_end_in_slices(demo_model: Path, route: str, *, leave: bool) -> None:
-    body = {"inputs": "word " * 80, "parameters": {"max_new_tokens": 400}}
-    async with serve(demo_model, max_concurrent_requests=BURST, max_batch_size=BURST, echo_step_ms=10) as stack:
-        async with burst(stack, post(route, body)) as clients:
-            await until(lambda: stack.cluster.live_requests == BURST)
-            if leave:
-                for client in clients:
-                    client.close()
-            async with in_slices():
-                if not leave:
-                    stack.cluster.give_up("test")
-                await until(lambda: not stack.permits.in_use)
-        await until(lambda: not stack.scheduler.stats().running)
-
-
 async def test_work_waits_in_order_for_its_turn_and_may_be_cancelled() -> None:
-    slices, done = Slices(), []
+    turns, done = Turns(), []
 
     async def work(number: int) -> None:
-        await slices.turn()
+        await turns.take()
         done.append(number)
 
     async with asyncio.TaskGroup() as tasks:
@@ -100,4 +72,3 @@ async def test_work_waits_in_order_for_its_turn_and_may_be_cancelled() -> None:
         assert done == list(range(AT_ONCE))
         waiting[AT_ONCE].cancel()
     assert done == [number for number in range(3 * AT_ONCE) if number != AT_ONCE]
-    assert slices.begin()

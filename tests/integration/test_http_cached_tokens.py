@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import text_generation.types
 from anthropic.types import Usage as AnthropicUsage
 from every_dialect import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, VERBATIM, Asking, stream_data
-from http_stack import Stack, serve, until
+from http_stack import Stack, serve, served, until
 from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
 from openai.types import CompletionUsage
 from openai.types.responses import ResponseUsage
@@ -26,10 +25,7 @@ WORDS = iter([" the", " and", " to", " in", " is", " that", " for", " it", " was
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, chat_template=VERBATIM) as stack:
-        yield stack
+stack = served(chat_template=VERBATIM)
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 from jsonschema import Draft202012Validator
 from sse_client import chunks, joined, post, whole
 
@@ -28,12 +26,7 @@ VERBATIM = "{% for message in messages %}{{ message.content }}{% endfor %}"
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(
-        demo_model, chat_template=VERBATIM, tool_call_parser="hermes", reasoning=True, grammars=True
-    ) as running:
-        yield running
+stack = served(chat_template=VERBATIM, tool_call_parser="hermes", reasoning=True, grammars=True)
 
 
 WEATHER = {
@@ -315,12 +308,6 @@ async def test_responses_and_messages_take_tools_with_a_format(stack: Stack, say
         [block] = (await post(stack.client, "/v1/messages", asked | where))["content"]
         assert block["type"] == ("tool_use" if says == CALL else "text")
         Draft202012Validator(WEATHER).validate(block.get("input") or orjson.loads(block["text"]))
-
-
-async def test_vllms_fields_for_grammars_are_accepted(stack: Stack) -> None:
-    """All of its fields: tests/unit/router/grammar/test_grammar_forms.py."""
-    answer = whole(await post(stack.client, CHAT, await asking(stack, "maybe so", guided_choice=["yes", "no"])))
-    assert answer["content"] in ("yes", "no")
 
 
 async def test_each_of_n_answers_has_its_index(stack: Stack) -> None:

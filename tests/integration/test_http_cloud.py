@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve, until
+from http_stack import Stack, serve, served, until
 
 FEW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
 PREDICT, HEALTH = "/v1/endpoints/1/deployedModels/2:predict", "/v1/endpoints/1/deployedModels/2"
@@ -18,11 +16,7 @@ PREDICT, HEALTH = "/v1/endpoints/1/deployedModels/2:predict", "/v1/endpoints/1/d
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    settings = {"aip_predict_route": PREDICT, "aip_health_route": HEALTH}
-    async with serve(demo_model, settings=settings) as stack:
-        yield stack
+stack = served(settings={"aip_predict_route": PREDICT, "aip_health_route": HEALTH})
 
 
 async def post(stack: Stack, path: str, body: object) -> tuple[int, Any]:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from http_stack import Stack, serve, until
+from http_stack import Stack, request_bytes, serve, until
 
-from text_generation_router.api.http.connection_limits import ConnectionLimits
+from text_generation_router.web.connection_limits import ConnectionLimits
 
 HEADERS = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 LATE = 5.0
 """Seconds after which a connection that should be closed fails the test."""
-
-
-def request_bytes(route: str, body: dict[str, Any]) -> bytes:
-    payload = json.dumps(body).encode()
-    head = HEADERS.replace(b"/generate", route.encode())
-    return head + b"content-length: %d\r\n\r\n" % len(payload) + payload
 
 
 async def answer_to(stack: Stack, sent: bytes) -> bytes:
@@ -35,18 +26,8 @@ async def answer_to(stack: Stack, sent: bytes) -> bytes:
         writer.close()
 
 
-def small_window(stack: Stack) -> socket.socket:
-    """Return a connection whose client's system takes 4 kB ahead of it."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", stack.port))
-    return connection
-
-
 def closed(stack: Stack, reason: str) -> int:
-    name = f'text_generation_connections_closed_total{{reason="{reason}"}} '
-    lines = stack.metrics.exposition().decode().splitlines()
-    return sum(int(line.removeprefix(name)) for line in lines if line.startswith(name))
+    return stack.counted(f'text_generation_connections_closed_total{{reason="{reason}"}}')
 
 
 # ------------------------------------------------------------------------------------------------------------- deadlines
@@ -104,7 +85,7 @@ async def test_headers_have_a_deadline_from_their_first_byte_and_bodies_a_minimu
 async def test_a_stream_ends_when_its_client_is_too_far_behind(demo_model: Path) -> None:
     async with serve(demo_model, settings={"max_unread_bytes": 20_000}) as stack:
         body = {"inputs": "one two three four", "parameters": {"max_new_tokens": 2000, "top_n_tokens": 5}}
-        with small_window(stack) as client:
+        with stack.small_window() as client:
             client.sendall(request_bytes("/generate_stream", body))
             await until(lambda: closed(stack, "unread") == 1)
             await until(lambda: stack.scheduler.stats().running == stack.metrics.connections.open == 0)
@@ -132,8 +113,8 @@ async def test_every_response_that_is_not_read_ends_and_a_slow_reader_gets_all_o
         )
         with ExitStack() as clients:
             for request in never:
-                clients.enter_context(small_window(stack)).sendall(request)
-            slow = clients.enter_context(small_window(stack))
+                clients.enter_context(stack.small_window()).sendall(request)
+            slow = clients.enter_context(stack.small_window())
             slow.sendall(tokenize)
             slow.setblocking(False)
             received, loop = 0, asyncio.get_running_loop()

@@ -184,11 +184,11 @@ class Seen:
         self.samples: list[Sample] = []
         self.closed = asyncio.Event()
 
-    def show(self, sample: Sample) -> None:
-        self.samples.append(sample)
-
-    def close(self) -> None:
-        self.closed.set()
+    def __call__(self, sample: Sample | None) -> None:
+        if sample is None:
+            self.closed.set()
+        else:
+            self.samples.append(sample)
 
 
 async def test_all_viewers_get_one_sample() -> None:

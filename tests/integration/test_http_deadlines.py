@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from every_dialect import GENERATE, MESSAGES, STREAMED, VERBATIM, WHOLE, Asking, name, stream_data
-from http_stack import Stack, serve, until
+from http_stack import Stack, serve, served, until
 
 MANY = 1500
 TIMED_OUT = {"timeout", "timeout_error"}
@@ -20,10 +19,7 @@ TIMED_OUT = {"timeout", "timeout_error"}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, chat_template=VERBATIM, echo_step_ms=5) as running:
-        yield running
+stack = served(chat_template=VERBATIM, echo_step_ms=5)
 
 
 FAILURES = 'tgi_request_failure{err="%s"}'

@@ -9,22 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_stack import Stack, serve, until
+from checked_echo import failing_at
+from http_stack import Stack, request_bytes, serve, until
 from structlog.testing import capture_logs
 
 MANY = 1500
 
 
-def request_bytes(body: dict[str, Any], route: str = "/generate_stream", version: str = "1.1") -> bytes:
-    payload = json.dumps(body).encode()
-    head = f"POST {route} HTTP/{version}\r\nhost: a\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload
-
-
 async def connect(stack: Stack, body: dict[str, Any], route: str = "/generate_stream") -> asyncio.StreamWriter:
     """Send a request on a new connection, which the caller closes."""
     _, writer = await asyncio.open_connection("127.0.0.1", stack.port)
-    writer.write(request_bytes(body, route))
+    writer.write(request_bytes(route, body))
     return writer
 
 
@@ -33,12 +28,7 @@ def asking_for(tokens: int, **parameters: object) -> dict[str, Any]:
 
 
 def failures(stack: Stack, reason: str) -> int:
-    name = f'tgi_request_failure{{err="{reason}"}} '
-    return sum(
-        int(line.removeprefix(name))
-        for line in stack.metrics.exposition().decode().splitlines()
-        if line.startswith(name)
-    )
+    return stack.counted(f'tgi_request_failure{{err="{reason}"}}')
 
 
 # ------------------------------------------------------------------------------------------------------------- overload
@@ -117,18 +107,10 @@ async def test_leaving_during_decode_frees_everything(demo_model: Path, route: s
         assert "one two three four" not in str(records)
 
 
-def slow_reader(stack: Stack) -> socket.socket:
-    """Return a connection with small buffers, which fill up unless it is read."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", stack.port))
-    return connection
-
-
 async def generated_unread(stack: Stack, version: str = "1.1") -> socket.socket:
     """Request a long stream and read nothing of it; return its connection when all is generated and not all is written."""
-    connection = slow_reader(stack)
-    connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5), version=version))
+    connection = stack.small_window()
+    connection.sendall(request_bytes("/generate_stream", asking_for(MANY, top_n_tokens=5), version=version))
     await until(lambda: stack.permits.in_use == 1 and stack.scheduler.stats().used_tokens > 0)
     await until(lambda: stack.permits.in_use == 0)  # the permit is that of the generation
     assert stack.metrics.connections.open == 1
@@ -181,7 +163,7 @@ FIRST, SECOND = 6310, 3116
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
 async def test_an_error_before_the_first_token_has_a_status(demo_model: Path, route: str) -> None:
-    async with serve(demo_model, echo_fail_token=FIRST) as stack:
+    async with serve(demo_model, build=failing_at(FIRST)) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}, "stream": True}
         async with stack.client.post(route, json=body) as response:
             assert response.status == 424
@@ -195,7 +177,7 @@ async def test_an_error_before_the_first_token_has_a_status(demo_model: Path, ro
 
 
 async def test_an_error_after_the_first_token_is_the_last_event(demo_model: Path) -> None:
-    async with serve(demo_model, echo_fail_token=SECOND, echo_step_ms=5) as stack:
+    async with serve(demo_model, build=failing_at(SECOND), echo_step_ms=5) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}}
         async with stack.client.post("/generate_stream", json=body) as response:
             assert response.status == 200
@@ -207,7 +189,7 @@ async def test_an_error_after_the_first_token_is_the_last_event(demo_model: Path
 
 
 async def test_a_whole_reply_that_fails_midway_is_an_error(demo_model: Path) -> None:
-    async with serve(demo_model, echo_fail_token=SECOND) as stack:
+    async with serve(demo_model, build=failing_at(SECOND)) as stack:
         for best_of in (1, 3):
             parameters = {"max_new_tokens": 4, "best_of": best_of, "do_sample": True}
             async with stack.client.post(
@@ -255,7 +237,7 @@ async def test_a_silent_stream_gets_comments_before_its_first_event(
     demo_model: Path, fail_token: int, part: dict[str, str]
 ) -> None:
     settings = {"keep_alive_s": 0.02}
-    async with serve(demo_model, settings=settings, echo_prefill_us=100_000, echo_fail_token=fail_token) as stack:
+    async with serve(demo_model, settings=settings, echo_prefill_us=100_000, build=failing_at(fail_token)) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 1}}
         async with stack.client.post("/generate_stream", json=body) as response:
             assert response.status == 200
@@ -268,7 +250,9 @@ async def test_a_silent_stream_gets_comments_before_its_first_event(
 async def test_http_1_0_gets_an_unchunked_body(demo_model: Path, extra: str) -> None:
     async with serve(demo_model) as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
-        request = request_bytes(asking_for(2), version="1.0").replace(b"host: a\r\n", f"host: a\r\n{extra}".encode())
+        request = request_bytes("/generate_stream", asking_for(2), version="1.0").replace(
+            b"host: a\r\n", f"host: a\r\n{extra}".encode()
+        )
         writer.write(request)
         head, body = (await reader.read()).split(b"\r\n\r\n", 1)
         assert b"chunked" not in head.lower()
@@ -280,7 +264,7 @@ async def test_a_connection_is_reused(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
         for _ in range(3):
-            writer.write(request_bytes(asking_for(3)))
+            writer.write(request_bytes("/generate_stream", asking_for(3)))
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             body = await reader.readuntil(b"\r\n0\r\n\r\n")
             assert body.count(b"data: {") == 3

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 
 PROMPT = "Was ist schön? 漢字と😀 <|im_end|> The end."
 
@@ -17,10 +15,7 @@ PROMPT = "Was ist schön? 漢字と😀 <|im_end|> The end."
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model) as stack:
-        yield stack
+stack = served()
 
 
 async def post(stack: Stack, route: str, body: dict[str, Any]) -> str:

@@ -8,19 +8,17 @@ import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve, until
+from http_stack import Stack, served, until
 
-from text_generation_router import preparation
-from text_generation_router.api.http.bodies import Body
-from text_generation_router.api.http.body_reader import MAX_HUGE, MAX_INLINE, MAX_PREPARED
+from text_generation_router import admission_queue
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import ServingError
+from text_generation_router.web.bodies import Body
+from text_generation_router.web.body_reader import MAX_HUGE, MAX_INLINE, MAX_PREPARED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -32,13 +30,9 @@ LONG = "words " * 1000
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    settings = {"payload_limit": 2_900_000}
-    async with serve(
-        demo_model, max_concurrent_requests=4, echo_step_ms=5, chat_template=SLOW_TEMPLATE, settings=settings
-    ) as stack:
-        yield stack
+stack = served(
+    max_concurrent_requests=4, echo_step_ms=5, chat_template=SLOW_TEMPLATE, settings={"payload_limit": 2_900_000}
+)
 
 
 def held() -> list[object]:
@@ -149,7 +143,7 @@ async def test_large_bodies_are_parsed_in_turns_of_tenants(stack: Stack, length:
 
 
 async def test_nothing_is_left_of_a_chat_that_found_no_worker(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(admission_queue, "MAX_WAIT_S", 0.1)
     async with nothing_left(), running(stack, 2, "/v1/chat/completions", SPIN):
         assert await post(stack, "/v1/chat/completions", CHAT) == 503
 

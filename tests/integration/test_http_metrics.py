@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checked_echo import failing_at
 from http_stack import Stack, serve, until
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
@@ -196,7 +197,12 @@ async def test_counts_agree_for_every_kind_of_end(demo_model: Path, best_of: int
 
     fails = 12512  # " fails": the echo engine fails a sequence that comes to this token
     async with serve(
-        demo_model, max_concurrent_requests=14, max_batch_size=4, pool_tokens=512, echo_step_ms=1, echo_fail_token=fails
+        demo_model,
+        max_concurrent_requests=14,
+        max_batch_size=4,
+        pool_tokens=512,
+        echo_step_ms=1,
+        build=failing_at(fails),
     ) as stack:
         numbers = iter(range(240))
         async with asyncio.TaskGroup() as clients:
@@ -233,7 +239,7 @@ async def test_counts_agree_for_every_kind_of_end(demo_model: Path, best_of: int
 async def test_the_choices_of_a_stream_fail_together_and_each_counts(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         [failing] = stack.tokenizer.encode_ids(" fail", add_special_tokens=False)
-    async with serve(demo_model, echo_fail_token=failing, echo_step_ms=2) as stack:
+    async with serve(demo_model, build=failing_at(failing), echo_step_ms=2) as stack:
         body = {"prompt": ["go on and on", "go on fail"], "max_tokens": 500, "stream": True}
         async with stack.client.post("/v1/completions", json=body) as response:
             assert (await response.read()).endswith(b"data: [DONE]\n\n")

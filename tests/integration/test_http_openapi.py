@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 
 Json = dict[str, Any]
 HELLO: Json = {"inputs": "Hello there"}
@@ -25,10 +23,7 @@ INFER: Json = {"inputs": [{"name": "a", "shape": [1], "datatype": "BYTES", "data
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, settings={"payload_limit": 2_000_000}) as stack:
-        yield stack
+stack = served(settings={"payload_limit": 2_000_000})
 
 
 async def document_of(stack: Stack, headers: dict[str, str] | None = None) -> Json:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 
 from text_generation_router.api.core.settings import Limits
 
@@ -39,10 +37,7 @@ STREAMED: list[Case] = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, limits=LIMITS, grammars=True) as running:
-        yield running
+stack = served(limits=LIMITS, grammars=True)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -87,49 +82,6 @@ async def test_a_grammar_is_refused_if_grammars_are_off(demo_model: Path) -> Non
     async with serve(demo_model) as stack:
         told = await refusal(stack, "/generate", {"grammar": {"type": "regex", "value": "a"}})
     assert told == "grammar is not supported"
-
-
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-ALLOWED = {
-    "type": "allowed_tools",
-    "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]},
-}
-CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
-
-LONG_CHAT = {"messages": [{"role": "user", "content": LONG}]}
-IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
-JSON_OBJECT = {"response_format": {"type": "json_object"}}
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
-    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "Suffix is not supported and can be achieved by", "unsupported_parameter"),
-    (COMPLETIONS, {"prompt": ["a"] * 129}, "Number of prompts exceeds the maximum allowed batch size of 128", "batch_size_exceeded"),
-    (COMPLETIONS, {"prompt": []}, "Input validation error: Empty array detected.", None),
-    (CHATS, CHAT | {"tools": TOOLS, "ebnf": "root ::= [a-z]"}, "Tool error: Grammar and tools are mutually exclusive, unless the grammar is", "tool_error"),
-    (CHATS, CHAT | {"tools": TOOLS, "tool_choice": "g"}, "Tool error: Tool with name g not found", "tool_error"),
-    (CHATS, CHAT | {"tools": TOOLS, "tool_choice": ALLOWED}, "Input validation error: `tool_choice` requires a call, but there are no `tools` for it", "invalid_value"),
-    (CHATS, LONG_CHAT, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20.", "context_length_exceeded"),
-    (CHATS, IMAGE, "Input validation error: image modality is not supported", None),
-    (CHATS, CHAT | {"max_tokens": 0}, "Input validation error: `max_tokens` must be strictly positive", None),
-    (CHATS, CHAT | {"max_completion_tokens": 0}, "Input validation error: `max_completion_tokens` must be", None),
-    (CHATS, CHAT | {"top_logprobs": 21}, "Input validation error: `top_logprobs` must be >= 0 and <= 20. Given: 21", None),
-    ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "Input validation error: `max_output_tokens` must be", None),
-    (CHATS, CHAT | {"function_call": {"name": "g"}}, "Input validation error: `function_call` names the function 'g'", None),
-    (CHATS, CHAT | {"max_completion_tokens": 2, "min_tokens": 3}, "Input validation error: `min_tokens` must be <= `max_completion_tokens`. Given: 3 and 2", None),
-    (CHATS, {"messages": []}, "Input validation error: `messages` cannot be empty", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "body", "message", "code"), TABLE, ids=[row[2] for row in TABLE])
-async def test_openais_routes_report_tgis_causes_in_openais_format(
-    stack: Stack, path: str, body: dict[str, Any], message: str, code: str | None
-) -> None:
-    for stream in (False, True):
-        async with stack.client.post(path, json=body | {"stream": stream}) as response:
-            reply = await response.json()
-            assert response.status == 400, reply
-        assert reply["error"]["message"].startswith(message)
-        assert reply["error"]["type"] == "invalid_request_error"
-        assert code in (None, reply["error"]["code"])
 
 
 async def test_nothing_is_left_behind(stack: Stack) -> None:

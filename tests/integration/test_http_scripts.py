@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from corpus import CORPUS
-from http_stack import Stack, serve
+from http_stack import Stack, served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model) as running:
-        yield running
+stack = served()
 
 
 async def events(stack: Stack, inputs: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,13 +10,13 @@ import aiohttp
 import orjson
 import pytest
 from caching_echo import CachingEcho
+from checked_echo import CheckedEcho
 from http_stack import Stack, serve
+from self_scheduling_echo import SelfSchedulingEcho
 from sse_client import post
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, Orders
-from text_generation_shard.engines.echo import EchoEngine
-from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
 Json = dict[str, Any]
 
@@ -24,20 +24,20 @@ Json = dict[str, Any]
 class Salted(SelfSchedulingEcho):
     """Remembers the salts it was told of."""
 
-    def __init__(self, engine: EchoEngine, tokens_per_report: int) -> None:
+    def __init__(self, engine: CheckedEcho, tokens_per_report: int) -> None:
         super().__init__(engine, tokens_per_report)
         self.salts: list[str] = []
 
     def apply(self, orders: Orders) -> list[Failure]:
-        self.salts += [admission.cache_salt for admission in orders.admit]
+        self.salts += [admission.cache_salt for admission in orders.placements]
         return super().apply(orders)
 
 
-class SaltedSteps(EchoEngine):
+class SaltedSteps(CheckedEcho):
     """The same where the router schedules."""
 
     def apply(self, orders: Orders) -> list[Failure]:
-        assert not any(admission.cache_salt for admission in orders.admit)
+        assert not any(admission.cache_salt for admission in orders.placements)
         return super().apply(orders)
 
 
@@ -75,7 +75,7 @@ def self_scheduling(config: ShardConfig) -> Engine:
     return SelfSchedulingEcho.build(config)
 
 
-@pytest.mark.parametrize(("build", "moves"), [(self_scheduling, False), (EchoEngine.build, True)])
+@pytest.mark.parametrize(("build", "moves"), [(self_scheduling, False), (CheckedEcho.build, True)])
 async def test_a_constrained_answer_moves_only_where_the_engine_can_go_on_with_it(
     demo_model: Path, build: Callable[[ShardConfig], Engine], moves: bool
 ) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from api_settings import api_settings
 from every_dialect import VERBATIM
-from http_stack import LIMITS, Stack, serve
+from http_stack import LIMITS, Stack, serve, served
 
 from text_generation_router.api.tgi.service import MAX_IDS
 
@@ -21,11 +19,7 @@ CREATED = 1767323045
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    settings = {"served_model_name": "nick/name", "created": CREATED}
-    async with serve(demo_model, chat_template=VERBATIM, settings=settings) as stack:
-        yield stack
+stack = served(chat_template=VERBATIM, settings={"served_model_name": "nick/name", "created": CREATED})
 
 
 async def post(stack: Stack, path: str, body: object) -> tuple[int, Any]:
@@ -104,7 +98,7 @@ async def test_names_that_are_paths_are_listed_after_those_that_are_none(
 ) -> None:
     """Clients take the first name of the list."""
     monkeypatch.chdir(tmp_path)
-    for model_id, served, names in (
+    for model_id, operators, names in (
         ("/data/demo/", "", ["demo"]),
         ("/data/demo", "gpt-4o,*", ["gpt-4o", "demo"]),
         ("~/demo", "", ["demo"]),
@@ -112,7 +106,7 @@ async def test_names_that_are_paths_are_listed_after_those_that_are_none(
         ("org/demo", "gpt-4o", ["gpt-4o"]),
     ):
         folder = str(tmp_path / "models" / "demo")  # as the launcher writes it
-        settings = api_settings(LIMITS, model_id=model_id, model_path=folder, served_model_name=served)
+        settings = api_settings(LIMITS, model_id=model_id, model_path=folder, served_model_name=operators)
         assert settings.model_names == (*names, model_id)
         assert all(map(settings.serves, settings.model_names))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checked_echo import CheckedEcho
 from every_dialect import VERBATIM, stream_data
 from http_stack import LIMITS, serve
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Failure, Orders
-from text_generation_shard.engines.echo import EchoEngine
 
 Json = dict[str, Any]
 CHAT: Json = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -24,13 +24,13 @@ def tgi(**parameters: object) -> Json:
     return {"inputs": "Hello", "parameters": {"max_new_tokens": 2, **parameters}}
 
 
-class Asked(EchoEngine):
+class Asked(CheckedEcho):
     """Records for each sequence whether its tokens are to have log-probabilities."""
 
     asked: Sequence[bool] = ()
 
     def apply(self, orders: Orders) -> list[Failure]:
-        Asked.asked = [*Asked.asked, *(admission.logprobs.tokens for admission in orders.admit)]
+        Asked.asked = [*Asked.asked, *(admission.logprobs.tokens for admission in orders.placements)]
         return super().apply(orders)
 
 
@@ -38,7 +38,7 @@ class Unscored(Asked):
     """An engine that has no log-probabilities, or a server with --token-logprobs never."""
 
     @classmethod
-    def build(cls, config: ShardConfig) -> EchoEngine:
+    def build(cls, config: ShardConfig) -> CheckedEcho:
         engine = super().build(config)
         return replace(engine, info=replace(engine.info, unsupported=(("tokens", "no"), ("top_n", "no"))))
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
+from checked_echo import CheckedEcho
 from every_dialect import VERBATIM, stream_data
-from http_stack import Stack, serve
+from http_stack import Stack, served
 from sse_client import chunks, post
 
 from text_generation_shard.engine import StepResult
-from text_generation_shard.engines.echo import EchoEngine
 
 Json = dict[str, Any]
 CHAT: Json = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3}
 
 
-class Forgetful(EchoEngine):
+class Forgetful(CheckedEcho):
     """Knows no log-probability of a chosen token; the last of the top tokens has a probability of 0."""
 
     def step(self) -> StepResult | None:
@@ -32,10 +29,7 @@ class Forgetful(EchoEngine):
         return result
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, build=Forgetful.build, chat_template=VERBATIM) as running:
-        yield running
+stack = served(build=Forgetful.build, chat_template=VERBATIM)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

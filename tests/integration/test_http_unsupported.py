@@ -5,20 +5,18 @@ The engine, in this process behind gRPC and HTTP, supports almost nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
+from checked_echo import CheckedEcho
 from every_dialect import VERBATIM
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Failure, Orders
-from text_generation_shard.engines.echo import EchoEngine
 
 Json = dict[str, Any]
 
@@ -45,18 +43,15 @@ def chat(**fields: object) -> Json:
 
 
 def lacking(*fields: str) -> Any:  # noqa: ANN401 - how to build an engine
-    def build(config: ShardConfig) -> EchoEngine:
-        engine = EchoEngine.build(config)
+    def build(config: ShardConfig) -> CheckedEcho:
+        engine = CheckedEcho.build(config)
         unsupported = tuple((field, f"there is no {field}") for field in fields)
         return replace(engine, info=replace(engine.info, engine="tensorrt-llm", unsupported=unsupported))
 
     return build
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, build=lacking(*FIELDS)) as running:
-        yield running
+stack = served(build=lacking(*FIELDS))
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -155,7 +150,7 @@ async def test_info_names_the_engine_and_what_it_does_not_support(stack: Stack) 
     assert (info["router"], info["docker_label"], info["model_id"]) == ("text-generation-router", None, "echo")
 
 
-class JsonOnly(EchoEngine):
+class JsonOnly(CheckedEcho):
     """An engine that follows only JSON schemas and records the grammars it gets."""
 
     @classmethod
@@ -169,7 +164,7 @@ class JsonOnly(EchoEngine):
     asked: list[Grammar | None]
 
     def apply(self, orders: Orders) -> list[Failure]:
-        self.asked += [admission.grammar for admission in orders.admit]
+        self.asked += [admission.grammar for admission in orders.placements]
         return super().apply(orders)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from http_stack import Stack, serve
+from http_stack import Stack, served
 
 Json = dict[str, Any]
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -26,18 +23,13 @@ def part(**fields: object) -> Json:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, grammars=True) as stack:
-        yield stack
+stack = served(grammars=True)
 
 
-MISSING, TYPE, VALUE, UNSUPPORTED = (
-    "missing_required_parameter",
-    "invalid_type",
-    "invalid_value",
-    "unsupported_parameter",
-)
+MISSING, TYPE = "missing_required_parameter", "invalid_type"
+VALUE, UNSUPPORTED = "invalid_value", "unsupported_parameter"
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]}
+G = {"type": "function", "function": {"name": "g"}}
 TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (CHATS, {}, "missing field `messages`", "messages", MISSING),
     (CHATS, [], "the body must be an object. Given: an array", None, TYPE),
@@ -56,6 +48,7 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (CHATS, CHAT | {"top_p": 2}, "`top_p` must be >= 0.0 and <= 1.0", "top_p", VALUE),
     (CHATS, CHAT | {"top_k": 1.5}, "`top_k` must be an integer. Given: a number", "top_k", TYPE),
     (CHATS, CHAT | {"n": 0}, "`n` must be >= 1. Given: 0", "n", "integer_below_min_value"),
+    (CHATS, CHAT | {"function_call": True}, "must be `auto` or `none`. Given: true", "function_call", VALUE),
     (CHATS, CHAT | {"n": 200}, "`n` must be <= 128. Given: 200", "n", "integer_above_max_value"),
     (CHATS, CHAT | {"stop": 5}, "`stop` must be a string or an array", "stop", TYPE),
     (CHATS, CHAT | {"stop": [5]}, "`stop[0]` must be a string", "stop[0]", TYPE),
@@ -76,9 +69,28 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (CHATS, CHAT | {"response_format": {"type": "yaml"}}, "unknown type 'yaml'", "response_format", VALUE),
     (CHATS, CHAT | {"audio": {}}, "`audio` is not supported by this server", "audio", UNSUPPORTED),
     (CHATS, CHAT | {"use_beam_search": True}, "is not supported by this server", "use_beam_search", UNSUPPORTED),
+    (CHATS, CHAT | {"detokenize": False}, "`detokenize` is not supported", "detokenize", UNSUPPORTED),
+    (COMPLETIONS, {"prompt": "a", "top_p_min": 0.1}, "`top_p_min` is not supported", "top_p_min", UNSUPPORTED),
+    (RESPONSES, ASK | {"lora_request": {"lora_name": "a"}}, "is not supported here. Use `model`", "lora_request", UNSUPPORTED),
+    (CHATS, CHAT | {"skip_special_tokens": False}, "is not supported by this server", "skip_special_tokens", UNSUPPORTED),
+    (CHATS, CHAT | {"echo": True}, "`echo` is not supported by this server", "echo", UNSUPPORTED),
     (CHATS, CHAT | {"bad_words": [""]}, "`bad_words[0]` cannot be empty", "bad_words[0]", "string_below_min_length"),
     (CHATS, CHAT | {"allowed_token_ids": []}, "`allowed_token_ids` cannot be empty", "allowed_token_ids", "empty_array"),
     (CHATS, {"messages": [USER | {"content": "a " * 3000}]}, "maximum context length", "messages", "context_length_exceeded"),
+    (CHATS, CHAT | TOOLS | {"ebnf": "root ::= [a-z]"}, "Tool error: Grammar and tools are mutually exclusive, unless the grammar is", "tools", "tool_error"),
+    (CHATS, CHAT | TOOLS | {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [G]}}}, "there are no `tools` for it", "tool_choice", VALUE),
+    (CHATS, CHAT | {"function_call": {"name": "g"}}, "`function_call` names the function 'g'", "function_call", VALUE),
+    (CHATS, CHAT | {"max_tokens": 0}, "`max_tokens` must be strictly positive", "max_tokens", VALUE),
+    (CHATS, CHAT | {"max_completion_tokens": 0}, "`max_completion_tokens` must be strictly", "max_completion_tokens", VALUE),
+    (CHATS, CHAT | {"max_completion_tokens": 2, "min_tokens": 3}, "must be <= `max_completion_tokens`. Given: 3 and 2", "min_tokens", VALUE),
+    (CHATS, CHAT | {"top_logprobs": 21}, "`top_logprobs` must be >= 0 and <= 20. Given: 21", "top_logprobs", VALUE),
+    (COMPLETIONS, {"prompt": ["a"] * 129}, "Number of prompts exceeds the maximum allowed batch size of 128", "prompt", "batch_size_exceeded"),
+    (COMPLETIONS, {"prompt": [1 << 30]}, "`prompt` has a token id that is not one of", "prompt", VALUE),
+    (COMPLETIONS, {"prompt": ""}, "`prompt` cannot be empty", "prompt", VALUE),
+    (COMPLETIONS, {"prompt": "a", "best_of": 3}, "`best_of` must be 1 or equal to `n`", "best_of", VALUE),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "`logprobs` must be >= 0 and <= 20. Given: 21", "logprobs", VALUE),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "`max_tokens` must be strictly positive", "max_tokens", VALUE),
+    (RESPONSES, ASK | {"max_output_tokens": 0}, "`max_output_tokens` must be strictly positive", "max_output_tokens", VALUE),
     (COMPLETIONS, {}, "missing field `prompt`", "prompt", MISSING),
     (COMPLETIONS, {"prompt": [1, "a"]}, "`prompt[1]` must be an integer. Given: a string", "prompt[1]", TYPE),
     (COMPLETIONS, {"prompt": ["a"] * 5000}, "`prompt` must have at most 4096 entries", "prompt", "array_above_max_length"),
@@ -109,19 +121,26 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
 async def test_the_error_says_what_is_wrong_where_and_how(
     stack: Stack, path: str, body: Json, message: str, param: str | None, code: str
 ) -> None:
-    async with stack.client.post(path, json=body) as response:
-        reply = await response.json()
-        assert response.status == 400, reply
-    error = reply["error"]
-    assert message in error["message"]
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
-    assert not [word for word in FOREIGN if word in error["message"]]
+    for sent in (body, {"stream": True} | body) if isinstance(body, dict) else (body,):
+        async with stack.client.post(path, json=sent) as response:
+            reply = await response.json()
+            assert response.status == 400, reply
+        error = reply["error"]
+        assert message in error["message"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+        assert not [word for word in FOREIGN if word in error["message"]]
+    assert stack.permits.in_use == 0
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         (CHATS, CHAT | {"top_p": 0, "max_tokens": 1}),
+        (
+            CHATS,
+            CHAT
+            | {"audio": None, "use_beam_search": False, "skip_special_tokens": True, "echo": False, "max_tokens": 1},
+        ),
         (CHATS, CHAT | {"top_p": 1, "temperature": 0, "max_tokens": 1}),
         (RESPONSES, ASK | {"n": 1, "stop": [], "seed": None, "include": ["reasoning.encrypted_content"]}),
         (RESPONSES, ASK | {"stream_options": {"include_obfuscation": False}, "modalities": ["text"]}),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from checked_echo import CheckedEcho
 from cluster_listener import Listener
 from http_stack import until
 from shard_server import ServedShard, running, serve_engine
@@ -24,7 +25,6 @@ from text_generation_router.shards import member
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.first_join import join_first
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.servicer import RunContext, ShardServicer
 
 
@@ -36,11 +36,11 @@ class World:
     stack: AsyncExitStack
     requests: int = 0
     shards: dict[str, ServedShard] = field(default_factory=dict)
-    engines: dict[str, EchoEngine] = field(default_factory=dict)
+    engines: dict[str, CheckedEcho] = field(default_factory=dict)
 
     async def shard(self, name: str, servicer: type[ShardServicer] = ShardServicer, **settings: float) -> str:
         address = f"unix://{self.folder}/{name}"
-        engine = EchoEngine.build(ShardConfig(engine="echo", **({"echo_step_ms": 2} | settings)))  # type: ignore[arg-type]
+        engine = CheckedEcho.build(ShardConfig(engine="echo", **({"echo_step_ms": 2} | settings)))  # type: ignore[arg-type]
         self.engines[address] = engine
         self.shards[address] = await self.stack.enter_async_context(serve_engine(engine, address, servicer))
         return address

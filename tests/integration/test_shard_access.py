@@ -15,33 +15,33 @@ import psutil
 import pytest
 from certificates import tls_arguments, write_certificates
 from grpc_health.v1 import health_pb2_grpc
+from ports import free_port
 from shard_process import running, shard
+from shard_session import open_session
 
+from text_generation_common.shard_access import ShardAccess
 from text_generation_proto import client as client_module
-from text_generation_proto.access import ShardAccess
-from text_generation_proto.channel import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, read_certificates, server_credentials
+from text_generation_proto.access import token_metadata
+from text_generation_proto.addresses import split_host_port
+from text_generation_proto.channel import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, read_certificates
 from text_generation_proto.client import ShardClient
 from text_generation_proto.parts import Joiner, most_orders, split
-from text_generation_proto.sockets import split_host_port
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
-from text_generation_shard.guard import MAX_STREAMS, create_server
+from text_generation_shard.guard import MAX_STREAMS, create_server, server_credentials
 from text_generation_shard.health import ShardHealth
 
 ACCESS = ShardAccess.of(shard_token="open-sesame")
 METHODS = (
     *(f"/text_generation.v1.Shard/{name}" for name in ("Info", "WarmUp", "Run")),
     *(f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch")),
-    *(f"/trtllm.TrtllmService/{name}" for name in ("Generate", "Abort", "HealthCheck")),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     "/no.such/Method",
 )
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 async def code(channel: grpc.aio.Channel, method: str, request: bytes, token: str | None) -> grpc.StatusCode:
@@ -60,8 +60,10 @@ async def code(channel: grpc.aio.Channel, method: str, request: bytes, token: st
 @pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "unix socket"])
 async def test_no_service_answers_without_the_token(tmp_path: Path, *, tcp: bool) -> None:
     address = free_address() if tcp else f"unix://{tmp_path}/s"
-    arguments = ("--gateway", "--reflection", "--echo-self-scheduling")
-    async with shard(address, *arguments, access=ACCESS) as (client, _), grpc.aio.insecure_channel(address) as channel:
+    async with (
+        shard(address, "--reflection", access=ACCESS) as (client, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
         for token in (None, "", "open-sesam", "open-sesame!"):
             got = {method: await code(channel, method, b"", token) for method in METHODS}
             assert got == dict.fromkeys(METHODS, grpc.StatusCode.UNAUTHENTICATED)
@@ -91,7 +93,7 @@ async def test_calls_without_the_token_take_neither_memory_nor_the_session() -> 
 
     async with shard(address, "--echo-step-ms=1", access=ACCESS) as (client, process):
         pool = await client.warm_up()
-        async with client.session(pool) as session:
+        async with open_session(client, pool) as session:
             tokens = session.generate([1, 2], max_new_tokens=20_000)
             await anext(tokens)
             before = psutil.Process(process.pid).memory_info().rss
@@ -141,7 +143,7 @@ async def test_calls_that_are_reset_at_once_take_no_memory() -> None:
 async def test_a_call_that_was_refused_counts_no_more_as_one_of_its_connection() -> None:
     address = free_address()
     info = "/text_generation.v1.Shard/Info"
-    async with shard(address, access=ACCESS) as (client, _), client.session(await client.warm_up()):
+    async with shard(address, access=ACCESS) as (client, _), open_session(client, await client.warm_up()):
         async with ShardClient.connect(address, ACCESS) as other:
             details = [await other.run().details() for _ in range(2 * MAX_STREAMS)]
             assert set(details) == {"another Run session is open"}
@@ -158,7 +160,7 @@ async def test_unary_calls_are_short_and_one_warm_up_runs_at_a_time() -> None:
     address = free_address()
     warm_up = "/text_generation.v1.Shard/WarmUp"
     async with shard(address, access=ACCESS) as _, grpc.aio.insecure_channel(address) as channel:
-        metadata = ACCESS.metadata
+        metadata = token_metadata(ACCESS)
         for method in ("/text_generation.v1.Shard/Info", warm_up, "/grpc.health.v1.Health/Check"):
             assert await code(channel, method, bytes(5000), ACCESS.shard_token) is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert await code(channel, method, b"\xff", ACCESS.shard_token) is grpc.StatusCode.INVALID_ARGUMENT
@@ -173,11 +175,11 @@ async def test_unary_calls_are_short_and_one_warm_up_runs_at_a_time() -> None:
 
 async def test_no_message_of_17_megabytes_is_read_and_none_above_4_kilobytes_without_a_prompt() -> None:
     address = free_address()
-    async with shard(address, "--gateway", "--echo-self-scheduling") as (client, process):
+    async with shard(address) as (client, process):
         await client.warm_up()
         async with grpc.aio.insecure_channel(address, CLIENT_OPTIONS) as channel:
             for method in METHODS[:-1]:
-                long = method.endswith(("/Run", "/Generate", "/ServerReflectionInfo"))
+                long = method.endswith(("/Run", "/ServerReflectionInfo"))
                 for size in (17 << 20,) if long else (17 << 20, 5000):
                     before = psutil.Process(process.pid).memory_info().rss
                     got = await code(channel, method, bytes(size), None)
@@ -197,7 +199,7 @@ async def test_work_of_any_size_is_sent_in_parts_and_endless_parts_are_refused()
             each = -(-(length + 1) // pool.block_size)
             orders = pb.Orders(number=1, prefill_slots=range(slots), prefill_tokens=[length] * slots)
             for slot in range(slots):
-                admitted = orders.admit.add(slot=slot, blocks=range(slot * each, (slot + 1) * each))
+                admitted = orders.placements.add(slot=slot, blocks=range(slot * each, (slot + 1) * each))
                 admitted.prompt.extend([30_000 + slot] * length)
                 admitted.stopping.max_new_tokens = 1
                 admitted.sampling.greedy = True

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import grpc
 import pytest
 from certificates import tls_arguments, write_certificates
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ports import free_port
 from shard_process import report, running, shard
+from shard_session import SessionClosed, open_session
 
-from text_generation_proto.client import SessionClosed
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 
 SLOW = ("--echo-step-ms=10", "--drain-timeout=30")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def states(health: health_pb2_grpc.HealthAsyncStub) -> tuple[bool, bool]:
@@ -54,10 +48,10 @@ async def test_probes_need_neither_certificate_nor_token_and_see_whether_a_route
         pool = await client.warm_up()
         for _ in range(2):
             assert await states(health) == (True, False)
-            async with client.session(pool) as session:
+            async with open_session(client, pool) as session:
                 await until(health, (True, True))
             await until(health, (True, False))
-        async with client.session(pool) as session:
+        async with open_session(client, pool) as session:
             tokens = session.generate([1, 2], max_new_tokens=60)
             first = [await anext(tokens)]
             process.terminate()
@@ -71,7 +65,7 @@ async def test_probes_need_neither_certificate_nor_token_and_see_whether_a_route
 async def test_a_drain_ends_after_its_time_or_a_second_signal(tmp_path: Path, signals: int) -> None:
     timeout = "1" if signals == 1 else "60"
     async with shard(f"unix://{tmp_path}/s", "--echo-step-ms=10", "--drain-timeout", timeout) as (client, process):
-        async with client.session(await client.warm_up()) as session:
+        async with open_session(client, await client.warm_up()) as session:
             tokens = session.generate([1, 2], max_new_tokens=10_000)
             await anext(tokens)
             began = asyncio.get_running_loop().time()

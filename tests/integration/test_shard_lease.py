@@ -19,19 +19,21 @@ ADDRESS = f"{SHARD}:50051"
 HOLDER = """
 import asyncio, sys
 from text_generation_proto.client import ShardClient
+from text_generation_proto.v1 import shard_pb2 as pb
 
 async def main():
     async with ShardClient.connect(sys.argv[1]) as shard:
         await shard.ready(60)
-        async with shard.session(await shard.warm_up()) as session:
-            tokens = session.generate([1, 2], max_new_tokens=30_000)
-            await anext(tokens)
-            if sys.argv[2] == "idle":
-                await tokens.aclose()
-            print("driven", flush=True)
-            async for _ in tokens:
-                pass
-            await asyncio.sleep(600)
+        await shard.warm_up()
+        call = shard.run()
+        new = 1 if sys.argv[2] == "idle" else 30_000
+        sequence = pb.NewSequence(prompt=[1, 2], blocks=range(2000), stopping=pb.Stopping(max_new_tokens=new))
+        await call.write(pb.Orders(number=1, placements=[sequence], prefill_slots=[0], prefill_tokens=[2]))
+        while not (await call.read()).slots:
+            pass
+        print("driven", flush=True)
+        while True:
+            await call.read()
 
 asyncio.run(main())
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import stat
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -16,9 +15,11 @@ import pytest_asyncio
 from byte_tokenizer import END, write_tokenizer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from ports import free_port
 from shard_process import report, running, shard
+from shard_session import SequenceFailed, open_session
 
-from text_generation_proto.client import RunCall, SequenceFailed, SessionClosed, ShardClient
+from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 
 
@@ -36,7 +37,7 @@ def start(number: int, slot: int, prompt: list[int], new: int, blocks: list[int]
     """Admit one sequence and prefill it whole."""
     return pb.Orders(
         number=number,
-        admit=[admission(slot, prompt, new, blocks)],
+        placements=[admission(slot, prompt, new, blocks)],
         prefill_slots=[slot],
         prefill_tokens=[len(prompt)],
     )
@@ -93,7 +94,7 @@ async def test_a_sequence_stops_at_its_grant_and_goes_on_with_the_next(client: S
         # The block holds 16 positions: the prompt's 3 and 13 tokens' own; the 14th token is known, not computed.
         while len(tokens) < 14:
             tokens += (await report(call)).token_ids
-        await call.write(pb.Orders(number=2, grant_slots=[0], grant_counts=[2], grant_blocks=[4, 5]))
+        await call.write(pb.Orders(number=2, allocation_slots=[0], allocation_counts=[2], allocation_blocks=[4, 5]))
         acknowledged = await report(call)
         assert (acknowledged.orders_applied, list(acknowledged.token_ids)) == (2, [])
         assert len(tokens + await until_finished(call, 0)) == 40
@@ -114,11 +115,11 @@ async def test_a_released_slot_can_be_used_again(client: ShardClient) -> None:
 async def test_a_bad_sequence_fails_alone(client: ShardClient) -> None:
     async with running(client) as call:
         orders = start(1, slot=0, prompt=[7], new=3, blocks=[0])
-        orders.admit.append(admission(1, prompt=[], new=3, blocks=[1]))
-        orders.admit.append(admission(2, prompt=[1], new=3, blocks=[10_000]))
-        orders.admit.append(admission(5000, prompt=[1], new=3, blocks=[2]))
-        orders.admit.append(admission(3, prompt=[1], new=3, blocks=[3]))
-        orders.admit[-1].sampling.logit_bias_ids.append(1)  # without its value
+        orders.placements.append(admission(1, prompt=[], new=3, blocks=[1]))
+        orders.placements.append(admission(2, prompt=[1], new=3, blocks=[10_000]))
+        orders.placements.append(admission(5000, prompt=[1], new=3, blocks=[2]))
+        orders.placements.append(admission(3, prompt=[1], new=3, blocks=[3]))
+        orders.placements[-1].sampling.logit_bias_ids.append(1)  # without its value
         await call.write(orders)
         failed = {failure.slot: failure.code for failure in (await report(call)).failed}
         assert failed == dict.fromkeys((1, 2, 3, 5000), pb.FAILURE_CODE_INVALID)
@@ -145,7 +146,7 @@ async def test_wrong_orders_end_the_session_with_invalid_argument(client: ShardC
 async def test_prompt_logprobs_and_top_tokens_come_with_the_first_token(client: ShardClient) -> None:
     async with running(client) as call:
         orders = start(1, slot=0, prompt=[7, 8, 9], new=1, blocks=[0])
-        orders.admit[0].logprobs.CopyFrom(pb.LogprobOptions(top_n=2, prompt=True, prompt_top_n=3))
+        orders.placements[0].logprobs.CopyFrom(pb.LogprobOptions(top_n=2, prompt=True, prompt_top_n=3))
         await call.write(orders)
         while not (step := await report(call)).slots:
             pass
@@ -169,11 +170,11 @@ async def test_grammars_are_kept_and_a_bad_one_fails_alone(tmp_path: Path) -> No
         kinds = {pb.GRAMMAR_KIND_JSON_SCHEMA, pb.GRAMMAR_KIND_REGEX, pb.GRAMMAR_KIND_LARK}
         assert set((await client.info()).grammar_kinds) == kinds
         pool = await client.warm_up(max_batch_total_tokens=64 * 16)
-        async with client.session(pool) as session:
+        async with open_session(client, pool) as session:
 
             async def one(grammar: pb.Grammar | None) -> list[int]:
                 tokens = session.generate([90, 91], max_new_tokens=40, eos_token_ids=[END], grammar=grammar)
-                return [token.id async for token in tokens]
+                return [token async for token in tokens]
 
             async def refused(grammar: pb.Grammar, words: str) -> None:
                 with pytest.raises(SequenceFailed, match=words):
@@ -264,55 +265,13 @@ async def test_a_shard_on_a_socket_reports_its_health_and_has_no_reflection(tmp_
 
 
 async def test_a_shard_listens_on_tcp_and_serves_reflection_if_so_configured() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     async with shard(address, "--reflection") as (client, _), grpc.aio.insecure_channel(address) as channel:
         assert (await client.info()).engine == "echo"
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
         listed = (await answers.read()).list_services_response.service
         assert "text_generation.v1.Shard" in [service.name for service in listed]
-
-
-async def test_the_client_runs_many_sequences_on_few_slots(client: ShardClient) -> None:
-    pool = await client.warm_up(max_batch_total_tokens=64 * 16)
-    async with client.session(pool, max_slots=4) as session:
-
-        async def one(token: int) -> list[int]:
-            return [chosen.id async for chosen in session.generate([token, token + 1], max_new_tokens=30)]
-
-        async with asyncio.TaskGroup() as tasks:
-            runs = [tasks.create_task(one(token)) for token in range(40)]
-        assert [run.result() for run in runs] == [[token, token + 1] * 15 for token in range(40)]
-
-
-async def test_leaving_the_clients_iterator_releases_the_sequence(client: ShardClient) -> None:
-    pool = await client.warm_up(max_batch_total_tokens=64 * 16)
-    async with client.session(pool, max_slots=1) as session:
-        endless = session.generate([1], max_new_tokens=1000)
-        assert (await anext(endless)).id == 1
-        await endless.aclose()
-        assert [token.id async for token in session.generate([2], max_new_tokens=1000)] == [2] * 1000
-
-
-async def test_the_client_refuses_what_the_pool_can_never_hold(client: ShardClient) -> None:
-    pool = await client.warm_up(max_batch_total_tokens=32)
-    async with client.session(pool) as session:
-        with pytest.raises(ValueError, match="KV blocks"):
-            await anext(session.generate([1] * 30, max_new_tokens=10))
-
-
-async def test_the_client_says_when_a_sequence_fails_and_when_the_shard_is_gone(tmp_path: Path) -> None:
-    async with shard(f"unix://{tmp_path}/s", "--echo-fail-token=13", "--echo-step-ms=1") as (client, process):
-        pool = await client.warm_up()
-        async with client.session(pool) as session:
-            with pytest.raises(SequenceFailed):
-                [token async for token in session.generate([1, 13], max_new_tokens=5)]
-            with pytest.raises(SessionClosed):
-                async for _ in session.generate([1], max_new_tokens=10_000):
-                    if process.returncode is None:
-                        process.kill()
 
 
 async def test_a_session_whose_client_is_gone_is_waited_for(tmp_path: Path) -> None:

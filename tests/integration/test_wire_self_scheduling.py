@@ -11,8 +11,6 @@ from shard_process import report, running, shard
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 
-FLAGS = ("--echo-self-scheduling", "--echo-tokens-per-report=4")
-
 
 def whole(number: int, slot: int, prompt: list[int], new: int) -> pb.Orders:
     """Admit one sequence, without blocks or prefill orders."""
@@ -22,7 +20,7 @@ def whole(number: int, slot: int, prompt: list[int], new: int) -> pb.Orders:
         sampling=pb.Sampling(greedy=True),
         stopping=pb.Stopping(max_new_tokens=new),
     )
-    return pb.Orders(number=number, admit=[admission])
+    return pb.Orders(number=number, placements=[admission])
 
 
 async def until_finished(call: RunCall, slot: int) -> list[pb.StepReport]:
@@ -46,7 +44,7 @@ def tokens_of(reports: list[pb.StepReport], slot: int) -> list[int]:
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[ShardClient]:
-    async with shard(f"unix://{tmp_path}/s", *FLAGS) as (connected, _):
+    async with shard(f"unix://{tmp_path}/s", tokens_per_report=4) as (connected, _):
         yield connected
 
 

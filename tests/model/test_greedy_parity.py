@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 pytestmark = pytest.mark.model
 

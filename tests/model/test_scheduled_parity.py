@@ -14,7 +14,7 @@ import pytest
 from shard_server import running, serve_engine
 
 from text_generation_proto.values import FinishReason, Sampling, WarmUpLimits
-from text_generation_router.discovery.static import StaticSource
+from text_generation_router.discovery.source import StaticSource
 from text_generation_router.errors import ServingError
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
@@ -25,7 +25,7 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import join
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 pytestmark = pytest.mark.model
 

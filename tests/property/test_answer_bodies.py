@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from text_generation_router.api.anthropic import input as messages_input
 from text_generation_router.api.anthropic.schemas import MessagesBody
-from text_generation_router.api.http.bodies import validate
 from text_generation_router.api.openai import responses_input
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.errors import ServingError
+from text_generation_router.web.bodies import validate
 
 TEXTS = st.sampled_from(["", "a", "x" * 300])
 NAMES = st.sampled_from(["f", "g"])

@@ -107,13 +107,18 @@ def test_a_random_schema_is_refused_by_name_or_its_texts_satisfy_it(tokenizer: L
 KEYWORDS = (
     "type", "properties", "required", "items", "prefixItems", "anyOf", "oneOf", "allOf", "not", "enum", "const", "$ref",
     "$defs", "definitions", "$id", "pattern", "patternProperties", "format", "minItems", "maxItems", "minLength", "minimum",
-    "multipleOf", "minProperties", "additionalProperties", "unevaluatedProperties", "uniqueItems", "if", "then", "a", "",
+    "additionalProperties", "unevaluatedProperties", "uniqueItems", "if", "then", "a", "",
 )  # fmt: skip
 WORDS = (
-    "object", "array", "string", "integer", "#", "#/$defs/a", "#/properties/a", "#/anyOf/0", "^(a+)+$", "[", "date", "é",
+    "object", "array", "string", "integer", "#", "#/$defs/a", "#/properties/a", "#/anyOf/0", "[", "date", "é",
 )  # fmt: skip
 SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=True) | st.sampled_from(WORDS) | st.text(max_size=3)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(width=16)
+    | st.sampled_from(WORDS)
+    | st.text(max_size=3)
 )
 GARBAGE = st.recursive(
     SCALARS,

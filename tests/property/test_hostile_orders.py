@@ -16,8 +16,9 @@ from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 from shard_process import shard
+from shard_session import SessionClosed, open_session
 
-from text_generation_proto.client import SessionClosed, ShardClient
+from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "orders"
@@ -71,10 +72,12 @@ ORDERS = st.builds(
     pb.Orders,
     number=st.one_of(st.integers(0, 3), UINT64),
     release=MANY,
-    admit=st.lists(SEQUENCES, max_size=3),
+    placements=st.lists(SEQUENCES, max_size=3),
     part=st.binary(max_size=20),
     more=st.booleans(),
-    **dict.fromkeys(("grant_slots", "grant_counts", "grant_blocks", "prefill_slots", "prefill_tokens"), MANY),
+    **dict.fromkeys(
+        ("allocation_slots", "allocation_counts", "allocation_blocks", "prefill_slots", "prefill_tokens"), MANY
+    ),
 )
 
 
@@ -88,10 +91,10 @@ def plausible(draw: st.DrawFn) -> list[pb.Orders]:
         message.ClearField("more")
         del message.prefill_slots[len(message.prefill_tokens) :]
         del message.prefill_tokens[len(message.prefill_slots) :]
-        message.grant_slots[:] = [slot % (SLOTS + 1) for slot in message.grant_slots]
-        message.grant_counts[:] = [1] * len(message.grant_slots)
-        message.grant_blocks[:] = draw(
-            st.lists(UINT32, min_size=len(message.grant_slots), max_size=len(message.grant_slots))
+        message.allocation_slots[:] = [slot % (SLOTS + 1) for slot in message.allocation_slots]
+        message.allocation_counts[:] = [1] * len(message.allocation_slots)
+        message.allocation_blocks[:] = draw(
+            st.lists(UINT32, min_size=len(message.allocation_slots), max_size=len(message.allocation_slots))
         )
     return orders
 
@@ -130,7 +133,7 @@ class Target:
             answer = []
             while not answer:
                 with suppress(*NOT_ENDED):
-                    async with self._client.session(self._pool, max_slots=SLOTS) as session:
+                    async with open_session(self._client, self._pool, max_slots=SLOTS) as session:
                         answer = [token async for token in session.generate([1] * (size - 4), max_new_tokens=5)]
             assert len(answer) == 5
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from parser_events import Call, Part, read_parts
 
 from text_generation_router.chat.events import OutputParser, TextDelta, ToolCallArguments, ToolCallStart
-from text_generation_router.chat.parsers import FORMATS, ReasoningParser, create_parser
+from text_generation_router.chat.parsers import FORMATS, create_parser
+from text_generation_router.chat.parsers.reasoning import ReasoningParser
 
 TOOLS = {
     "get_weather": {},
@@ -41,10 +42,7 @@ def calls(draw: st.DrawFn) -> str:
     def written(value: object) -> str:
         return json.dumps(value, ensure_ascii=as_ascii, separators=between)
 
-    form = draw(st.sampled_from(["name", "arguments", "string", "null", "tgi"]))
-    if form == "tgi":
-        members = [("_name", name), *arguments.items()]
-        return written({"function": dict(draw(st.permutations(members)))})
+    form = draw(st.sampled_from(["name", "arguments", "string", "null"]))
     key = draw(st.sampled_from(["arguments", "parameters"]))
     value = written(arguments) if form == "string" else None if form == "null" else arguments
     pair = [("name", name), (key, value)]
@@ -154,15 +152,6 @@ def test_arguments_arrive_as_they_were_written(
     assert isinstance(call, Call)
     assert json.loads(call.arguments) == arguments
     assert as_string or call.arguments == written
-
-
-@given(arguments=objects, at=st.integers(0, 3))
-def test_tgi_arguments_are_the_other_keys(arguments: dict[str, object], at: int) -> None:
-    members = list(arguments.items())
-    members.insert(at, ("_name", "f"))
-    [call] = parts_of("json_calls", [json.dumps({"function": dict(members)})])
-    assert isinstance(call, Call)
-    assert json.loads(call.arguments) == arguments
 
 
 schemas = st.recursive(

@@ -41,7 +41,7 @@ def read_events(stream: bytes) -> list[Json]:
 
 
 class Writer(Protocol):
-    """A script of events: the product's `ResponseScript` or `MessageScript`."""
+    """A writer of events: the product's `ResponseWriter` or `MessageWriter`."""
 
     def events(self, events: list[Event]) -> bytes: ...
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from self_scheduling_echo import SelfSchedulingEcho
+
 from text_generation_shard.engine import StepResult
-from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
 
 class CachingEcho(SelfSchedulingEcho):

@@ -10,7 +10,7 @@ from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, 
 from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, PromptScores, StepResult, TopTokens
 
 _LOGPROBS = {"top_n": "top_n", "prompt_logprobs": "prompt", "prompt_top_n": "prompt_top_n"}
-"""Arguments of `Driver.admit` → fields of LogprobOptions."""
+"""Arguments of `Driver.placements` → fields of LogprobOptions."""
 
 
 @dataclass(eq=False)
@@ -62,19 +62,19 @@ class Driver:
         new: int = 8,
         *,
         chunk: int = 1 << 30,
-        granted: int | None = None,
+        allocated: int | None = None,
         sampling: Sampling = Sampling(),
         shared: Sequence[int] = (),
         grammar: Grammar | None = None,
         **admission: object,
     ) -> Stream:
-        """Admit a sequence with blocks for its longest output, or for `granted` tokens; `shared` blocks come first.
+        """Admit a sequence with blocks for its longest output, or for `allocated` tokens; `shared` blocks come first.
 
         Waits for the matcher of a grammar.
         """
         stopping = admission.pop("stopping", Stopping(max_new_tokens=new))
         assert isinstance(stopping, Stopping)
-        count = self.blocks_for(len(prompt) + stopping.max_new_tokens if granted is None else granted) - len(shared)
+        count = self.blocks_for(len(prompt) + stopping.max_new_tokens if allocated is None else allocated) - len(shared)
         blocks = [*shared, *(self._free_blocks.pop() for _ in range(count))]
         slot = next(slot for slot in range(self.engine.info.max_slots) if slot not in self.streams)
         computed = admission.get("computed_tokens", 0)
@@ -105,7 +105,7 @@ class Driver:
         assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
         return stream.tokens
 
-    def grant(self, stream: Stream, tokens: int) -> None:
+    def allocate(self, stream: Stream, tokens: int) -> None:
         """Allocate blocks for `tokens` more tokens."""
         blocks = [self._free_blocks.pop() for _ in range(self.blocks_for(tokens))]
         stream.blocks += blocks

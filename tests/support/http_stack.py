@@ -6,6 +6,8 @@ Only the processes are missing; nothing is mocked. `serve` yields the parts, so 
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,37 +17,38 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest_asyncio
 from aiohttp import web
 from api_settings import api_settings
+from checked_echo import CheckedEcho
 from shard_server import running, serve_engine
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.http.connection_limits import ConnectionLimits
-from text_generation_router.api.http.listener import HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
-from text_generation_router.discovery.static import StaticSource
-from text_generation_router.front.columns import WorkerDelivery
-from text_generation_router.front.link import MAX_UNREAD_BYTES
-from text_generation_router.front.remote_cluster import RemoteCluster
-from text_generation_router.front.remote_permits import RemotePermits
-from text_generation_router.front.server import FrontServer
+from text_generation_router.cluster_interface import ClusterInterface
+from text_generation_router.discovery.source import StaticSource
 from text_generation_router.metrics import Metrics
-from text_generation_router.overview import OwnOverview
 from text_generation_router.permits import ConcurrencyLimit, Permits
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import join
+from text_generation_router.stats import OwnStats
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.waiting import background
+from text_generation_router.web.connection_limits import ConnectionLimits
+from text_generation_router.web.listener import HttpServer
+from text_generation_router.worker_link.columns import WorkerDelivery
+from text_generation_router.worker_link.link import MAX_UNREAD_BYTES
+from text_generation_router.worker_link.remote_cluster import RemoteCluster
+from text_generation_router.worker_link.remote_permits import RemotePermits
+from text_generation_router.worker_link.server import WorkerLinkServer
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
-from text_generation_shard.engines.echo import EchoEngine
 
 LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
 
@@ -64,9 +67,9 @@ class Stack:
     tokenizer: Tokenizer
     cluster: Cluster
     stop_shard: Callable[[], None]
-    seen: ServingCluster
+    seen: ClusterInterface
     """The cluster as HTTP sees it: another one than `cluster` if the server is linked."""
-    front: FrontServer | None
+    link_server: WorkerLinkServer | None
     """The scheduler's end of the link, if the server is linked."""
     socket: Path
     """The socket of that."""
@@ -78,6 +81,18 @@ class Stack:
             reply: dict[str, Any] = await response.json()
             return reply
 
+    def counted(self, series: str) -> int:
+        """Return the value of a counter, `name{label="value"}`; 0 if it is not exposed."""
+        lines = self.metrics.exposition().decode().splitlines()
+        return sum(int(line.removeprefix(f"{series} ")) for line in lines if line.startswith(f"{series} "))
+
+    def small_window(self) -> socket.socket:
+        """Return a connection whose client's system takes 4 kB ahead of it."""
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
     async def assert_empty(self) -> None:
         """Serve one request; after it no permit, slot or KV block may be in use."""
         await until(lambda: self.permits.in_use == 0)
@@ -86,6 +101,13 @@ class Stack:
         stats = self.scheduler.stats()
         assert (stats.waiting, stats.running, stats.used_blocks) == (0, 0, 0)
         assert self.engine.used_blocks == 0
+
+
+def request_bytes(route: str, body: Any, version: str = "1.1") -> bytes:  # noqa: ANN401 - any JSON value
+    """Return a POST request."""
+    payload = json.dumps(body).encode()
+    head = f"POST {route} HTTP/{version}\r\nhost: a\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -116,7 +138,7 @@ async def serve(
     grammars: bool = False,
     policy: dict[str, Any] | None = None,
     connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - immutable
-    build: Callable[[ShardConfig], Engine] = EchoEngine.build,
+    build: Callable[[ShardConfig], Engine] = CheckedEcho.build,
     linked: bool = False,
     max_unread_bytes: int = MAX_UNREAD_BYTES,
     **echo: float,
@@ -151,9 +173,11 @@ async def serve(
             delivery = WorkerDelivery() if linked else None
             cluster: Cluster[Any] = Cluster(scheduler, metrics.steps, delivery=delivery)
             metrics.add_shards(cluster, lambda: len(cluster.members))
-            overview = OwnOverview(metrics, cluster)
+            stats = OwnStats(metrics, cluster)
             permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
-            front = None if delivery is None else FrontServer(cluster, delivery, permits, joined, max_unread_bytes)
+            link_server = (
+                None if delivery is None else WorkerLinkServer(cluster, delivery, permits, joined, max_unread_bytes)
+            )
             config = {
                 "model_id": "echo",
                 "model_path": str(model),
@@ -163,8 +187,8 @@ async def serve(
             }
             async with (
                 running(cluster, partial(cluster.run, StaticSource([address]).members(), {address: joined}, warm_up)),
-                background(overview.run()),
-                _linked(front, Path(folder) / "front", cluster, permits) as (seen, seen_permits),
+                background(stats.run()),
+                _linked(link_server, Path(folder) / "link", cluster, permits) as (seen, seen_permits),
                 assemble(
                     tokenizer,
                     ChatTemplates.load(model, override=chat_template),
@@ -178,7 +202,7 @@ async def serve(
                     create_app(
                         serving,
                         chats,
-                        overview,
+                        stats,
                         healthy=healthy,
                         info=ModelInfo(joined.info.engine, joined.info.dtype, joined.info.device),
                     ),
@@ -198,20 +222,31 @@ async def serve(
                     cluster,
                     shard.end_session,
                     seen,
-                    front,
-                    Path(folder) / "front",
+                    link_server,
+                    Path(folder) / "link",
                 )
+
+
+def served(**options: Any) -> Any:  # noqa: ANN401 - a fixture
+    """Return a fixture: the server with these options of `serve`, for all tests of a module."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+        async with serve(demo_model, **options) as running:
+            yield running
+
+    return stack
 
 
 @asynccontextmanager
 async def _linked(
-    front: FrontServer | None, path: Path, cluster: Cluster[Any], permits: Permits
-) -> AsyncIterator[tuple[ServingCluster, ConcurrencyLimit]]:
+    link_server: WorkerLinkServer | None, path: Path, cluster: Cluster[Any], permits: Permits
+) -> AsyncIterator[tuple[ClusterInterface, ConcurrencyLimit]]:
     """Put a link in between, if there is to be one."""
-    if front is None:
+    if link_server is None:
         yield cluster, permits
         return
-    async with front.listening(path), worker_of(path) as remote:
+    async with link_server.listening(path), worker_of(path) as remote:
         yield remote, RemotePermits(permits.limit, remote.link)
 
 
@@ -219,7 +254,7 @@ async def _linked(
 async def worker_of(path: Path, number: int = 0) -> AsyncIterator[RemoteCluster]:
     """Be an HTTP worker of the scheduler that listens at `path`."""
     remote = RemoteCluster(path, number, {})
-    await remote.joined()
+    await remote.link.joined()
     async with running(remote, remote.run):
         yield remote
 

@@ -52,7 +52,11 @@ HERMES: Table = {
     ),
     "a string of JSON": (
         r'<tool_call>{"name":"search","arguments":"{\"q\": \"a\\nb \u00e9 \ud83d\ude00 {\"}"}</tool_call>',
-        [Call("search", r'{"q": "a\nb é \ud83d\ude00 {"}')],
+        [Call("search", r'{"q": "a\nb é 😀 {"}')],
+    ),
+    "a newline in a string of JSON": (
+        r'<tool_call>{"name":"search","arguments":"{\"q\": \"a\nb\"}"}</tool_call>',
+        [Call("search", r'{"q": "a\nb"}')],
     ),
     "an empty string": ('<tool_call>{"name":"stop","arguments":""}</tool_call>', [STOP]),
     "null": ('<tool_call>{"name":"stop","arguments":null}</tool_call>', [STOP]),
@@ -135,28 +139,17 @@ MISTRAL: Table = {
     "cut between": (f"[TOOL_CALLS][{WEATHER}, ", [LOOK]),
     "brackets in text": ("a[0] = [TOOL", None),
 }
-TGI = '{"function": {"_name": "get_weather", "location": "Brooklyn", "days": [1, {"_name": 2}]}}'
 JSON_CALLS: Table = {
     "one": (f" \n{WEATHER}\n", [LOOK]),
     "array": (f'[\n {WEATHER},\n {{"name":"stop","arguments":{{}}}}\n]', [LOOK, STOP]),
     "cut": ('[{"name":"search","arguments":{"q": ', [Call("search", '{"q": ')]),
     "cut before the name": ('[{"na', None),
-    "TGI": (TGI, [Call("get_weather", '{ "location": "Brooklyn", "days": [1, {"_name": 2}]}')]),
-    "TGI, nothing else": ('{"function": {"_name": "stop"}}', [STOP]),
-    "TGI, name last": (
-        '{ "function" : {"a": "x,}", "b": 2 , "_name": "search" } }',
-        [Call("search", '{"a": "x,}", "b": 2 }')],
-    ),
-    "TGI, name between": ('{"function":{"a":1,"_name":"search","b":{}}}', [Call("search", '{"a":1,"b":{}}')]),
-    "TGI, unknown": ('{"function": {"_name": "rm", "a": 1}}', None),
-    "TGI, no name": ('{"function": {"a": 1}}', None),
     "words": ("I cannot.", None),
 }
 JSON_ANSWER: Table = {
     "bare": (PARAMETERS, [LOOK]),
     "fenced": (f"```json\n{PARAMETERS}\n```\n", [LOOK]),
     "fenced without a language": (f"```\n{PARAMETERS}\n```", [LOOK]),
-    "TGI": (TGI, [Call("get_weather", '{ "location": "Brooklyn", "days": [1, {"_name": 2}]}')]),
     "other code": ("```python\nx\n```", None),
     "other JSON": ('```json\n{"a": 1}\n```', None),
     "an array": (f"[{WEATHER}]", None),

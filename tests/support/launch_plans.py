@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from pydantic_settings import CliApp
 
+from text_generation_common.settings import ProcessConfig
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.plan import ChildSpec, LaunchContext, LaunchPlan, make_plan
-from text_generation_proto.settings import ProcessConfig
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
 
@@ -23,7 +23,7 @@ def context(gpus: int = 0, **changes: object) -> LaunchContext:
     """Return the facts of a machine with 8 cores."""
     devices = Devices(gpus, "NVIDIA H200" if gpus else None)
     folders = (Path("/models/m"), Path("/tmp/tgi-1"))
-    made = LaunchContext(devices, 8, *folders, lifeline_fd=7, log_drops_fd=9, environ={"PATH": "/bin"})
+    made = LaunchContext(devices, 8, *folders, lifeline_fd=7, environ={"PATH": "/bin"})
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -55,7 +55,6 @@ ENGINE: dict[str, Any] = {
 RANKS = {"rank0.engine": b"plan", "rank1.engine": b"plan"}
 HUGGING_FACE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
 CHECKPOINT = {"architecture": "LlamaForCausalLM", "dtype": "float16", "mapping": {"world_size": 1}}
-OLD_ENGINE = {"builder_config": {"name": "llama", "precision": "float16", "tensor_parallel": 1}, "plugin_config": {}}
 
 
 def engine(**changes: object) -> dict[str, Any]:

@@ -4,38 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import (
-    CLIPVisionConfig,
-    Ernie4_5Config,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    Gemma4Config,
-    Gemma4TextConfig,
-    Gemma4VisionConfig,
-    GemmaConfig,
-    Glm4Config,
-    GlmConfig,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    LlavaConfig,
-    Ministral3Config,
-    MinistralConfig,
-    Mistral3Config,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PixtralVisionConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SeedOssConfig,
-    SiglipVisionConfig,
-    SmolLM3Config,
-)
+import transformers
 
 VISION = {
     "hidden_size": 16,
@@ -73,7 +42,9 @@ MODELS = {
 """The models that people know of each family, for docs/models.md."""
 
 
-def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) -> dict[str, PretrainedConfig]:
+def native_configs(
+    shape: dict[str, Any], *, head_dim: int, wide_head_dim: int
+) -> dict[str, transformers.PretrainedConfig]:
     """Return the configs with three layers of the sizes in `shape`. `head_dim` is for those that need not derive it."""
     default_head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     gemma4 = shape | {
@@ -87,12 +58,16 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
     }
     mixed = ["sliding_attention", "full_attention", "sliding_attention"]
     return {
-        "llama": LlamaConfig(**shape),
-        "llama, tied": LlamaConfig(**shape | {"tie_word_embeddings": True}),
-        "llama, biases": LlamaConfig(**shape, attention_bias=True, mlp_bias=True),
-        "llama, no grouped queries": LlamaConfig(**shape | {"num_key_value_heads": shape["num_attention_heads"]}),
-        "llama, wide heads, gelu": LlamaConfig(**shape, head_dim=wide_head_dim, hidden_act="gelu_pytorch_tanh"),
-        "llama, yarn rope": LlamaConfig(
+        "llama": transformers.LlamaConfig(**shape),
+        "llama, tied": transformers.LlamaConfig(**shape | {"tie_word_embeddings": True}),
+        "llama, biases": transformers.LlamaConfig(**shape, attention_bias=True, mlp_bias=True),
+        "llama, no grouped queries": transformers.LlamaConfig(
+            **shape | {"num_key_value_heads": shape["num_attention_heads"]}
+        ),
+        "llama, wide heads, gelu": transformers.LlamaConfig(
+            **shape, head_dim=wide_head_dim, hidden_act="gelu_pytorch_tanh"
+        ),
+        "llama, yarn rope": transformers.LlamaConfig(
             **shape,
             rope_parameters={
                 "rope_type": "yarn",
@@ -101,16 +76,18 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
                 "original_max_position_embeddings": 64,
             },
         ),
-        "mistral": MistralConfig(**shape, sliding_window=None),
-        "mistral, sliding window": MistralConfig(**shape, sliding_window=19),
-        "qwen2": Qwen2Config(**shape),
-        "qwen2, sliding window in some layers": Qwen2Config(
+        "mistral": transformers.MistralConfig(**shape, sliding_window=None),
+        "mistral, sliding window": transformers.MistralConfig(**shape, sliding_window=19),
+        "qwen2": transformers.Qwen2Config(**shape),
+        "qwen2, sliding window in some layers": transformers.Qwen2Config(
             **shape, use_sliding_window=True, sliding_window=32, max_window_layers=1
         ),
-        "qwen3": Qwen3Config(**shape, head_dim=head_dim),
-        "qwen3, tied": Qwen3Config(**shape | {"tie_word_embeddings": True}, head_dim=head_dim, attention_bias=True),
-        "gemma": GemmaConfig(**shape, head_dim=head_dim),
-        "gemma2": Gemma2Config(
+        "qwen3": transformers.Qwen3Config(**shape, head_dim=head_dim),
+        "qwen3, tied": transformers.Qwen3Config(
+            **shape | {"tie_word_embeddings": True}, head_dim=head_dim, attention_bias=True
+        ),
+        "gemma": transformers.GemmaConfig(**shape, head_dim=head_dim),
+        "gemma2": transformers.Gemma2Config(
             **shape | {"tie_word_embeddings": True},
             head_dim=head_dim,
             sliding_window=19,
@@ -118,10 +95,10 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
             attn_logit_softcapping=2.0,
             final_logit_softcapping=3.0,
         ),
-        "gemma3_text": Gemma3TextConfig(
+        "gemma3_text": transformers.Gemma3TextConfig(
             **shape, head_dim=head_dim, sliding_window=19, layer_types=mixed, query_pre_attn_scalar=24
         ),
-        "gemma3_text, scaled": Gemma3TextConfig(
+        "gemma3_text, scaled": transformers.Gemma3TextConfig(
             **shape | {"num_hidden_layers": 6},
             head_dim=head_dim,
             sliding_window=32,
@@ -131,11 +108,11 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
-        "gemma4_text": Gemma4TextConfig(
+        "gemma4_text": transformers.Gemma4TextConfig(
             **gemma4 | {"attention_k_eq_v": False},
             layer_types=["sliding_attention", "full_attention", "full_attention"],
         ),
-        "gemma4_text, experts": Gemma4TextConfig(
+        "gemma4_text, experts": transformers.Gemma4TextConfig(
             **gemma4,
             layer_types=["full_attention", "sliding_attention", "full_attention"],
             enable_moe_block=True,
@@ -143,8 +120,8 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
             top_k_experts=3,
             moe_intermediate_size=24,
         ),
-        "phi3": Phi3Config(**shape, sliding_window=40),
-        "phi3, partial rotation, longrope": Phi3Config(
+        "phi3": transformers.Phi3Config(**shape, sliding_window=40),
+        "phi3, partial rotation, longrope": transformers.Phi3Config(
             **shape,
             original_max_position_embeddings=shape["max_position_embeddings"],
             rope_parameters={
@@ -155,7 +132,7 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
                 "long_factor": [9.0] * (default_head_dim // 4),
             },
         ),
-        "granite": GraniteConfig(
+        "granite": transformers.GraniteConfig(
             **shape,
             attention_bias=True,
             embedding_multiplier=7.0,
@@ -163,8 +140,10 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
             attention_multiplier=0.2,
             logits_scaling=4.0,
         ),
-        "ministral": MinistralConfig(**shape, head_dim=default_head_dim, sliding_window=19, layer_types=mixed),
-        "ministral3": Ministral3Config(
+        "ministral": transformers.MinistralConfig(
+            **shape, head_dim=default_head_dim, sliding_window=19, layer_types=mixed
+        ),
+        "ministral3": transformers.Ministral3Config(
             **shape,
             head_dim=head_dim,
             rope_parameters={
@@ -177,32 +156,34 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
                 "llama_4_scaling_beta": 0.3,
             },
         ),
-        "glm": GlmConfig(**shape, head_dim=head_dim),
-        "glm4": Glm4Config(**shape, head_dim=head_dim),
-        "gemma3, text part": Gemma3Config(
-            text_config=Gemma3TextConfig(**shape, head_dim=head_dim, sliding_window=19, layer_types=mixed).to_dict(),
-            vision_config=SiglipVisionConfig(**VISION).to_dict(),
+        "glm": transformers.GlmConfig(**shape, head_dim=head_dim),
+        "glm4": transformers.Glm4Config(**shape, head_dim=head_dim),
+        "gemma3, text part": transformers.Gemma3Config(
+            text_config=transformers.Gemma3TextConfig(
+                **shape, head_dim=head_dim, sliding_window=19, layer_types=mixed
+            ).to_dict(),
+            vision_config=transformers.SiglipVisionConfig(**VISION).to_dict(),
             image_token_index=3,
         ),
-        "gemma4, text part": Gemma4Config(
-            text_config=Gemma4TextConfig(**gemma4 | {"pad_token_id": 0}).to_dict(),
-            vision_config=Gemma4VisionConfig(**VISION).to_dict(),
+        "gemma4, text part": transformers.Gemma4Config(
+            text_config=transformers.Gemma4TextConfig(**gemma4 | {"pad_token_id": 0}).to_dict(),
+            vision_config=transformers.Gemma4VisionConfig(**VISION).to_dict(),
         ),
-        "mistral3, text part": Mistral3Config(
-            text_config=MistralConfig(**shape, head_dim=default_head_dim, sliding_window=None).to_dict(),
-            vision_config=PixtralVisionConfig(**VISION).to_dict(),
+        "mistral3, text part": transformers.Mistral3Config(
+            text_config=transformers.MistralConfig(**shape, head_dim=default_head_dim, sliding_window=None).to_dict(),
+            vision_config=transformers.PixtralVisionConfig(**VISION).to_dict(),
             tie_word_embeddings=False,
             image_token_index=3,
         ),
-        "llava, text part": LlavaConfig(
-            text_config=LlamaConfig(**shape).to_dict(),
-            vision_config=CLIPVisionConfig(**VISION).to_dict(),
+        "llava, text part": transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**shape).to_dict(),
+            vision_config=transformers.CLIPVisionConfig(**VISION).to_dict(),
             image_token_index=3,
         ),
-        "seed_oss": SeedOssConfig(**shape, head_dim=head_dim),
-        "smollm3": SmolLM3Config(**shape, no_rope_layers=[1, 0, 1]),
-        "ernie4_5": Ernie4_5Config(**shape, head_dim=head_dim, use_bias=True),
-        "qwen2_moe": Qwen2MoeConfig(
+        "seed_oss": transformers.SeedOssConfig(**shape, head_dim=head_dim),
+        "smollm3": transformers.SmolLM3Config(**shape, no_rope_layers=[1, 0, 1]),
+        "ernie4_5": transformers.Ernie4_5Config(**shape, head_dim=head_dim, use_bias=True),
+        "qwen2_moe": transformers.Qwen2MoeConfig(
             **shape,
             num_experts=6,
             num_experts_per_tok=3,
@@ -210,7 +191,7 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
             shared_expert_intermediate_size=40,
             decoder_sparse_step=2,
         ),
-        "qwen3_moe": Qwen3MoeConfig(
+        "qwen3_moe": transformers.Qwen3MoeConfig(
             **shape,
             head_dim=head_dim,
             num_experts=8,
@@ -219,8 +200,8 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
             mlp_only_layers=[1],
             norm_topk_prob=True,
         ),
-        "mixtral": MixtralConfig(**shape, num_local_experts=4, sliding_window=19),
-        "gpt_oss": GptOssConfig(
+        "mixtral": transformers.MixtralConfig(**shape, num_local_experts=4, sliding_window=19),
+        "gpt_oss": transformers.GptOssConfig(
             **shape, head_dim=head_dim, num_local_experts=4, num_experts_per_tok=2, sliding_window=19
         ),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 Json = dict[str, Any]
@@ -12,7 +13,8 @@ PATTERNS = (
     r"^\d{3}-\d{4}$", r"^[A-Z]{2,4}$", r"^[a-z0-9]+(?:-[a-z0-9]+)*$", r"^#[0-9a-f]{6}$", r"[aeiou]", r"^v\d+\.\d+$",
 )  # fmt: skip
 FORMATS = (
-    "date", "date-time", "time", "email", "uuid", "ipv4", "ipv6", "hostname", "uri", "duration", "int32", "phone",
+    "date", "date-time", "time", "email", "uuid", "ipv4", "ipv6", "hostname", "duration", "int32", "phone",
+    *(() if version("llguidance").startswith("0.") else ("uri",)),  # older ones do not know it
 )  # fmt: skip
 NAMES = ("id", "name", "kind", "oneOf", "items", "$ref", "créé", "a b", 'quo"te', "properties", "value", "tags", "end")
 

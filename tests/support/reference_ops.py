@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
 
 _FLOAT32_ERROR = 1e-6
 
@@ -27,8 +27,8 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
     return float(error.nan_to_num(nan=torch.inf))
 
 
-def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `values` [..., width], scaled to a root mean square of 1 in each row, times `weight` [width]."""
+def rms_norm(values: Tensor, weight: Tensor | float, eps: float) -> Tensor:
+    """Return `values` [..., width], scaled to a root mean square of 1 in each row, times `weight` [width] or a number."""
     return values * (values.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 

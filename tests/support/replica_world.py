@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from checked_echo import CheckedEcho
+from self_scheduling_echo import SelfSchedulingEcho
+
 from text_generation_proto.values import LogprobOptions, Stopping
 from text_generation_router.scheduling.messages import Placement, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_shard import engine as shard
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines import build_engine
 
 BLOCK_SIZE = 16
 EOS = 7
@@ -43,13 +45,14 @@ class ReplicaWorld:
         config = ShardConfig(
             engine="echo",
             max_batch_size=setup.slots,
-            echo_self_scheduling=setup.self_scheduling,
-            echo_tokens_per_report=setup.tokens_per_report,
-            echo_fail_token=FAILING_TOKEN,
-            echo_fail_step_token=FAILING_STEP_TOKEN,
             lora_adapters=setup.adapters,
         )
-        self.engine = build_engine(config)
+        faults = {"fail_token": FAILING_TOKEN, "fail_step_token": FAILING_STEP_TOKEN}
+        self.engine: shard.Engine = (
+            SelfSchedulingEcho.build(config, setup.tokens_per_report, **faults)
+            if setup.self_scheduling
+            else CheckedEcho.build(config, **faults)
+        )
         limits = shard.WarmUpLimits(setup.max_batch_prefill_tokens, setup.max_batch_size, setup.blocks * BLOCK_SIZE)
         assert self.engine.warm_up(limits) == setup.blocks
         self.spec = ReplicaSpec(
@@ -112,8 +115,8 @@ def _for_shard(orders: SchedulerOutput) -> shard.Orders:
     return shard.Orders(
         number=orders.number,
         release=orders.release,
-        admit=tuple(_new_sequence(placement) for placement in orders.placements),
-        grants=orders.allocations,
+        placements=tuple(_new_sequence(placement) for placement in orders.placements),
+        allocations=orders.allocations,
         prefill=orders.prefill,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -18,22 +17,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+from ports import free_port
 from shard_process import shard
 
-from text_generation_proto.access import ShardAccess
+from text_generation_common.shard_access import ShardAccess
 
 READY_S = 60.0
 GAUGES = (
     *("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_total_tokens"),
     *("text_generation_queued_tokens", "text_generation_preparation_characters"),
 )
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -57,13 +50,12 @@ class ProcessRouter:
     def __init__(self, model: Path, shard_address: str, folder: Path, access: ShardAccess, *flags: str) -> None:
         """`shard_address`: those of all replicas, with commas between."""
         self._folder = folder
-        self.socket = folder / "front"
+        self.socket = folder / "link"
         self._started = 0
-        self._counts, self._kept = os.memfd_create("counts"), os.memfd_create("kept")
         self._flags = (
             f"--model-path={model}",
             f"--shard-address={shard_address}",
-            f"--front-socket={self.socket}",
+            f"--worker-socket={self.socket}",
             "--hostname=127.0.0.1",
             *flags,
         )
@@ -87,9 +79,7 @@ class ProcessRouter:
 
     async def start_scheduler(self) -> None:
         """Start a scheduler process, as the launcher does when there is none."""
-        self.scheduler = await self._start(
-            "scheduler", f"--http-workers={len(self.ports)}", f"--counts-fd={self._kept}"
-        )
+        self.scheduler = await self._start("scheduler", f"--http-workers={len(self.ports)}")
 
     async def kill_scheduler(self, hang_s: float = 0.0) -> None:
         """Kill the scheduler process, after it hung for a time."""
@@ -156,12 +146,10 @@ class ProcessRouter:
             if process.returncode is None:
                 process.terminate()
             await process.wait()
-        os.close(self._counts)
-        os.close(self._kept)
 
     async def _worker(self, number: int) -> Process:
         flags = f"--http-worker={number}", f"--http-workers={len(self.ports)}", f"--port={self.ports[number]}"
-        return await self._start("http", f"--counts-fd={self._counts}", *flags)
+        return await self._start("http", *flags)
 
     async def _start(self, role: str, *flags: str) -> Process:
         program = Path(sys.executable).with_name("text-generation-router")
@@ -174,7 +162,6 @@ class ProcessRouter:
                 *flags,
                 env=self._environ,
                 stderr=log,
-                pass_fds=(self._counts, self._kept),
             )
 
 

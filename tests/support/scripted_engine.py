@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from checked_echo import CheckedEcho
 from tokenizers import Tokenizer
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.echo import LOGPROB, EchoEngine
+from text_generation_shard.engines.echo import LOGPROB
 from text_generation_shard.step.masks import Mask
 from text_generation_shard.step.sequence import SamplerOutput, Sequence
 
 
 @dataclass
-class ScriptedEngine(EchoEngine):
+class ScriptedEngine(CheckedEcho):
     """Says `answer(prompt)`, then ends, instead of the prompt."""
 
     tokenizer: Tokenizer = field(init=False)

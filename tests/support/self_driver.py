@@ -1,4 +1,4 @@
-"""Drives a self-scheduling engine: whole prompts in, tokens out, without blocks, chunks or grants."""
+"""Drives a self-scheduling engine: whole prompts in, tokens out, without blocks, chunks or allocations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SelfDriver(Driver):
         """(slot, cached prompt tokens) of all results."""
 
     def admit(self, prompt: Sequence[int], new: int = 8, **admission: object) -> Stream:  # type: ignore[override]
-        stream = super().admit(prompt, new, **admission | {"granted": 0})  # type: ignore[arg-type]
+        stream = super().admit(prompt, new, **admission | {"allocated": 0})  # type: ignore[arg-type]
         stream.to_prefill = 0
         return stream
 

@@ -9,23 +9,25 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from text_generation_proto.access import ShardAccess
+from checked_echo import environ
+
+from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 
 
 @asynccontextmanager
 async def shard(
-    address: str, *arguments: str, access: ShardAccess | None = None
+    address: str, *arguments: str, access: ShardAccess | None = None, **options: int
 ) -> AsyncIterator[tuple[ShardClient, asyncio.subprocess.Process]]:
-    """An echo shard at `address`, ready; ended with the block."""
+    """An echo shard at `address`, ready; ended with the block. `options` are those of `checked_echo.build`."""
     access = access or ShardAccess.of()
     process = await asyncio.create_subprocess_exec(
         Path(sys.executable).with_name("text-generation-shard"),
         "--engine=echo",
         f"--address={address}",
         *arguments,
-        env=os.environ | access.environ,
+        env=os.environ | environ(**options) | access.environ,
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:

@@ -12,8 +12,8 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2_grpc
-from text_generation_router.front.remote_cluster import RemoteCluster
 from text_generation_router.shards.cluster import Cluster
+from text_generation_router.worker_link.remote_cluster import RemoteCluster
 from text_generation_shard.engine import Engine
 from text_generation_shard.guard import create_server
 from text_generation_shard.health import ShardHealth

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.weights import load_weights
+from text_generation_shard.engines.torch.weights.load import load_weights
 
 FP8 = torch.float8_e4m3fn
 CONFIG: dict[str, Any] = {
@@ -95,7 +95,7 @@ def load_for_cuda(
 ) -> ModelWeights:
     """Load the checkpoint into the weights of the CUDA path, or a rank's part of it."""
     config = read_model_config(folder, quantize)
-    weights = ModelWeights(config, tp or TensorParallelRank(), device, dtype)
+    weights = empty_weights(config, tp or TensorParallelRank(), device, dtype, on_cpu=False)
     load_weights(folder, weights.named_parameters(), config.quantization)
     weights.process_weights_after_loading()
     return weights

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from self_scheduling_echo import SelfSchedulingEcho
+
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
@@ -27,11 +29,10 @@ def tiny_engine(name: str, folder: Path, **model: object) -> Engine:
     (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, **model}))
     config = ShardConfig(
         engine=name.split()[-1],  # type: ignore[arg-type]
-        echo_self_scheduling=name.startswith("self"),
         model_path=str(folder),
         load_format="dummy",
         device="cpu",
         max_batch_size=12,
         echo_max_sequence_length=256,
     )
-    return build_engine(config)
+    return SelfSchedulingEcho.build(config) if name.startswith("self") else build_engine(config)

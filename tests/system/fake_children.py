@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from ports import free_port
 
+from text_generation_common.heartbeat import VARIABLE
+from text_generation_common.notify import Notifier
 from text_generation_launcher.plan import ChildSpec, LaunchPlan, ShardSpec
 from text_generation_launcher.restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
-from text_generation_proto.heartbeat import VARIABLE
-from text_generation_proto.notify import Notifier
 
 SHARD = """
 import asyncio, os, signal, socket, sys
@@ -161,9 +161,7 @@ class FakeServer:
         """Code that replaces parts of the router."""
         self.messages: list[str] = []
         self.pids: dict[str, int] = {}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
+        self._port = free_port()
 
     def fail(self, place: int | str, fault: object) -> None:
         """Make a shard, or "router", exit with code `fault` at its next starts, or a shard hang."""
@@ -206,7 +204,7 @@ class FakeServer:
             for n in range(workers)
         )
         plan = LaunchPlan(shards, (router, *http), "127.0.0.1", self._port)
-        return Supervisor(plan, self.stop, policy, Notifier({}), json_output=False)
+        return Supervisor(plan, self.stop, policy, Notifier({}))
 
     @asynccontextmanager
     async def running(self, policy: RestartPolicy, *shards: ShardSpec) -> AsyncIterator[asyncio.Task[type | None]]:

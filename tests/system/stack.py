@@ -7,7 +7,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,11 @@ from typing import Any
 
 import aiohttp
 import psutil
+from ports import free_port
 
 START_TIMEOUT = 60.0
+ENGINES = Path(__file__).parents[1] / "support" / "engines"
+"""Its entry point puts an engine that checks its orders in the place of the echo engine."""
 
 
 class Stack:
@@ -40,9 +42,7 @@ class Stack:
 
         `python` is that of the environment with the launcher.
         """
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.folder = Path(tempfile.mkdtemp(prefix="t-"))  # a short path, because it contains sockets
         self.records: list[dict[str, Any]] = []
@@ -54,7 +54,7 @@ class Stack:
                 *("--model-id", str(model), "--engine", engine, "--json-output"),
                 *("--hostname", "127.0.0.1", "--port", str(port), *args),
             ],
-            env=os.environ | {"TMPDIR": str(self.folder)} | dict(environ or {}),
+            env=os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": str(ENGINES)} | dict(environ or {}),
             stdin=subprocess.DEVNULL,
             stderr=stderr,
         )

@@ -30,7 +30,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 async def run(spec: ChildSpec, stop: GracefulShutdown) -> int:
-    return await run_to_end(spec, stop.grace_period, json_output=False)
+    return await run_to_end(spec, stop.grace_period)
 
 
 async def test_output_is_forwarded_in_whole_lines_also_after_the_childs_end(

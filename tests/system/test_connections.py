@@ -8,13 +8,15 @@ import json
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
+from ports import free_port
+from router_workers import until
 from stack import Stack, running
 from streams import Streams
 
@@ -30,16 +32,6 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def router(stack: Stack) -> psutil.Process:
-    (process,) = (child for child in stack.children() if "text_generation_router" in child.cmdline())
-    return process
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def port_of(stack: Stack) -> int:
@@ -85,12 +77,6 @@ def left(connections: list[socket.socket]) -> int:
         except ConnectionError:
             pass
     return open_ones
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - processes have no event to wait for
-            await asyncio.sleep(0.1)
 
 
 class Probe:
@@ -145,7 +131,7 @@ async def test_probes_and_streams_go_on_when_descriptors_run_out(
     demo_model: Path, session: aiohttp.ClientSession
 ) -> None:
     with running(demo_model, "--echo-step-ms", "10") as stack:
-        process = router(stack)
+        process = stack.router()["router"]
         most = process.num_fds() + 100
         process.rlimit(psutil.RLIMIT_NOFILE, (most, most))
         async with probing(session, stack.url) as probe, attackers(stack, HEADERS, 500):
@@ -162,7 +148,7 @@ async def test_unfinished_requests_idle_connections_and_slow_readers_are_gone_in
 ) -> None:
     half_body = HEADERS + b'content-length: 2000000\r\n\r\n{"inputs": "' + b"x" * 100_000
     with running(demo_model, "--echo-step-ms", "10", "--max-concurrent-requests", str(PERMITS + 1)) as stack:
-        process, loop = router(stack), asyncio.get_running_loop()
+        process, loop = stack.router()["router"], asyncio.get_running_loop()
         async with probing(session, stack.url) as probe, asyncio.timeout(90):
             before = process.memory_info().rss
             async with (

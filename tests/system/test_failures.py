@@ -14,7 +14,7 @@ import pytest
 from stack import generate, running, still_running
 from streams import Streams
 
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 

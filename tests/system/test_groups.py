@@ -10,12 +10,12 @@ import psutil
 import pytest
 from fake_children import FakeServer, fake_server
 
-from text_generation_launcher import shard_group
+from text_generation_common import heartbeat
+from text_generation_common.exit_codes import ExitCode
+from text_generation_launcher import replica
 from text_generation_launcher.child import ChildFailed, ShardsHopeless
 from text_generation_launcher.plan import ShardSpec
 from text_generation_launcher.restarts import RestartPolicy
-from text_generation_proto import heartbeat
-from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 
@@ -34,8 +34,8 @@ async def serve(stop):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(shard_group, "FAREWELL", 0.3)
-    monkeypatch.setattr(shard_group, "BROKEN_GRACE", 0.3)
+    monkeypatch.setattr(replica, "FAREWELL", 0.3)
+    monkeypatch.setattr(replica, "BROKEN_GRACE", 0.3)
     with fake_server() as server:
         yield server
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,19 @@ from stack import Stack, running
 from streams import Streams
 from tokenizers import Tokenizer
 
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 
 STEPS = ("--echo-step-ms", "10")
 HANGING_PROMPT = "six seven eight nine ten"
-"""Hangs with --echo-hang-token; the other streams have another prompt."""
+"""Hangs with `hangs`; the other streams have another prompt."""
 
 
-def hang_token(model: Path) -> str:
-    """Return the id of the fourth token of HANGING_PROMPT: a decode step computes it."""
-    return str(Tokenizer.from_file(str(model / "tokenizer.json")).encode(HANGING_PROMPT).ids[3])
+def hangs(model: Path) -> dict[str, str]:
+    """Return the environment of an engine that hangs at the fourth token of HANGING_PROMPT: a decode step computes it."""
+    token = Tokenizer.from_file(str(model / "tokenizer.json")).encode(HANGING_PROMPT).ids[3]
+    return {"CHECKED_ECHO": json.dumps({"hang_token": token})}
 
 
 async def until_health(session: aiohttp.ClientSession, stack: Stack, status: int) -> float:
@@ -60,7 +62,7 @@ async def test_streams_of_a_shard_that_hangs_move_and_it_is_restarted(
     demo_model: Path, session: aiohttp.ClientSession, fault: str, replicas: int, hang_timeout: int
 ) -> None:
     arguments = ("--num-replicas", str(replicas), "--hang-timeout", str(hang_timeout), *STEPS)
-    with running(demo_model, *arguments, "--echo-hang-token", hang_token(demo_model)) as stack:
+    with running(demo_model, *arguments, environ=hangs(demo_model)) as stack:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)

@@ -12,18 +12,13 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
+from ports import free_port
 from stack import Stack, running, still_running
 from streams import Streams
 
 pytestmark = pytest.mark.system
 
 SLOW = ("--echo-step-ms", "20")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def failed_start(model: Path, *args: str) -> Stack:

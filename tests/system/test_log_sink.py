@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import resource
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +17,6 @@ import aiohttp
 import pytest
 from full_grid import full
 from stack import Stack, still_running
-
-from text_generation_router.metrics.logs import DroppedLogLines
 
 pytestmark = pytest.mark.system
 
@@ -88,10 +82,10 @@ async def until_healthy(session: aiohttp.ClientSession, url: str) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def dropped(session: aiohttp.ClientSession, url: str) -> int:
+async def dropped_by_router(session: aiohttp.ClientSession, url: str) -> float:
     async with session.get(f"{url}/metrics", headers=KEY) as response:
-        text = await response.text()
-    return int(float(re.findall(r"^text_generation_log_lines_dropped_total (\S+)$", text, re.MULTILINE)[0]))
+        lines = (await response.text()).splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith("text_generation_log_lines_dropped_total "))
 
 
 def records(log: Path, event: str) -> list[dict[str, Any]]:
@@ -126,13 +120,13 @@ async def test_a_broken_log_costs_lines_only(
                 tasks.create_task(ask())
         refused = REQUESTS // 8 + CLIENTS // 2
         assert (statuses.count(200), statuses.count(401)) == (REQUESTS - refused, refused)
-        if fault in ("full", "closed"):
-            assert await dropped(session, stack.url) > REQUESTS // 2
         if fault == "full":
             stack.mend_log()
             report = await reported(stack.log)
-            assert (report["process"], report["lines"]) == ("launcher", await dropped(session, stack.url))
+            assert report["process"] == "launcher"
+            assert report["lines"] > REQUESTS // 2
         if fault == "launcher stopped":
+            assert await dropped_by_router(session, stack.url) > 0
             stack.mend_log()
         children = stack.children()
         stopped = time.monotonic()
@@ -142,26 +136,3 @@ async def test_a_broken_log_costs_lines_only(
         assert await asyncio.to_thread(still_running, children, 1) == []
         if fault == "full":
             assert records(stack.log, "stopped")[-1]["process"] == "launcher"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts with an eventfd")
-def test_lines_that_a_shard_drops_are_counted_for_the_router(tmp_path: Path) -> None:
-    counter = os.eventfd(0, os.EFD_NONBLOCK)
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [
-        Path(sys.executable).with_name("text-generation-shard"),
-        "--engine",
-        "echo",
-        "--log-drops-fd",
-        str(counter),
-    ]
-    shard = subprocess.Popen([*command, "--address", f"unix://{tmp_path}/s"], stderr=writer, pass_fds=[counter])
-    try:
-        assert select.select([counter], [], [], 30)[0]
-        assert float(DroppedLogLines(counter).text().split()[-1]) > 0
-    finally:
-        shard.kill()
-        shard.wait()
-        os.close(counter)
-        os.close(writer)

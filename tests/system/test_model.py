@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from text_generation_common.lifeline import open_lifeline
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
 from text_generation_launcher.shutdown import GracefulShutdown
-from text_generation_proto.lifeline import open_lifeline
 
 pytestmark = pytest.mark.system
 

@@ -15,7 +15,7 @@ from full_grid import full
 from stack import START_TIMEOUT, Stack, generate, running
 from streams import Streams
 
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 
@@ -123,6 +123,14 @@ async def test_a_death_right_after_the_first_200_of_health_is_a_death(
         assert "router failed to start" not in stack.events("launcher")
     finally:
         stack.close()
+
+
+async def answered(session: aiohttp.ClientSession, url: str) -> str | None:
+    """Return the answer to a short request; None if the connection leads to a dead process or nothing listens."""
+    try:
+        return await generate(session, url)
+    except aiohttp.ClientConnectionError:
+        return None
 
 
 async def healthy(session: aiohttp.ClientSession, url: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import aiohttp
@@ -11,6 +10,7 @@ import grpc
 import psutil
 import pytest
 from certificates import tls_arguments, write_certificates
+from ports import free_port
 from stack import generate, running
 
 from text_generation_proto.client import ShardClient
@@ -27,9 +27,7 @@ def readable(process: psutil.Process) -> str:
 async def test_no_process_shows_a_secret_and_shards_serve_only_holders_of_token_and_certificate(
     demo_model: Path, tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     access = write_certificates(tmp_path / "tls", token="token-of-this-test")
     environ = {
         **SECRETS,

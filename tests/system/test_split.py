@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from servers import free_port
+from ports import free_port
 from stack import Stack, generate, running
 
 pytestmark = [pytest.mark.system, pytest.mark.full]

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from fake_children import FakeServer, error_type, fake_server
 
+from text_generation_common.exit_codes import ExitCode
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless
 from text_generation_launcher.restarts import RestartPolicy
-from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 

@@ -17,7 +17,7 @@ from stack import Stack, running, still_running
 from standin import VERSIONS, python_path, read_log
 from streams import Streams
 
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 
@@ -228,7 +228,9 @@ async def test_speculative_decoding(
     version: str, demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     """Every dialect is served, log-probabilities are refused or null, and the figures are in /metrics."""
-    options = "{speculative_config: {decoding_type: MTP, max_draft_len: 3}}"
+    # With options of NVIDIA's files for trtllm-serve.
+    options = "{speculative_config: {decoding_type: MTP, max_draft_len: 3}, tensor_parallel_size: 1, trust_remote_code: true, "
+    options += "num_postprocess_workers: 4, backend: pytorch, kv_cache_free_gpu_memory_fraction: 0.8}"
     with serving(demo_model, version, "--trtllm-options", options, step_ms=10) as stack:
         body: dict[str, Any] = {"inputs": WORDS, "parameters": {"max_new_tokens": 120, "details": True}}
         for _ in range(2):

@@ -63,16 +63,7 @@ async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_
 ) -> None:
     chat, lost, refused, unsampled, foreign, unknown = (f"{number:032x}" for number in range(1, 7))
     with collecting() as collector:
-        flags = (
-            "--num-replicas",
-            "2",
-            "--echo-step-ms",
-            "10",
-            "--otlp-endpoint",
-            collector.endpoint,
-            "--max-batch-size",
-            "1",
-        )
+        flags = ("--num-replicas=2", "--echo-step-ms=10", "--max-batch-size=1", "--otlp-endpoint", collector.endpoint)
         with running(demo_model, *flags, environ=ENVIRON) as stack:
             messages = [{"role": "user", "content": "one two three"}]
             body = {"model": "tgi", "messages": messages, "max_tokens": 5, "stream": True}

@@ -13,7 +13,7 @@ from text_generation_bench.load.report import report_page
 from text_generation_bench.load.run import run
 from text_generation_bench.load.settings import LoadSettings, fail, parse_settings
 from text_generation_bench.load.views import view_for
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 
 INTERRUPTED = 130
 

@@ -18,9 +18,9 @@ from text_generation_bench.load.dialects import PATHS, AnswerStream, BodyMaker, 
 from text_generation_bench.load.http_client import HttpClient, HttpFailure
 from text_generation_bench.load.settings import LoadSettings
 from text_generation_bench.load.workload import Level, PlannedChat, Share, Workload
+from text_generation_common.one_line import one_line
+from text_generation_common.resource_limits import apply_limits
 from text_generation_proto.access import client_context
-from text_generation_proto.one_line import one_line
-from text_generation_proto.resource_limits import apply_limits
 
 PROGRESS_EVERY_S = 0.25
 LAG_EVERY_S = 0.05

@@ -6,13 +6,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from text_generation_bench.load.arguments import above, body, header, milliseconds, numbers
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 
 DIALECTS = ("tgi", "openai", "openai-chat", "responses", "anthropic")
 LENGTHS = ("fixed", "sharegpt")
@@ -128,18 +128,15 @@ def fail(message: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; its groups are the topics of --help and of docs/flags.md."""
+    """Return the parser; its groups are the topics of --help."""
     parser = _Parser(
         prog="text-generation-benchmark",
         description="Measure a streaming text server: throughput, time to first token, time between tokens, goodput.",
         epilog="Numbers may be repeated or joined: -b 1 -b 8, -b 1 8 or -b 1,8. Times between tokens are between events.",
         allow_abbrev=False,
     )
-    _server_flags(parser.add_argument_group("Server").add_argument)
-    _load_flags(parser.add_argument_group("Load").add_argument)
-    _text_flags(parser.add_argument_group("Requests").add_argument)
-    _sampling_flags(parser.add_argument_group("Sampling").add_argument)
-    _result_flags(parser.add_argument_group("Result").add_argument)
+    for topic, add_flags in FLAGS.items():
+        add_flags(parser.add_argument_group(topic).add_argument)
     return parser
 
 
@@ -343,6 +340,16 @@ def _result_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         metavar="FILE",
         help="measure nothing: compare result files (or show one)",
     )
+
+
+FLAGS: Mapping[str, Callable[[Any], None]] = {
+    "Server": _server_flags,
+    "Load": _load_flags,
+    "Requests": _text_flags,
+    "Sampling": _sampling_flags,
+    "Result": _result_flags,
+}
+"""The flags by topic, as functions that get `add_argument`; docs/flags.md has a table for each."""
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> LoadSettings:

@@ -25,11 +25,8 @@ from text_generation_bench.simulator.statistics import LiveRequest, SchedulerTim
 from text_generation_bench.simulator.traces import NO_TENANT, Arrival, Trace
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec, StepOutput
+from text_generation_router.shards.replica import HOLD_SHARE, MIN_STEP_S
 
-HOLD_SHARE = 0.5
-"""Fraction of a step for which orders are delayed, so that new requests share a boundary; as in `shards.replica`."""
-MIN_DELAYED_STEP_S = 0.004
-"""Orders are not delayed in shorter steps."""
 MAX_IDEAL_PREFIXES = 1_000_000
 """Most prefixes remembered for the ideal hit rate."""
 MAX_DRAIN_S = 86_400.0
@@ -197,7 +194,7 @@ class Simulator:
         if replica.deciding or replica.orders is not None or not self.scheduler.may_have_orders(replica.index):
             return
         span, step = replica.shard.span, min(replica.step_seconds)
-        if span is not None and step >= MIN_DELAYED_STEP_S:
+        if span is not None and step >= MIN_STEP_S:
             began = span.start + span.seconds(span.steps_until(self.now))
             if (at := began + HOLD_SHARE * step) > self.now:
                 replica.deciding = True

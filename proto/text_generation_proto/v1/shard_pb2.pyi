@@ -188,6 +188,7 @@ class InfoResponse(google.protobuf.message.Message):
     KEEPS_STATES_FIELD_NUMBER: builtins.int
     SUGGESTED_CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
+    SHARES_PROMPTS_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -220,6 +221,8 @@ class InfoResponse(google.protobuf.message.Message):
     """The model has states beside KV blocks: NewSequence.computed_tokens is 0, and no prefix is reused."""
     suggested_chunk_tokens: builtins.int
     """A prefill budget beside as many decoding sequences as prompts that wait; 0: suggested_prefill_tokens."""
+    shares_prompts: builtins.bool
+    """NewSequence.prompt_of is understood"""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -259,8 +262,9 @@ class InfoResponse(google.protobuf.message.Message):
         keeps_states: builtins.bool = ...,
         suggested_chunk_tokens: builtins.int = ...,
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
+        shares_prompts: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 
@@ -348,10 +352,10 @@ class Orders(google.protobuf.message.Message):
 
     NUMBER_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
-    ADMIT_FIELD_NUMBER: builtins.int
-    GRANT_SLOTS_FIELD_NUMBER: builtins.int
-    GRANT_COUNTS_FIELD_NUMBER: builtins.int
-    GRANT_BLOCKS_FIELD_NUMBER: builtins.int
+    PLACEMENTS_FIELD_NUMBER: builtins.int
+    ALLOCATION_SLOTS_FIELD_NUMBER: builtins.int
+    ALLOCATION_COUNTS_FIELD_NUMBER: builtins.int
+    ALLOCATION_BLOCKS_FIELD_NUMBER: builtins.int
     PREFILL_SLOTS_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     PART_FIELD_NUMBER: builtins.int
@@ -364,17 +368,17 @@ class Orders(google.protobuf.message.Message):
         """Slots to release: cancelled, ended by a stop string, expired, preempted. No effect if unknown or ended."""
 
     @property
-    def admit(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
+    def placements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     @property
-    def grant_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Additional KV blocks: slot grant_slots[i] gets the next grant_counts[i] entries of grant_blocks.
+    def allocation_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Additional KV blocks: slot allocation_slots[i] gets the next allocation_counts[i] entries of allocation_blocks.
         A sequence never runs past its blocks.
         """
 
     @property
-    def grant_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def allocation_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def grant_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def allocation_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def prefill_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Compute the next prefill_tokens[i] prompt tokens of slot prefill_slots[i] in the step that follows. The step that
@@ -388,16 +392,16 @@ class Orders(google.protobuf.message.Message):
         *,
         number: builtins.int = ...,
         release: collections.abc.Iterable[builtins.int] | None = ...,
-        admit: collections.abc.Iterable[Global___NewSequence] | None = ...,
-        grant_slots: collections.abc.Iterable[builtins.int] | None = ...,
-        grant_counts: collections.abc.Iterable[builtins.int] | None = ...,
-        grant_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        placements: collections.abc.Iterable[Global___NewSequence] | None = ...,
+        allocation_slots: collections.abc.Iterable[builtins.int] | None = ...,
+        allocation_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        allocation_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         prefill_slots: collections.abc.Iterable[builtins.int] | None = ...,
         prefill_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         part: builtins.bytes = ...,
         more: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["admit", b"admit", "grant_blocks", b"grant_blocks", "grant_counts", b"grant_counts", "grant_slots", b"grant_slots", "more", b"more", "number", b"number", "part", b"part", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "release", b"release"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allocation_blocks", b"allocation_blocks", "allocation_counts", b"allocation_counts", "allocation_slots", b"allocation_slots", "more", b"more", "number", b"number", "part", b"part", "placements", b"placements", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "release", b"release"]) -> None: ...
 
 Global___Orders: typing_extensions.TypeAlias = Orders
 
@@ -419,6 +423,7 @@ class NewSequence(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     TRACESTATE_FIELD_NUMBER: builtins.int
+    PROMPT_OF_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -433,10 +438,14 @@ class NewSequence(google.protobuf.message.Message):
     adapters share no computed blocks.
     """
     priority: builtins.int
-    """For an engine with a queue of its own: 1 system, 2 interactive, 3 default, 4 bulk; 0: not said."""
+    """For an engine with a queue of its own: 1 system, 2 interactive, 3 default, 4 bulk; 0: unspecified."""
     traceparent: builtins.str
     """W3C Trace Context of a request whose trace is sampled, for the spans of the shard and of its engine; "" without."""
     tracestate: builtins.str
+    prompt_of: builtins.int
+    """i > 0: the prompt is that of the i-th placement of these orders, an earlier one, and `prompt` is empty. So the answers of
+    one request bring their prompt once.
+    """
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token ids, at least one"""
@@ -477,9 +486,10 @@ class NewSequence(google.protobuf.message.Message):
         priority: builtins.int = ...,
         traceparent: builtins.str = ...,
         tracestate: builtins.str = ...,
+        prompt_of: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from text_generation_router.api.anthropic.messages import MessagesRoutes
-from text_generation_router.api.anthropic.models import ModelPageRoutes
 from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
@@ -16,28 +15,29 @@ from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.dashboard import DashboardRoutes
 from text_generation_router.api.document.page import DocsRoutes
-from text_generation_router.api.http.body_reader import BODIES, BodyReader
 from text_generation_router.api.http.gate import Gate
+from text_generation_router.api.http.keys import tenant_of
 from text_generation_router.api.http.middleware import Cors, add_request_id, answering, end_preparation
 from text_generation_router.api.http.routes import add_routes
 from text_generation_router.api.http.spans import RequestSpans
+from text_generation_router.api.models import ModelRoutes
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
-from text_generation_router.api.openai.models import ModelRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
-from text_generation_router.api.tgi.service import ModelInfo, ServiceRoutes
-from text_generation_router.overview import Overview
+from text_generation_router.api.tgi.service import InfoRoutes, ModelInfo
+from text_generation_router.stats import Stats
+from text_generation_router.web.body_reader import BODIES, BodyReader
 
 if TYPE_CHECKING:
-    from text_generation_proto.tracer import Tracer
+    from text_generation_common.tracer import Tracer
 
 
 def create_app(
     serving: Serving,
     chats: ChatPreparer,
-    overview: Overview,
+    stats: Stats,
     *,
     healthy: Callable[[], bool],
     info: ModelInfo,
@@ -48,13 +48,11 @@ def create_app(
     generate = GenerateRoutes(serving)
     chat = ChatRoutes(serving, chats)
     completions = CompletionRoutes(serving)
-    service = ServiceRoutes(serving.tokenizer_pool, serving.permits, overview, healthy, settings, info, serving.cluster)
+    service = InfoRoutes(serving.tokenizer_pool, serving.permits, stats, healthy, settings, info, serving.cluster)
     table = [
         *service_routes(service, settings),
         *tgi_routes(generate, chat, service),
-        *openai_routes(
-            chat, completions, ResponsesRoutes(serving, chats), ModelRoutes(serving), ModelPageRoutes(serving)
-        ),
+        *openai_routes(chat, completions, ResponsesRoutes(serving, chats), ModelRoutes(serving)),
         *anthropic_routes(MessagesRoutes(serving, chats)),
         *cloud_routes(
             SageMakerRoutes(generate, chat, completions),
@@ -65,13 +63,13 @@ def create_app(
         ),
     ]
     if settings.config.dashboard:
-        table += DashboardRoutes(serving, overview, info.engine, info.dtype, info.device_type).routes()
+        table += DashboardRoutes(serving, stats, info.engine, info.dtype, info.device_type).routes()
     docs = DocsRoutes()
     table += docs.routes()
     docs.describe(table, settings)
 
     app = web.Application(client_max_size=settings.config.payload_limit)
-    app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s, serving.stage)
+    app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s, serving.stage, tenant_of)
     rows = add_routes(app, table)
     gate = Gate([added for added, route in rows.items() if route.probe or route.always], serving.cluster)
     spans = None if tracer is None else RequestSpans(tracer, settings.model_id)

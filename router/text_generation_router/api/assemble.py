@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from text_generation_proto.values import GrammarKind
+from text_generation_router.admission_queue import MAX_WAITING_CHARACTERS, PendingWork
 from text_generation_router.api.core.admission import RequestPreparer
 from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
@@ -14,12 +15,11 @@ from text_generation_router.api.core.settings import Settings
 from text_generation_router.chat.parsers import FORMATS, NAMES, detect_format, detect_reasoning
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
+from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
-from text_generation_router.preparation import MAX_WAITING_CHARACTERS, Preparation
-from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -29,7 +29,7 @@ async def assemble(
     tokenizer: Tokenizer,
     templates: ChatTemplates,
     grammar_kinds: Collection[GrammarKind],
-    cluster: ServingCluster,
+    cluster: ClusterInterface,
     permits: ConcurrencyLimit,
     metrics: HttpMetrics,
     settings: Settings,
@@ -41,7 +41,7 @@ async def assemble(
     """
     config = settings.config
     async with AsyncExitStack() as running:
-        stage = Preparation(MAX_WAITING_CHARACTERS // config.http_workers)
+        stage = PendingWork(MAX_WAITING_CHARACTERS // config.http_workers)
         metrics.add_preparation(stage)
         grammars = sandbox = None
         if grammar_kinds and not config.disable_grammar_support:
@@ -49,7 +49,7 @@ async def assemble(
             await running.enter_async_context(sandbox)
             grammars = GrammarCompiler(sandbox)
         renderer = await running.enter_async_context(TemplateRenderer(templates, stage=stage))
-        pool = TokenizerPool(tokenizer, Path(config.model_path), config.validation_workers, stage)
+        pool = TokenizerPool(tokenizer, config.validation_workers, stage)
         await running.enter_async_context(pool)
         preparer = RequestPreparer(pool, settings.limits, metrics, cluster.ids, grammars, grammar_kinds)
         serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings, stage)

@@ -10,23 +10,22 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
 from aiohttp import hdrs, web
 
-from text_generation_proto.effective import masked
+from text_generation_common.effective import masked
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.routes import Handler, Route
-from text_generation_router.api.http.sse import EventStream
 from text_generation_router.dashboard.feed import Feed
 from text_generation_router.dashboard.state import BUCKETS, Sample, event
 from text_generation_router.errors import Overloaded, ServingError
-from text_generation_router.overview import Overview
 from text_generation_router.request import TenantId
+from text_generation_router.stats import Stats
+from text_generation_router.web.static_files import static_file
 
 MAX_VIEWERS = 32
 """Most streams of events at a time, of ordinary callers together, and of each one that may act for all tenants."""
@@ -36,42 +35,17 @@ MAX_VIEWERS_OF_TENANT = 8
 HISTORY_S = 1.0
 """Longest wait for the last hour."""
 
-_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-    ".LICENSE": "text/plain",
-}
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-    )
-)
-_HEADERS = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-}
+_POLICY = "require-trusted-types-for 'script'"
 
 
 class DashboardRoutes:
     """Handlers of the dashboard."""
 
-    def __init__(self, serving: Serving, overview: Overview, engine: str, dtype: str, device: str) -> None:
+    def __init__(self, serving: Serving, stats: Stats, engine: str, dtype: str, device: str) -> None:
         self._serving = serving
         self._about = {"engine": engine, "dtype": dtype, "device": device}
-        self._overview = overview
-        self._feed = Feed(overview.sample_after, lambda: serving.cluster.draining)
+        self._stats = stats
+        self._feed = Feed(stats.sample_after, lambda: serving.cluster.draining)
         self._watching = Counter[TenantId]()
 
     def routes(self) -> list[Route]:
@@ -95,7 +69,7 @@ class DashboardRoutes:
             Route("GET", "/dashboard/", _to_page, public=True, documented=False),
             Route("GET", "/dashboard/events", self.events, documented=False, same_origin=True),
             *(
-                Route("GET", f"/dashboard/{name}", _file(name, content), public=True, documented=False)
+                Route("GET", f"/dashboard/{name}", static_file(name, content, _POLICY), public=True, documented=False)
                 for name, content in contents.items()
             ),
         ]
@@ -111,11 +85,18 @@ class DashboardRoutes:
             # A scheduler process that hangs or is away has no history now: the page opens without it.
             with suppress(ServingError, TimeoutError):
                 async with asyncio.timeout(HISTORY_S):
-                    history = await self._overview.history()
+                    history = await self._stats.history()
                     begin += history.full if full else history.common
             stream = self._serving.stream(request, {}, tgi_error_event)
             stream.send(begin, counts=False)  # it is there at once, however fast the client reads
-            with self._feed.watched_by(_Viewer(stream, full=full)):
+
+            def show(sample: Sample | None) -> None:
+                if sample is None:
+                    stream.close()
+                else:
+                    stream.send(sample.full if full else sample.common)
+
+            with self._feed.watched_by(show):
                 return await stream.run()
 
     @contextmanager
@@ -161,22 +142,8 @@ class DashboardRoutes:
         return {"settings": shown}
 
 
-class _Viewer:
-    """A stream that shows samples."""
-
-    def __init__(self, stream: EventStream, *, full: bool) -> None:
-        self._stream = stream
-        self._full = full
-
-    def show(self, sample: Sample) -> None:
-        self._stream.send(sample.full if self._full else sample.common)
-
-    def close(self) -> None:
-        self._stream.close()
-
-
 def _page(content: bytes) -> Handler:
-    handler = _file("index.html", content)
+    handler = static_file("index.html", content, _POLICY)
 
     async def page(request: web.Request) -> web.StreamResponse:
         """GET /dashboard: a page for operators that shows the state of the server, and a chat with its model."""
@@ -188,17 +155,3 @@ def _page(content: bytes) -> Handler:
 async def _to_page(request: web.Request) -> web.StreamResponse:
     """GET /dashboard/: to the page, wherever a proxy has put it."""
     return web.Response(status=308, headers={hdrs.LOCATION: "../dashboard"})
-
-
-def _file(name: str, content: bytes) -> Handler:
-    tag = f'"{sha256(content).hexdigest()[:16]}"'
-    content_type = next(kind for suffix, kind in _TYPES.items() if name.endswith(suffix))
-    # Browsers ask each time whether the file has changed: files of two versions must not meet.
-    headers = {**_HEADERS, hdrs.ETAG: tag, hdrs.CACHE_CONTROL: "no-cache"}
-
-    async def file(request: web.Request) -> web.StreamResponse:
-        if request.headers.get(hdrs.IF_NONE_MATCH) == tag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=content, content_type=content_type, charset="utf-8", headers=headers)
-
-    return file

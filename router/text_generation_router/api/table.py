@@ -9,19 +9,18 @@ from functools import partial
 
 from text_generation_router.api.anthropic import events as anthropic
 from text_generation_router.api.anthropic.messages import MessagesRoutes
-from text_generation_router.api.anthropic.models import ModelCard, ModelPage, ModelPageRoutes
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
 from text_generation_router.api.cloud.kserve import InferAnswer, InferBody, KServeRoutes, LiveAnswer, ServerMetadata
 from text_generation_router.api.cloud.sagemaker import InvocationBody, SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexAnswer, VertexBody, VertexRoutes
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.tokens import ChatTokenizeAnswer, SimpleToken, TokenIdsAnswer
-from text_generation_router.api.http.dialects import Dialect, by_dialect
+from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route
+from text_generation_router.api.models import ModelAnswer, ModelCard, ModelPage, ModelRoutes, ModelsAnswer
 from text_generation_router.api.openai import answers as openai
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
-from text_generation_router.api.openai.models import ModelAnswer, ModelRoutes, ModelsAnswer
 from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.openai.responses_events import ResponseAnswer, ResponseEvent
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
@@ -30,13 +29,13 @@ from text_generation_router.api.tgi import service as about
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.replies import GenerateAnswer, StreamEvent
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody
-from text_generation_router.api.tgi.service import ServiceRoutes
+from text_generation_router.api.tgi.service import InfoRoutes
 from text_generation_router.error_attributes import Operation
 
 _CHAT = Operation.GENERATE | Operation.TEMPLATE
 
 
-def service_routes(service: ServiceRoutes, settings: Settings) -> list[Route]:
+def service_routes(service: InfoRoutes, settings: Settings) -> list[Route]:
     """Routes about the service."""
     get, post = partial(Route, "GET", tag="Service"), partial(Route, "POST", tag="Service")
     return [
@@ -65,7 +64,7 @@ def service_routes(service: ServiceRoutes, settings: Settings) -> list[Route]:
     ]
 
 
-def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoutes) -> list[Route]:
+def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: InfoRoutes) -> list[Route]:
     """TGI's routes."""
     post = partial(Route, "POST", tag="TGI")
     return [
@@ -107,7 +106,6 @@ def openai_routes(
     completions: CompletionRoutes,
     responses: ResponsesRoutes,
     models: ModelRoutes,
-    pages: ModelPageRoutes,
 ) -> list[Route]:
     """OpenAI's routes; the list of models is Anthropic's too."""
     both = (Dialect.OPENAI, Dialect.ANTHROPIC)
@@ -148,14 +146,14 @@ def openai_routes(
         ),
         get(
             "/v1/models",
-            by_dialect(models.models, pages.models),
+            models.models,
             name="list_models",
             answer=ModelsAnswer | ModelPage,
             speaks=both,
         ),
         get(
             "/v1/models/{model:.+}",
-            by_dialect(models.one_model, pages.one_model),
+            models.one_model,
             name="get_model",
             answer=ModelAnswer | ModelCard,
             speaks=both,
@@ -187,7 +185,7 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
 
 
 def cloud_routes(
-    sagemaker: SageMakerRoutes, vertex: VertexRoutes, kserve: KServeRoutes, service: ServiceRoutes, settings: Settings
+    sagemaker: SageMakerRoutes, vertex: VertexRoutes, kserve: KServeRoutes, service: InfoRoutes, settings: Settings
 ) -> list[Route]:
     """Routes of cloud platforms: SageMaker, Vertex AI, KServe."""
     model = "/v2/models/{name}/versions/{version}"

@@ -73,5 +73,5 @@ class OutputParser(Protocol):
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts of special tokens that must be fed, although special tokens are no text (`[TOOL_CALLS]`)."""
+        """Texts of special tokens that must be fed, although special tokens are not text (`[TOOL_CALLS]`)."""
         ...

@@ -13,12 +13,13 @@ from typing import Any, Self
 
 import orjson
 
-from text_generation_router.aside import aside
+from text_generation_router.admission_queue import PendingWork
 from text_generation_router.chat.conversation import Conversation, Json, Tool
 from text_generation_router.chat.parsers.harmony import HARMONY_CHANNEL
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
-from text_generation_router.errors import InvalidRequest, TemplateError, Unhealthy
-from text_generation_router.preparation import Preparation
+from text_generation_router.chat.template_job import TOO_LONG
+from text_generation_router.errors import ContextLengthExceeded, InvalidRequest, TemplateError, Unhealthy
+from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.request import DEFAULT_TENANT, TenantId
 from text_generation_router.sandbox.pool import Sandbox, SandboxBroken, SandboxError, SandboxOutOfMemory, SandboxTimeout
 
@@ -28,6 +29,8 @@ MAX_CHARACTERS = 2_000_000
 """Characters of a rendered text."""
 MAX_BYTES_PER_CHARACTER = 4
 """UTF-8 bytes of a character."""
+MAX_INPUT_BYTES = MAX_BYTES_PER_CHARACTER * MAX_CHARACTERS
+"""Bytes of messages, tools and template arguments as JSON."""
 MAX_INLINE_MESSAGES = 256
 """Messages of a conversation whose input is made on the event loop: a millisecond."""
 
@@ -53,23 +56,21 @@ class TemplateRenderer:
         *,
         workers: int = 2,
         timeout_s: float = 2.0,
-        max_characters: int = MAX_CHARACTERS,
-        stage: Preparation | None = None,
+        stage: PendingWork | None = None,
     ) -> None:
         """With two workers, a conversation that takes all of its time does not delay the others."""
         self._templates = templates
         sources = {name: templates.sources[name] for name in (DEFAULT, TOOL_USE) if name in templates.sources}
         self._sandbox = Sandbox(
             "text_generation_router.chat.template_job:renderer",
-            {"sources": sources, "max_characters": max_characters},
+            {"sources": sources, "max_characters": MAX_CHARACTERS},
             workers=workers,
             timeout_s=timeout_s,
             memory_bytes=MEMORY_BYTES,
-            max_output=MAX_BYTES_PER_CHARACTER * max_characters,
+            max_output=MAX_BYTES_PER_CHARACTER * MAX_CHARACTERS,
             stage=stage,
         )
         self._without_templates = not sources
-        self._max_payload = MAX_BYTES_PER_CHARACTER * max_characters
 
     async def __aenter__(self) -> Self:
         """Start the workers, which compile the templates. Calls wait for them."""
@@ -91,8 +92,8 @@ class TemplateRenderer:
             raise ChatTemplateError(f"the chat templates cannot be compiled: {error}") from error
 
     async def render(self, conversation: Conversation, tenant: TenantId = DEFAULT_TENANT) -> str:
-        """Return the prompt. Raises TemplateError, Overloaded, CannotKeepUp, Unhealthy; as `template_input` does."""
-        request, payload = await aside(
+        """Return the prompt. Raises TemplateError, InvalidRequest, Overloaded, CannotKeepUp, Unhealthy; as `template_input` does."""
+        request, payload = await run_in_thread_if_large(
             lambda: self._input(conversation), large=len(conversation.messages) > MAX_INLINE_MESSAGES
         )
         try:
@@ -104,15 +105,23 @@ class TemplateRenderer:
         except SandboxBroken as error:
             raise Unhealthy("chat templates cannot be rendered now") from error
         except SandboxError as error:
+            if str(error).startswith(TOO_LONG):
+                raise _too_long(f"{MAX_CHARACTERS} characters as a text") from error
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text
 
     def _input(self, conversation: Conversation) -> tuple[TemplateInput, bytes]:
         request = template_input(conversation, self._templates)
         payload = request.to_json()
-        if len(payload) > self._max_payload:
-            raise TemplateError(f"the messages and tools are longer than {self._max_payload} bytes")
+        if len(payload) > MAX_INPUT_BYTES:
+            raise _too_long(f"{MAX_INPUT_BYTES} bytes as JSON")
         return request, payload
+
+
+def _too_long(limit: str) -> InvalidRequest:
+    """Return the error for a conversation above `limit`. Clients find it by its code or its words, then they shorten it."""
+    text = f"prompt is too long: messages and tools must have at most {limit}"
+    return InvalidRequest(text, param="messages", code=ContextLengthExceeded.openai_code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +226,7 @@ def _with_one_text(message: Json) -> Json:
 def _text(part: object) -> str:
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
-        raise TemplateError("a message has a part that is no text")
+        raise TemplateError("only text parts are supported in messages")
     return text
 
 

@@ -23,7 +23,7 @@ import jinja2
 import orjson
 from jinja2.nodes import Name
 
-from text_generation_proto.model_files import ModelFileError, find_file, read_file
+from text_generation_common.model_files import ModelFileError, find_file, read_file
 from text_generation_router.chat.template_job import template_environment
 from text_generation_router.config import RouterSettings
 
@@ -72,11 +72,11 @@ class ChatTemplates:
 
     @property
     def default_text(self) -> str:
-        """The template for requests without tools; empty if there is none."""
+        """The template for requests without tools; empty without one."""
         return self.sources.get(DEFAULT, "")
 
     def choose(self, *, tools_given: bool) -> str | None:
-        """Return the name of the template for a request; None if there is none."""
+        """Return the name of the template for a request; None without one."""
         name = TOOL_USE if tools_given and TOOL_USE in self.sources else DEFAULT
         return name if name in self.sources else None
 

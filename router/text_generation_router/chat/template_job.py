@@ -24,6 +24,8 @@ TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the final message in the rendered text. Its trailing space shows if the template trims."""
 
 
+TOO_LONG = "the text is longer than"
+"""Begins the error for a text above the limit."""
 LATE_IMPORTS = ("encodings.unicode_escape", "jinja2.constants", "jinja2.debug", "pprint", "textwrap", "urllib.parse")
 """Modules that Jinja imports when it first needs them, which a confined worker cannot."""
 
@@ -82,7 +84,7 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_characters
         for piece in template.generate(variables):
             length += len(piece)
             if length > max_characters:
-                raise RenderError(f"the text is longer than {max_characters} characters")
+                raise RenderError(f"{TOO_LONG} {max_characters} characters")
             pieces.append(piece)
     except (RenderError, MemoryError):
         raise

@@ -63,7 +63,7 @@ class EventLog:
         """Remember the events since the last call."""
         before, self._seen = self._seen, {}
         for member in members:
-            self._seen[member.number] = member.state, member.session.sessions, member.losses
+            self._seen[member.number] = member.state, member.connection.sessions, member.losses
             if before is not None:
                 self._compare(member, *before.get(member.number, (ShardState.JOINING, 0, 0)))
         for number in (before or {}).keys() - self._seen.keys():
@@ -76,7 +76,7 @@ class EventLog:
         if member.losses > losses:
             kind = "stopped" if isinstance(member.loss, ShardStopped) else "lost"
             self.add(kind, f"Replica {number} {kind}", str(member.loss))
-        if member.session.sessions > sessions:
+        if member.connection.sessions > sessions:
             self.add("back", f"Replica {number} serves" + " again" * bool(sessions))
         elif member.state is not state and member.state in _TEXTS:
             kind, text = _TEXTS[member.state]

@@ -5,39 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from text_generation_router.dashboard.samples import PERIOD_S
 from text_generation_router.dashboard.state import Sample
 from text_generation_router.errors import ServingError
 
-
-class Viewer(Protocol):
-    """Gets every sample until it is closed."""
-
-    def show(self, sample: Sample) -> None:
-        """Take a sample; must neither block nor raise."""
-        ...
-
-    def close(self) -> None:
-        """Take no more: the server drains."""
-        ...
+Viewer = Callable[[Sample | None], None]
+"""Takes every sample, then None when the server drains; must neither block nor raise."""
 
 
 class Feed:
     """Gets samples while there are viewers. All of them get the same one."""
 
-    def __init__(
-        self,
-        sample_after: Callable[[float], Awaitable[Sample]],
-        draining: Callable[[], bool],
-        period_s: float = PERIOD_S,
-    ) -> None:
+    def __init__(self, sample_after: Callable[[float], Awaitable[Sample]], draining: Callable[[], bool]) -> None:
         """`sample_after` waits for a sample that is younger than a time. `draining`: true when the server stops, so that
         no viewer holds it up."""
         self._sample_after = sample_after
         self._draining = draining
-        self._period_s = period_s
         self._viewers: dict[Viewer, None] = {}
         """In order of arrival."""
         self._last: Sample | None = None
@@ -50,7 +34,7 @@ class Feed:
         if self._running is None:
             self._running = asyncio.get_running_loop().create_task(self._run())
         elif self._last is not None:
-            viewer.show(self._last)
+            viewer(self._last)
         try:
             yield
         finally:
@@ -64,15 +48,15 @@ class Feed:
         while not self._draining():
             try:
                 # A scheduler process that hangs must not keep the viewers of a process that drains.
-                async with asyncio.timeout(3 * self._period_s):
+                async with asyncio.timeout(3 * PERIOD_S):
                     sample = await self._sample_after(at)
             except TimeoutError:
                 continue
             except ServingError:  # the scheduler process is away
-                await asyncio.sleep(self._period_s)
+                await asyncio.sleep(PERIOD_S)
                 continue
             self._last, at = sample, sample.at
             for viewer in self._viewers:
-                viewer.show(sample)
+                viewer(sample)
         for viewer in self._viewers:
-            viewer.close()
+            viewer(None)

@@ -126,19 +126,19 @@ class StateKeeper:
         return counts
 
     def _replica(self, member: ShardMember, now: float) -> Json:
-        session = member.session
+        connection = member.connection
         shown: Json = {
             "number": member.number,
             "state": member.state.value,
-            "restarts": max(0, session.sessions - 1),
-            "new_tokens": session.new_tokens,
-            "steps": session.steps,
-            "step_seconds": round(session.step_seconds, 3),
+            "restarts": max(0, connection.sessions - 1),
+            "new_tokens": connection.new_tokens,
+            "steps": connection.steps,
+            "step_seconds": round(connection.step_seconds, 3),
         }
         if (replica := self._cluster.scheduler.replicas.get(member.number)) is None:
             return shown
         return shown | {
-            "uptime": round(now - session.since),
+            "uptime": round(now - connection.since),
             "batch": replica.occupied_slots,
             "slots": replica.spec.num_slots,
             "kv_used": replica.cache.used * replica.spec.block_size,

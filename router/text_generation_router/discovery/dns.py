@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 
-from text_generation_proto.sockets import join_host_port
+from text_generation_proto.addresses import join_host_port
 from text_generation_router.discovery.source import Address, Trouble, of_one_family
 
 LOOK_UP_EVERY_S = 2.0

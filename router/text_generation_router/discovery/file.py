@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 import yaml
 
-from text_generation_proto.one_line import one_line
+from text_generation_common.one_line import one_line
 from text_generation_router.discovery.source import Address, Trouble, check_address
 
 LOOK_EVERY_S = 1.0
@@ -56,7 +56,7 @@ def _parse(text: str) -> frozenset[Address]:
     if entries is None:
         return frozenset()
     if not isinstance(entries, list):
-        raise ValueError("it is no list of addresses")
+        raise ValueError("expected a list of addresses")
     addresses = set()
     for entry in entries:
         try:

@@ -23,7 +23,7 @@ import orjson
 import structlog
 
 from text_generation_proto.access import client_context
-from text_generation_proto.sockets import join_host_port
+from text_generation_proto.addresses import join_host_port
 from text_generation_router.discovery.source import Address, Trouble, check_address, of_one_family
 
 RELIST_S = 60.0
@@ -43,7 +43,7 @@ _Slices = dict[str, Mapping[str, Any]]
 
 
 class ApiFailed(Exception):
-    """The API server refused, or gave an answer that is no list of EndpointSlices."""
+    """The API server refused, or gave an answer that is not a list of EndpointSlices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class KubernetesSource:
         try:
             return {item["metadata"]["name"]: item for item in body["items"] or ()}, body["metadata"]["resourceVersion"]
         except (KeyError, TypeError) as error:
-            raise ApiFailed(f"no list of EndpointSlices: {error!r}") from error
+            raise ApiFailed(f"not a list of EndpointSlices: {error!r}") from error
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> AsyncIterator[Mapping[str, Any]]:
         """Yield the events after `version` for `relist_s`. Raises ApiFailed."""
@@ -186,4 +186,4 @@ def _apply(event: Mapping[str, Any], slices: _Slices) -> None:
         elif event["type"] == "DELETED":
             slices.pop(item["metadata"]["name"], None)
     except (KeyError, TypeError) as error:
-        raise ApiFailed(f"no event of an EndpointSlice: {error!r}") from error
+        raise ApiFailed(f"not an event of an EndpointSlice: {error!r}") from error

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from text_generation_proto.sockets import split_host_port
+from text_generation_proto.addresses import split_host_port
 from text_generation_router.discovery.dns import DnsSource
 from text_generation_router.discovery.file import FileSource
-from text_generation_router.discovery.source import Source, check_address
-from text_generation_router.discovery.static import StaticSource
+from text_generation_router.discovery.source import Source, StaticSource, check_address
 
 _SERVICE = re.compile(r"([a-z0-9][a-z0-9-]*)/([a-z0-9][a-z0-9-]*):([a-z0-9][a-z0-9-]*)")
 

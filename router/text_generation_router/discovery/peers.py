@@ -18,7 +18,7 @@ from contextlib import suppress
 import aiohttp
 import structlog
 
-from text_generation_proto.sockets import host_of, join_host_port
+from text_generation_proto.addresses import host_of, join_host_port
 from text_generation_router.discovery.assign import assign
 from text_generation_router.discovery.source import UNABLE, Address, Source
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 import structlog
 
-from text_generation_proto.sockets import socket_path, split_host_port
+from text_generation_proto.addresses import socket_path, split_host_port
 
 Address = str
 """unix:///path or host:port; an IPv6 address in brackets."""
@@ -27,6 +28,17 @@ class Source(Protocol):
         ...
 
 
+class StaticSource:
+    """A fixed list of members."""
+
+    def __init__(self, addresses: Iterable[Address]) -> None:
+        self._addresses = frozenset(addresses)
+
+    async def members(self) -> AsyncIterator[frozenset[Address]]:
+        yield self._addresses
+        await asyncio.Event().wait()
+
+
 async def known(source: Source) -> AsyncIterator[frozenset[Address] | None]:
     """Yield the members of `source`; None instead of an empty set, which may be an error of the source's."""
     async for members in source.members():
@@ -39,7 +51,7 @@ def check_address(text: str) -> Address:
         try:
             split_host_port(text)
         except ValueError:
-            raise ValueError(f"{text!r} is no address: expected host:port or unix:///path") from None
+            raise ValueError(f"{text!r} is not an address: expected host:port or unix:///path") from None
     return text
 
 

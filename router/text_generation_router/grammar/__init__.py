@@ -5,11 +5,9 @@ forms, tools    the client's grammar or tools as a `Grammar`                    
 answers, lark   tools and a format as one `Grammar`; rules of Lark                                in the router
 normalize       edits a schema: annotations and equivalent spellings                              in the router
 translate       EBNF and structural tags to Lark                                                  in the sandbox
-expressions     limits of regular expressions                                                     in the sandbox
 proof           checks, the compile itself and a few masks                                        in the sandbox
 compiler        asks the sandbox and caches its answers                                           in the router
 
 llguidance refuses unknown types, keywords and formats by name, and bounds the size of a grammar and the cost of a step.
-`proof` checks only what it does not refuse: recursive references, constants and steps that it would round, expressions
-that would stall a client's validator, a schema that breaks the meta-schema.
+`proof` checks only what it does not refuse: recursive references, large counts and steps, a schema that breaks the meta-schema.
 """

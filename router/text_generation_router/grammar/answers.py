@@ -9,9 +9,8 @@ from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.chat.parsers.syntax import CallSyntax, JsonCall, Pattern, Pieces, Repeat, Slot, Until
 from text_generation_router.errors import ToolError
-from text_generation_router.grammar.expressions import BadExpression, check_expression
 from text_generation_router.grammar.lark import LarkRules
-from text_generation_router.grammar.schema import Schema, check_size, not_valid
+from text_generation_router.grammar.schema import Schema, check_size
 from text_generation_router.grammar.tools import arguments_schema, call_schema, check_number
 
 MAX_KEYS = 64
@@ -69,10 +68,6 @@ class _AnswerWriter:
             case GrammarKind.JSON_SCHEMA:
                 return self.rules.schema(json.loads(answer.text))
             case GrammarKind.REGEX:
-                try:
-                    check_expression(answer.text)
-                except BadExpression as error:
-                    raise not_valid(str(error)) from None
                 return self.rules.regex(answer.text)
             case _:
                 raise ToolError(

@@ -13,11 +13,11 @@ from pathlib import Path
 import orjson
 import structlog
 
-from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
+from text_generation_common.grammar_options import MAX_GRAMMAR_TEXT
 from text_generation_proto.values import Grammar, GrammarKind
+from text_generation_router.admission_queue import PendingWork
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.grammar.schema import not_compilable
-from text_generation_router.preparation import Preparation
 from text_generation_router.request import DEFAULT_TENANT, TenantId
 from text_generation_router.sandbox.pool import (
     Sandbox,
@@ -53,7 +53,7 @@ class _Verdict:
 
 
 def grammar_sandbox(
-    tokenizer: Path, *, workers: int = 2, timeout_s: float = TIMEOUT_S, stage: Preparation | None = None
+    tokenizer: Path, *, workers: int = 2, timeout_s: float = TIMEOUT_S, stage: PendingWork | None = None
 ) -> Sandbox:
     """Return the sandbox of `GrammarCompiler`, which the caller starts and closes; `tokenizer` is a tokenizer.json."""
     return Sandbox(

@@ -17,8 +17,7 @@ from typing import Any
 
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.grammar.expressions import without_anchors
-from text_generation_router.grammar.normalize import normalize
+from text_generation_router.grammar.normalize import normalize, without_anchors
 from text_generation_router.grammar.schema import (
     Schema,
     as_text,
@@ -97,7 +96,8 @@ def guided(body: Mapping[str, Any]) -> Grammar | None:
             if key in _OPTIONS and (value is None or (value is False and key in _SWITCHES)):
                 continue
             if (read := _OPTIONS.get(key)) is None:
-                raise not_valid(f"`structured_outputs.{key[:64]}` is not supported")
+                name = f"structured_outputs.{key[:64]}"
+                raise not_valid(f"`{name}` is not supported", name)
             given.append((f"structured_outputs.{key}", read, value))
     if len(given) > 1:
         names = " and ".join(f"`{name}`" for name, _, _ in given[:2])

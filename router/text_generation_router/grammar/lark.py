@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from text_generation_proto.grammar_options import JSON_OPTIONS
+from text_generation_common.grammar_options import JSON_OPTIONS
 from text_generation_router.grammar.schema import Schema, as_text
 
 _LEXEMES = re.compile(r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>|(%json)\s*')

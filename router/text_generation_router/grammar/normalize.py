@@ -106,3 +106,13 @@ def _replace_unevaluated(schema: Schema) -> None:
             if keyword in schema and (plain not in schema or isinstance(schema[keyword], bool)):
                 inner = schema.pop(keyword)
                 schema.setdefault(plain, inner)
+
+
+def without_anchors(expression: str) -> str:
+    """Return the expression without `^` in front and `$` at the end: here it always matches the whole text."""
+    body = expression.removeprefix("^")
+    if body.endswith("$"):
+        escapes = len(body[:-1]) - len(body[:-1].rstrip("\\"))
+        if escapes % 2 == 0:
+            body = body[:-1]
+    return body

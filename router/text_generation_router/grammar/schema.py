@@ -1,6 +1,6 @@
 """A client's JSON schema (draft 2020-12): its size limits, the schemas inside it, and the refusals.
 
-A property named `oneOf` is no combinator, so places are found by keyword. Nothing here assumes a valid schema: a value of
+A property named `oneOf` is not a combinator, so places are found by keyword. Nothing here assumes a valid schema: a value of
 the wrong type contains no schemas.
 """
 
@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
-from text_generation_proto.one_line import one_line
+from text_generation_common.grammar_options import MAX_GRAMMAR_TEXT
+from text_generation_common.one_line import one_line
 from text_generation_router.errors import InvalidRequest, NotSupported
 
 Schema = dict[str, Any]
@@ -32,13 +32,13 @@ _TABLES = frozenset((*_LISTS, *_MAPS, *_DEFINITIONS))
 
 
 def not_supported() -> InvalidRequest:
-    """TGI's rule 17: a value that is no grammar, or a server without grammars."""
+    """TGI's rule 17: a value that is not a grammar, or a server without grammars."""
     return NotSupported("grammar is not supported")
 
 
-def not_valid(detail: str) -> InvalidRequest:
+def not_valid(detail: str, param: str | None = None) -> InvalidRequest:
     """TGI's rule 18: the grammar breaks the rules of its own language."""
-    return InvalidRequest(f"grammar is not valid: {one_line(detail)}")
+    return InvalidRequest(f"grammar is not valid: {one_line(detail)}", param=param)
 
 
 def not_compilable(detail: str) -> InvalidRequest:

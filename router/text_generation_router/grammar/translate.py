@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from text_generation_proto.values import Grammar, GrammarKind
-from text_generation_router.grammar.expressions import BadExpression, check_expression, without_anchors
 from text_generation_router.grammar.lark import LarkRules
-from text_generation_router.grammar.normalize import normalize
+from text_generation_router.grammar.normalize import normalize, without_anchors
 from text_generation_router.grammar.schema import check_length, not_compilable, not_valid, read_schema
 
 TRANSLATED = (GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG)
@@ -59,7 +58,7 @@ def _unescaped(found: re.Match[str]) -> str:
         return found[0]
     code = int(number, 16)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise not_valid(f"{found[0]} is no character")
+        raise not_valid(f"invalid character {found[0]}")
     return _KEPT_ESCAPES.get(chr(code), chr(code))
 
 
@@ -109,12 +108,7 @@ class _Tags:
 
     def regex(self, form: Json) -> str:
         _refuse(form, "excludes")
-        expression = without_anchors(_text(form, "pattern"))
-        try:
-            check_expression(expression)
-        except BadExpression as error:
-            raise not_valid(str(error)) from None
-        return self._rules.regex(expression)
+        return self._rules.regex(without_anchors(_text(form, "pattern")))
 
     def grammar(self, form: Json) -> str:
         return self._rules.nested(_lark(_text(form, "grammar")))

@@ -3,13 +3,11 @@
     instruments ◄── requests   generations: requested, finished, latencies     updated by api/http/record.py
                 ◄── steps      steps of the shards                             updated by shards/replica.py
                 ◄── gpus       GPUs of the replicas                            updated by steps.py
-                ◄── connections  HTTP connections                              updated by api/http/connections.py
+                ◄── connections  HTTP connections                              updated by web/connections.py
                 ◄── scheduler  queue, slots, KV blocks, replicas               read when scraped
-                ◄── logs       log lines that were not written                 read when scraped
                 ◄── further    the names of vLLM and TensorRT-LLM for these    read when scraped
     errors         the last errors, for the dashboard                          updated by api/http/record.py
     snapshots      the counts of HTTP workers, added up in the scheduler process
-    kept           memory for these sums that outlives the process
 
 To add a metric, add its instrument to the registry, in one of these modules, and update it at the call site. Nothing is
 counted per token: the cost is per step or per request.
@@ -23,16 +21,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from text_generation_common.logs import dropped_lines
+from text_generation_router.admission_queue import PendingWork
 from text_generation_router.metrics.connections import ConnectionMetrics
 from text_generation_router.metrics.errors import RecentErrors
 from text_generation_router.metrics.further import add_further_names
 from text_generation_router.metrics.instruments import Reading, Readings, Registry
-from text_generation_router.metrics.logs import DroppedLogLines
-from text_generation_router.metrics.requests import RequestMetrics, Spent
+from text_generation_router.metrics.requests import Latencies, RequestMetrics
 from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.metrics.snapshots import WorkerSums, snapshot
 from text_generation_router.metrics.steps import StepMetrics
-from text_generation_router.preparation import Preparation
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardState
@@ -42,7 +40,7 @@ OPENMETRICS = "application/openmetrics-text"
 SCRAPE_SLICE_S = 0.0003
 """Time for which metrics are written before tokens are delivered again."""
 
-__all__ = ["CONTENT_TYPE", "OPENMETRICS", "HttpMetrics", "Metrics", "RequestMetrics", "Spent"]
+__all__ = ["CONTENT_TYPE", "OPENMETRICS", "HttpMetrics", "Latencies", "Metrics", "RequestMetrics"]
 
 
 class HttpMetrics:
@@ -50,7 +48,7 @@ class HttpMetrics:
 
     def __init__(self, *, max_input_tokens: int, max_total_tokens: int) -> None:
         self._registry = Registry()
-        self._stage: Preparation | None = None
+        self._stage: PendingWork | None = None
         self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
         self.connections = ConnectionMetrics(self._registry)
         self._registry.add(
@@ -60,9 +58,17 @@ class HttpMetrics:
                 lambda: 0 if self._stage is None else self._stage.waiting,
             )
         )
+        self._registry.add(
+            Reading(
+                "text_generation_log_lines_dropped_total",
+                "Log lines that the processes of the router dropped because the log was full, closed or too slow",
+                dropped_lines,
+                "counter",
+            )
+        )
         self.errors = RecentErrors()
 
-    def add_preparation(self, stage: Preparation) -> None:
+    def add_preparation(self, stage: PendingWork) -> None:
         """Read the metric of the work before the queue from `stage`."""
         self._stage = stage
 
@@ -74,14 +80,11 @@ class HttpMetrics:
 class Metrics(HttpMetrics):
     """Every metric of the router. In a scheduler process the metrics of HTTP are the sums over its workers."""
 
-    def __init__(
-        self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler, log_drops_fd: int = -1
-    ) -> None:
+    def __init__(self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler) -> None:
         super().__init__(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens)
         self._scheduler = scheduler
         self.steps = StepMetrics(self._registry)
         self._registry.add(SchedulerMetrics(scheduler))
-        self._registry.add(DroppedLogLines(log_drops_fd))
 
     def worker_sums(self) -> WorkerSums:
         """Return what adds the counts of HTTP workers to these metrics."""

@@ -18,7 +18,7 @@ from text_generation_router.metrics.instruments import (
     labels_text,
     reading_text,
 )
-from text_generation_router.metrics.scheduler import requests_of_adapters
+from text_generation_router.metrics.scheduler import kv_usage, requests_of_adapters
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 
 VLLM, TRTLLM = "vllm:", "trtllm_"
@@ -63,15 +63,11 @@ _COUNTERS = {
 }
 
 
-def _usage(stats: SchedulerStats) -> float:
-    return stats.used_blocks / max(1, stats.num_blocks)
-
-
 _READINGS: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
     "vllm:num_requests_running": ("gauge", lambda stats: stats.running),
     "vllm:num_requests_waiting": ("gauge", lambda stats: stats.waiting),
-    "vllm:kv_cache_usage_perc": ("gauge", _usage),
-    "vllm:gpu_cache_usage_perc": ("gauge", _usage),  # its older name
+    "vllm:kv_cache_usage_perc": ("gauge", kv_usage),
+    "vllm:gpu_cache_usage_perc": ("gauge", kv_usage),  # its older name
     "vllm:num_preemptions_total": ("counter", lambda stats: stats.preemptions),
     "vllm:prefix_cache_queries_total": ("counter", lambda stats: stats.prompt_tokens),
     "vllm:prefix_cache_hits_total": ("counter", lambda stats: stats.hit_tokens),
@@ -84,7 +80,7 @@ _REASONS = {
     "abort": (Outcome.CANCELLED.value, Outcome.EXPIRED.value),
     "error": (Outcome.ERROR.value,),
 }
-"""vLLM's reasons, and ours. Refused requests are no requests there."""
+"""vLLM's reasons, and ours. vLLM does not count refused requests."""
 
 
 def add_further_names(registry: Registry, scheduler: Scheduler, names: Collection[str], model: str) -> None:

@@ -262,10 +262,10 @@ class Buckets:
 
 
 class Reading:
-    """A gauge whose value is kept elsewhere and read at each scrape."""
+    """A gauge, or a counter of each process, whose value is kept elsewhere and read at each scrape."""
 
-    def __init__(self, name: str, documentation: str, read: Callable[[], float]) -> None:
-        self.name, self._documentation, self._read = name, documentation, read
+    def __init__(self, name: str, documentation: str, read: Callable[[], float], kind: str = "gauge") -> None:
+        self.name, self._documentation, self._read, self._kind = name, documentation, read, kind
         self._elsewhere = 0.0
         """The sum of the values in other processes."""
 
@@ -281,7 +281,7 @@ class Reading:
         self._elsewhere += (now or 0.0) - (before or 0.0)
 
     def text(self) -> str:
-        return reading_text(self.name, self._documentation, "gauge", self.value)
+        return reading_text(self.name, self._documentation, self._kind, self.value)
 
 
 class Readings:

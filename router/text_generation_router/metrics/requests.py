@@ -10,7 +10,7 @@ some routes twice, once for the handler and once for the generation in it, and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from text_generation_proto.values import FinishReason
@@ -33,7 +33,7 @@ FIRST_TOKEN_BUCKETS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class Latencies:
     """Latency breakdown of a finished generation, in seconds, and its length."""
 
     total_s: float
@@ -119,18 +119,18 @@ class RequestMetrics:
         self._count.add()
         self._started.add()
 
-    def succeeded(self, spent: Spent, reason: FinishReason, trace_id: str = "") -> None:
+    def succeeded(self, latencies: Latencies, reason: FinishReason, trace_id: str = "") -> None:
         """Count a generation that succeeded; `trace_id` if it is traced."""
         self._success.add()
         self.finished.add(reason.value)
-        self._total.observe(spent.total_s, trace_id=trace_id)
-        self._validation.observe(spent.validation_s, trace_id=trace_id)
-        self._queue.observe(spent.queue_s, trace_id=trace_id)
-        self._inference.observe(spent.inference_s, trace_id=trace_id)
-        self._per_token.observe(spent.per_token_s, trace_id=trace_id)
-        self._prefill.observe(spent.prefill_s, trace_id=trace_id)
-        self._decode.observe(spent.decode_s, trace_id=trace_id)
-        self._generated.observe(spent.generated_tokens)
+        self._total.observe(latencies.total_s, trace_id=trace_id)
+        self._validation.observe(latencies.validation_s, trace_id=trace_id)
+        self._queue.observe(latencies.queue_s, trace_id=trace_id)
+        self._inference.observe(latencies.inference_s, trace_id=trace_id)
+        self._per_token.observe(latencies.per_token_s, trace_id=trace_id)
+        self._prefill.observe(latencies.prefill_s, trace_id=trace_id)
+        self._decode.observe(latencies.decode_s, trace_id=trace_id)
+        self._generated.observe(latencies.generated_tokens)
 
     def failed(self, error: type[ServingError], count: int = 1) -> None:
         """Count generations that failed."""
@@ -139,11 +139,7 @@ class RequestMetrics:
         if error.outcome is Outcome.CANCELLED:
             self._cancelled.add(count=count)
 
-    def abandoned(self, values: Mapping[str, Mapping[str, int]]) -> Sequence[str]:
-        """Count the generations that a process ran when it died, according to its last snapshot.
-
-        Return the names of the instruments that count them.
-        """
+    def abandoned(self, values: Mapping[str, Mapping[str, int]]) -> None:
+        """Count the generations that a process ran when it died, according to its last snapshot."""
         started, finished = (values.get(each.name, {}) for each in (self._started, self.finished))
         self.failed(IncompleteGeneration, sum(started.values()) - sum(finished.values()))
-        return self._failure.name, self.finished.name

@@ -14,7 +14,8 @@ from text_generation_router.metrics.instruments import head_text, labels_text, r
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 
 
-def _kv_usage(stats: SchedulerStats) -> float:
+def kv_usage(stats: SchedulerStats) -> float:
+    """Return the share of the KV cache in use, 0 to 1."""
     return stats.used_blocks / max(1, stats.num_blocks)
 
 
@@ -34,10 +35,10 @@ _GAUGES: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
     ("tgi_batch_total_tokens", "Tokens of the KV cache in use", lambda stats: stats.used_tokens),
     ("trtllm_num_requests_waiting", "Requests in the queue", lambda stats: stats.waiting),
     ("trtllm_num_requests_running", "Requests running", lambda stats: stats.running),
-    ("trtllm_kv_cache_utilization", "Share of the KV cache in use, 0 to 1", _kv_usage),
+    ("trtllm_kv_cache_utilization", "Share of the KV cache in use, 0 to 1", kv_usage),
     ("trtllm_kv_cache_tokens_per_block", "Tokens per KV block", lambda stats: stats.block_size),
     ("trtllm_kv_cache_max_blocks", "KV blocks in total", lambda stats: stats.num_blocks),
-    ("text_generation_kv_cache_usage_ratio", "Share of the KV cache in use, 0 to 1", _kv_usage),
+    ("text_generation_kv_cache_usage_ratio", "Share of the KV cache in use, 0 to 1", kv_usage),
     (
         "text_generation_prefix_cache_blocks",
         "KV blocks in the prefix cache, in use or not",

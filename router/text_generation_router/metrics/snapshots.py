@@ -5,8 +5,7 @@
 
 So the scheduler process has the figures that one process would have. A counter never falls because a worker ended: what
 it had counted by its last snapshot has been added. Its gauges are taken off, and the generations that it ran count as
-failed. Zeros are left out of a snapshot. The next scheduler process goes on with the counts of the one before:
-`counted`, `resume`.
+failed. Zeros are left out of a snapshot. The next scheduler process starts with what the workers have counted.
 """
 
 from __future__ import annotations
@@ -48,23 +47,6 @@ class WorkerSums:
         self._errors = errors
         self._last: dict[int, _Counted] = {}
         """By number of the worker."""
-        self._counters: set[str] = set()
-        """The instruments, gauges left out, that count for workers."""
-
-    def counted(self) -> bytes:
-        """Return all counts so far, for `resume`."""
-        sums = {name: self._instruments[name].snapshot() for name in self._counters}
-        workers = [(worker, last.process, last.values) for worker, last in self._last.items()]
-        return orjson.dumps((sums, workers))
-
-    def resume(self, counted: bytes) -> None:
-        """Go on with the counts of a process before this one."""
-        sums, workers = orjson.loads(counted)
-        for name, value in sums.items():
-            self._instruments[name].add_difference(value, None)
-        self._counters.update(sums)
-        for worker, process, values in workers:
-            self._last[worker] = _Counted(process, {name: value for name, value in values.items() if name in sums})
 
     def update(self, worker: int, snapshot: bytes) -> None:
         """Count a new snapshot of a worker."""
@@ -73,12 +55,11 @@ class WorkerSums:
         if last is not None and last.process != process:
             self.lost(worker)
             self._errors.keep(worker)
-            self._counters.update(self._requests.abandoned(last.values))
+            self._requests.abandoned(last.values)
             last = None
         before = {} if last is None else last.values
         for name in values.keys() | before.keys():
             self._instruments[name].add_difference(values.get(name), before.get(name))
-        self._counters.update(values.keys() - self._gauges)
         self._last[worker] = _Counted(process, values)
         self._errors.show(worker, [RecentError(*error) for error in errors])
 

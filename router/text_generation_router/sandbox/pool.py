@@ -1,6 +1,6 @@
-"""A pool of killable child processes for jobs on foreign input.
+"""A pool of killable child processes for jobs on untrusted input.
 
-A chat template and a grammar are foreign programs. In the router's process they could hold the event loop, or the GIL,
+A chat template and a grammar are untrusted programs. In the router's process they could hold the event loop, or the GIL,
 for any time, and a thread cannot be killed. So each kind of job has a sandbox: a few small processes with limited
 memory, CPU time and output and a low priority (nice). A worker that is too slow or dies is replaced while the others go
 on. A job is judged by its CPU time, because on a busy machine every job takes long.
@@ -26,8 +26,8 @@ from typing import Any, Self
 
 import structlog
 
+from text_generation_router.admission_queue import Claim, PendingWork, WorkerQueue
 from text_generation_router.errors import CannotKeepUp
-from text_generation_router.preparation import Preparation, Turn, WorkerQueue
 from text_generation_router.request import DEFAULT_TENANT, TenantId
 from text_generation_router.sandbox.worker import HEADER, MAX_MESSAGE, FrameKind
 
@@ -38,7 +38,7 @@ START_TIMEOUT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Pause before a worker that could not start is started again; doubled each time."""
 WALL_TIMES, MIN_WALL_S = 5, 30.0
-"""Limit of a job's wall-clock time: a multiple of its CPU time, at least so many seconds."""
+"""Limit of a job's wall-clock time: a multiple of its CPU time, and its minimum in seconds."""
 EXIT_S = 1.0
 """Time in which a worker that closed its socket must have ended."""
 NICENESS = 5
@@ -87,7 +87,7 @@ class Sandbox:
         timeout_s: float,
         memory_bytes: int,
         max_output: int,
-        stage: Preparation | None = None,
+        stage: PendingWork | None = None,
     ) -> None:
         """`factory` is "module:function"; called with `config` (JSON) it returns a function that makes the job, a function
         bytes -> bytes. Only the factory may read files: then the worker is confined (confine.py).
@@ -105,12 +105,11 @@ class Sandbox:
         self._settings = json.dumps(settings).encode()
         self._factory, self._size, self._timeout_s = factory, workers, timeout_s
         self._max_output = max_output
-        self._turns = WorkerQueue(stage or Preparation(), workers)
-        self._over: deque[Turn] = deque()
+        self._turns = WorkerQueue(stage or PendingWork(), workers)
+        self._over: deque[Claim] = deque()
         """The turns of calls that ended. Each is given back when a worker can do the next job."""
         self._waiting: dict[asyncio.Future[bytes], bytes] = {}
         """The payloads of calls that have their turn and wait for a worker that died to be replaced."""
-        self._wanted = asyncio.Event()
         self._idle: list[_Worker] = []
         self._ready: set[_Worker] = set()
         """The workers that have created their job: idle or busy."""
@@ -121,13 +120,9 @@ class Sandbox:
         self._started.add_done_callback(lambda started: started.cancelled() or started.exception())
         self._stack = AsyncExitStack()
 
-    async def open(self, *, lazily: bool = False) -> None:
-        """Accept calls, which wait for a worker. The workers start now, or `lazily`: with the first call."""
+    async def open(self) -> None:
+        """Start the workers and accept calls, which wait for one."""
         self._broken = None
-        if lazily:
-            self._started.set_result(None)
-        else:
-            self._wanted.set()
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         for _ in range(self._size):
             self._stack.callback(tasks.create_task(self._keep_worker()).cancel)
@@ -165,7 +160,6 @@ class Sandbox:
         """
         if self._broken is not None:
             raise SandboxBroken(self._broken)
-        self._wanted.set()
         turn = await self._turns.take(tenant, len(payload))
         try:
             try:
@@ -221,7 +215,6 @@ class Sandbox:
 
     async def _keep_worker(self) -> None:
         """Run a worker; when it ends, run the next one."""
-        await self._wanted.wait()
         pause_s = FIRST_PAUSE_S
         while True:
             try:

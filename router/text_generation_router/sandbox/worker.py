@@ -21,8 +21,8 @@ import sys
 from enum import IntEnum
 from typing import BinaryIO
 
-from text_generation_proto.grammar_options import JUDGE_STACK_BYTES
-from text_generation_proto.one_line import one_line
+from text_generation_common.grammar_options import JUDGE_STACK_BYTES
+from text_generation_common.one_line import one_line
 from text_generation_router.sandbox.confine import confine
 
 HEADER = struct.Struct(">IB")

@@ -25,7 +25,7 @@ MARGIN = 0.9
 DECODE_STEPS = 8
 """Steps over which the decode time is averaged."""
 MAX_RISE, DECAY = 2.0, 0.25
-"""Limit of a rise of the estimated cost of a prompt token in one step; share of a fall that is believed."""
+"""Limit of a rise of the estimated cost of a prompt token in one step; smoothing factor when it falls."""
 MAX_GROWTH = 4
 """Limit of a budget relative to the largest chunk measured: few tokens do not show the cost of many."""
 
@@ -70,7 +70,7 @@ class ChunkSizer:
         self._largest_chunk = 0
 
     def update(self, prefill_tokens: int, decoding: int, seconds: float, steps: int = 1) -> None:
-        """Record steps that took `seconds` each and computed so many prompt tokens and decoding sequences."""
+        """Record steps that took `seconds` each and computed `prefill_tokens` prompt tokens beside `decoding` sequences."""
         if not prefill_tokens:
             rate = min(1.0, steps / DECODE_STEPS) if self._decode_s else 1.0
             self._decode_s += rate * (seconds - self._decode_s)

@@ -78,7 +78,7 @@ class Throughput:
         """Record a step that ended at `now`, took `busy_s` seconds and computed `tokens` prompt and new tokens.
 
         `queued`: requests waited for room meanwhile. `share`: that of the step in the busy ratio, 0 to 1. Ignored if
-        `busy_s` is no duration or `tokens` is negative.
+        `busy_s` is not a positive number or `tokens` is negative.
         """
         if not 0 < busy_s < math.inf or tokens < 0:
             return

@@ -3,7 +3,7 @@
 The counter of a tenant is its service over its weight, in virtual tokens. The queue serves the smallest counter next, so
 tenants that always have requests waiting are served in proportion to their weights.
 
-A tenant with nothing waiting saves nothing up: when it waits again its counter is raised to the smallest one among the
+A tenant with nothing waiting does not accumulate credit: when it waits again its counter is raised to the smallest one among the
 waiting tenants; it is never lowered. Tenants that only run something do not count for that minimum (as in the paper): one
 long generation would hold it down, and the next tenant to wait would be owed all that others were served meanwhile. While
 no tenant waits, the minimum is the counter of the last one that did: use of an idle server is not held against a tenant.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from text_generation_router.request import TenantId
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
@@ -33,10 +34,6 @@ MAX_IDLE = 4096
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 WEIGHT_UNITS = 2**20
 """Weights are multiples of 1 / WEIGHT_UNITS, so that their sums are exact."""
-
-
-def _queue_key(sequence: ScheduledSequence) -> Key:
-    return sequence.queue_key
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +55,7 @@ class Tenant:
     """Tokens charged so far, corrections included."""
     work: int = 0
     """Expected tokens of the queued sequences."""
-    line: LazyHeap[ScheduledSequence] = field(default_factory=lambda: LazyHeap(_queue_key))
+    line: LazyHeap[ScheduledSequence] = field(default_factory=lambda: LazyHeap(attrgetter("queue_key")))
     """Waiting sequences, except skipped ones."""
     head: ScheduledSequence | None = None
     """The first in `line`."""

@@ -14,7 +14,7 @@ from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence
 
 SMALL_FLEET = 8
-"""Up to so many replicas, all are looked at and this module is not used."""
+"""Up to this number of replicas, all are compared and this module is not used."""
 MAX_PREFIXES = 1 << 16
 """Prefixes whose last replicas are remembered."""
 REPLICAS_PER_PREFIX = 4

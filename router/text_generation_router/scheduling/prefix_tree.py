@@ -32,8 +32,8 @@ class Node:
         # ancestor that is locked already.
         self.locks = 0
         self.created = created
-        # Time of the last release. A parent takes over the time of an evicted child; before that it is no leaf, and the
-        # time is not read.
+        # Time of the last release. A parent takes over the time of an evicted child; before that it is not a leaf, and
+        # the time is not read.
         self.last_used = created
         self.salt = salt
         # The tenants that computed or reused this run. Those of a child are among those of its parent.
@@ -250,7 +250,7 @@ class PrefixTree:
     def _detach(self, leaf: Node) -> None:
         """Remove an unlocked leaf. Its parent may become an evictable leaf."""
         parent = leaf.parent
-        assert parent is not None, "a root is no leaf"
+        assert parent is not None, "a root is not a leaf"
         self._leaves.discard(leaf)
         del parent.children[bytes(leaf.key[: self._block_bytes])]
         parent.last_used = max(parent.last_used, leaf.last_used)

@@ -21,6 +21,7 @@ With one tenant and one priority this is first come, first served. All operation
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 
 from text_generation_router.request import Priority, QualityOfService, TenantId
@@ -44,10 +45,6 @@ def due_time(qos: QualityOfService, arrived_at: float) -> float:
     return max(arrived_at, min(by_priority, qos.first_token_by))
 
 
-def _queue_key(sequence: ScheduledSequence) -> Key:
-    return sequence.queue_key
-
-
 def _tenant_key(tenant: Tenant) -> Key:
     assert tenant.head is not None, "only tenants with a head are compared"
     return tenant.counter - LEAD[tenant.head.request.qos.priority], tenant.head.arrival
@@ -63,7 +60,7 @@ class FairQueue:
         """By arrival."""
         self._ready: LazyHeap[Tenant] = LazyHeap(_tenant_key)
         """Tenants with a head."""
-        self._requeued: LazyHeap[ScheduledSequence] = LazyHeap(_queue_key)
+        self._requeued: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("queue_key"))
         self.work = 0
         """Expected tokens of the queue."""
 

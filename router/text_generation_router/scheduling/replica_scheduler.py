@@ -274,7 +274,7 @@ class ReplicaScheduler:
         return served, left
 
     def _hit(self, sequence: ScheduledSequence, tokens: int, deliveries: Deliveries) -> None:
-        """Record the cached tokens that the engine reports. A client learns of none that others alone computed."""
+        """Record the cached tokens that the engine reports. Hits that only other tenants produced are not shown to the client."""
         sequence.engine_cached_tokens = min(tokens, len(sequence.request.prompt))
         told = sequence.engine_cached_tokens
         if sequence.own_cached_tokens < sequence.cached_tokens:

@@ -151,9 +151,7 @@ class Scheduler:
         """End the requests past their deadline."""
         deliveries = Deliveries()
         while (late := self._deadlines.first()) is not None and late.deadline[0] <= now:
-            message = f"its time was over after {len(late.generated)} new tokens"
-            if late.state is State.WAITING:
-                message = "its time in the queue was over"
+            message = late.request.qos.late(len(late.generated), queued=late.is_new)
             deliveries.failed.append(Failed(late.id, FailureCode.EXPIRED, message))
             self._drop(late)
         self.expired += len(deliveries.failed)

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from math import inf
 
 from text_generation_router.request import NO_MOVES, Moves, Request, RequestId, RequestProgress, TokenId
 from text_generation_router.scheduling.lazy_heap import Key
@@ -141,11 +140,12 @@ class ScheduledSequence:
     @property
     def deadline(self) -> Key:
         """(time at which it expires, arrival). `queue_by` counts until it was placed. Never decreases."""
-        qos = self.request.qos
-        end = inf if qos.end_by is None else qos.end_by
-        if qos.queue_by is not None and self.state is State.WAITING and not self.requeued:
-            end = min(end, qos.queue_by)
-        return end, self.arrival
+        return self.request.qos.expires(queued=self.is_new), self.arrival
+
+    @property
+    def is_new(self) -> bool:
+        """True if it has not left the queue."""
+        return self.state is State.WAITING and not self.requeued
 
     @property
     def num_kv_tokens(self) -> int:

@@ -7,14 +7,14 @@ worker        an HTTP worker                   http, and a link to the scheduler
 
 from __future__ import annotations
 
-from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_router.config import RouterConfig
 
 
 async def serve(config: RouterConfig) -> ExitCode:
     """Serve until a stop signal. Raises CannotServe."""
-    if config.role != "all" and not config.front_socket:
-        raise CannotServe("--role needs --front-socket, the Unix socket of the scheduler process")
+    if config.role != "all" and not config.worker_socket:
+        raise CannotServe("--role needs --worker-socket, the Unix socket of the scheduler process")
     # A role loads only what it needs: the scheduler process serves no HTTP and knows no text.
     if config.role == "scheduler":
         from text_generation_router.serve.scheduler import serve_workers

@@ -16,35 +16,35 @@ from typing import Self
 import structlog
 from aiohttp import web
 
-from text_generation_proto.exit_codes import CannotServe, ExitCode
-from text_generation_proto.heartbeat import send_heartbeats
-from text_generation_proto.notify import Notifier
-from text_generation_proto.sockets import join_host_port
-from text_generation_proto.stop_signals import StopSignals
-from text_generation_proto.tracing import start_tracing
+from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.heartbeat import send_heartbeats
+from text_generation_common.notify import Notifier
+from text_generation_common.stop_signals import StopSignals
+from text_generation_common.tracing import start_tracing
+from text_generation_proto.addresses import join_host_port
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits, Settings
-from text_generation_router.api.http.connection_limits import MAX_UNREAD_TOTAL, ConnectionLimits
 from text_generation_router.api.http.keys import ApiKeys
-from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
 from text_generation_router.api.starting import create_starting_app
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates, load_templates
+from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig, listen_host
-from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
+from text_generation_router.memory import configure_allocator, configure_collector
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.metrics.connections import ConnectionMetrics
 from text_generation_router.metrics.instruments import Registry
-from text_generation_router.overview import Overview
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.rate_limits import RateCounter
 from text_generation_router.sandbox.pool import SandboxError
-from text_generation_router.serving_cluster import ServingCluster
+from text_generation_router.serve.draining import drain
 from text_generation_router.shards.join import ReplicaInfo
-from text_generation_router.shared_counts import SharedCounts
+from text_generation_router.stats import Stats
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 from text_generation_router.waiting import background, first_of
+from text_generation_router.web.connection_limits import MAX_UNREAD_TOTAL, ConnectionLimits
+from text_generation_router.web.listener import LAST_EVENTS_S, HttpServer
 
 log = structlog.get_logger()
 
@@ -55,10 +55,10 @@ VERSION = version("text-generation-trtllm")
 class Backend:
     """The part of the router behind HTTP, in this process or in the scheduler process."""
 
-    cluster: ServingCluster
+    cluster: ClusterInterface
     permits: ConcurrencyLimit
     rates: RateCounter
-    overview: Overview
+    stats: Stats
     run: Callable[[], Coroutine[None, None, None]]
     """Runs the cluster until it is cancelled."""
 
@@ -67,19 +67,12 @@ class HttpSide:
     """Serves HTTP in front of a cluster, in this process or behind the scheduler process."""
 
     def __init__(
-        self,
-        config: RouterConfig,
-        tokenizer: Tokenizer,
-        templates: ChatTemplates,
-        signals: StopSignals,
-        counts: SharedCounts | None,
+        self, config: RouterConfig, tokenizer: Tokenizer, templates: ChatTemplates, signals: StopSignals
     ) -> None:
-        """`counts` are those of all HTTP workers; None for a router of one process."""
         self.signals = signals
         self._config = config
         self._tokenizer = tokenizer
         self._templates = templates
-        self._counts = counts
         self._notifier = Notifier()
         self._notifier.show(lambda: "waiting for a shard")
 
@@ -91,14 +84,9 @@ class HttpSide:
         try:
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
             templates = load_templates(config, Path(config.model_path))
-            counts = None
-            if config.role == "http":
-                counts = SharedCounts(config.counts_fd, config.http_worker, config.http_workers)
         except (TokenizerError, ChatTemplateError) as error:
             raise CannotServe(str(error)) from error
-        except OSError as error:
-            raise CannotServe(f"--counts-fd cannot be used: {error}") from error
-        return cls(config, tokenizer, templates, signals, counts)
+        return cls(config, tokenizer, templates, signals)
 
     @asynccontextmanager
     async def answering_probes(self, reached: Callable[[], bool]) -> AsyncIterator[None]:
@@ -107,9 +95,7 @@ class HttpSide:
         if not config.shards:
             yield
             return
-        server = HttpServer(
-            create_starting_app(reached), ConnectionLimits(), ConnectionMetrics(Registry()), self._counts
-        )
+        server = self._server(create_starting_app(reached), ConnectionMetrics(Registry()))
         await _listen(server, config)
         log.info("alive, waiting for a shard", port=server.port)
         try:
@@ -138,7 +124,7 @@ class HttpSide:
                     app = create_app(
                         serving,
                         chats,
-                        backend.overview,
+                        backend.stats,
                         healthy=lambda: self._notifier.is_ready and cluster.ready and not cluster.stopping,
                         info=_model_info(model, self._templates),
                         tracer=tracer,
@@ -156,12 +142,7 @@ class HttpSide:
         self, app: web.Application, metrics: HttpMetrics, backend: Backend, prepared: Callable[[], Awaitable[None]]
     ) -> ExitCode:
         config, signals, notifier, cluster = self._config, self.signals, self._notifier, backend.cluster
-        limits = ConnectionLimits(
-            config.max_connections,
-            keep_alive_s=config.keep_alive_timeout,
-            unread_total=MAX_UNREAD_TOTAL // config.http_workers,
-        )
-        server = HttpServer(app, limits, metrics.connections, self._counts)
+        server = self._server(app, metrics.connections)
         notifier.show(partial(_status, cluster))
         async with background(backend.run(), send_heartbeats(notifier)):
             if not config.shards:
@@ -172,24 +153,33 @@ class HttpSide:
                 await _listen(server, config)
                 log.info("ready", url=f"http://{join_host_port(listen_host(config.hostname), server.port)}")
                 configure_collector()
-                async with background(collect_growth(lambda: not cluster.live_requests)):
-                    await first_of(self._until_ready(cluster, prepared), signals.stop.wait())
-                    if not signals.stop.is_set():
-                        notifier.ready()
-                    await signals.stop.wait()
+                await first_of(self._until_ready(cluster, prepared), signals.stop.wait())
+                if not signals.stop.is_set():
+                    notifier.ready()
+                await signals.stop.wait()
             finally:
                 cluster.stopping = True
             if config.shutdown_delay:
                 log.info("not ready, still accepting", seconds=config.shutdown_delay)
                 await first_of(signals.hurry.wait(), timeout_s=config.shutdown_delay)
-            cluster.draining = True
-            log.info("draining", requests=cluster.live_requests)
-            notifier.stopping()
-            await _drain(server, cluster, signals, config.graceful_termination_timeout)
+            await drain(cluster, server.answered(), signals, notifier, config.graceful_termination_timeout)
+            await first_of(server.answered(), timeout_s=LAST_EVENTS_S)
+            await first_of(server.leave(), signals.hurry.wait())
+            await server.close()
         log.info("stopped")
         return ExitCode.STOPPED
 
-    async def _until_ready(self, cluster: ServingCluster, prepared: Callable[[], Awaitable[None]]) -> None:
+    def _server(self, app: web.Application, metrics: ConnectionMetrics) -> HttpServer:
+        """Return a server with the limits of this process: an equal part of those of all HTTP workers."""
+        config = self._config
+        limits = ConnectionLimits(
+            max(1, config.max_connections // config.http_workers),
+            keep_alive_s=config.keep_alive_timeout,
+            unread_total=MAX_UNREAD_TOTAL // config.http_workers,
+        )
+        return HttpServer(app, limits, metrics, shared=config.role == "http")
+
+    async def _until_ready(self, cluster: ClusterInterface, prepared: Callable[[], Awaitable[None]]) -> None:
         """Wait until all requests can be served; most are served before. Raises CannotServe."""
         if not self._config.peers:  # a router among peers may have no shard
             await cluster.settled()
@@ -227,7 +217,7 @@ def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
     )
 
 
-def _status(cluster: ServingCluster) -> str:
+def _status(cluster: ClusterInterface) -> str:
     """Return the status for the service manager."""
     return f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status
 
@@ -239,15 +229,3 @@ async def _listen(server: HttpServer, config: RouterConfig) -> None:
     except OSError as error:
         ports = f"{config.port} or {config.management_port}" if config.management_port else str(config.port)
         raise CannotServe(f"cannot listen on {host}:{ports}: {error.strerror or error}") from error
-
-
-async def _drain(server: HttpServer, cluster: ServingCluster, signals: StopSignals, timeout_s: float) -> None:
-    """Let requests finish, for `timeout_s`, until a second signal or until no shard is left; then fail the rest.
-
-    New ones are refused meanwhile.
-    """
-    await first_of(server.answered(), signals.hurry.wait(), cluster.abandoned(), timeout_s=timeout_s)
-    cluster.give_up("the server was stopped")
-    await first_of(server.answered(), timeout_s=LAST_EVENTS_S)
-    await first_of(server.leave(), signals.hurry.wait())
-    await server.close()

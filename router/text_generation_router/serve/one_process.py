@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 from text_generation_router.config import RouterConfig
-from text_generation_router.overview import OwnOverview
 from text_generation_router.permits import Permits
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.serve.http import Backend, HttpSide
 from text_generation_router.serve.limits import resolve_limits
 from text_generation_router.serve.shards import Shards, new_metrics, new_scheduler
 from text_generation_router.shards.cluster import Cluster
+from text_generation_router.stats import OwnStats
 from text_generation_router.waiting import background
 
 
@@ -28,11 +28,11 @@ async def serve_alone(config: RouterConfig) -> ExitCode:
     cluster = Cluster(scheduler, metrics.steps, config.hang_timeout)
     metrics.add_shards(cluster, lambda: shards.known)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
-    overview = OwnOverview(metrics, cluster)
+    stats = OwnStats(metrics, cluster)
 
     async def run() -> None:
-        async with background(overview.run()):
+        async with background(stats.run()):
             await shards.drive(cluster)
 
-    backend = Backend(cluster, permits, RateLimits(), overview, run)
+    backend = Backend(cluster, permits, RateLimits(), stats, run)
     return await http.serve(model, limits, metrics, backend)

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import structlog
 
-from text_generation_proto.exit_codes import CannotServe, ExitCode
-from text_generation_proto.heartbeat import send_heartbeats
-from text_generation_proto.notify import Notifier
-from text_generation_proto.sockets import SocketInUse
-from text_generation_proto.stop_signals import StopSignals
+from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.heartbeat import send_heartbeats
+from text_generation_common.notify import Notifier
+from text_generation_common.sockets import SocketInUse
+from text_generation_common.stop_signals import StopSignals
 from text_generation_router.config import RouterConfig
-from text_generation_router.front.columns import ReportReceiver, WorkerDelivery
-from text_generation_router.front.remote_rates import rate_answerers
-from text_generation_router.front.server import FrontServer
-from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
-from text_generation_router.metrics.kept import KeptBytes
-from text_generation_router.overview.summed import SummedOverview
+from text_generation_router.memory import configure_allocator, configure_collector
 from text_generation_router.permits import Permits
 from text_generation_router.rate_limits import RateLimits
+from text_generation_router.serve.draining import drain
 from text_generation_router.serve.shards import Shards, new_metrics, new_scheduler
 from text_generation_router.shards.cluster import Cluster
+from text_generation_router.stats.summed import SummedStats
 from text_generation_router.waiting import background, first_of
+from text_generation_router.worker_link.columns import ReportReceiver, WorkerDelivery
+from text_generation_router.worker_link.remote_rates import rate_handlers
+from text_generation_router.worker_link.server import WorkerLinkServer
 
 log = structlog.get_logger()
 
@@ -48,9 +48,9 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
     metrics.add_shards(cluster, lambda: shards.known)
     permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
-    front = FrontServer(cluster, delivery, permits, model)
-    overview = SummedOverview(metrics, cluster, front.sessions, KeptBytes(config.counts_fd))
-    front.answerers.update({**overview.answerers, **rate_answerers(RateLimits())})
+    link_server = WorkerLinkServer(cluster, delivery, permits, model)
+    stats = SummedStats(metrics, cluster, link_server.connections)
+    link_server.handlers.update({**stats.handlers, **rate_handlers(RateLimits())})
     notifier.show(lambda: cluster.status)
     async with background(shards.drive(cluster), send_heartbeats(notifier)):
         if not config.shards:
@@ -58,11 +58,8 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
         if signals.stop.is_set():
             return ExitCode.STOPPED
         try:
-            async with (
-                front.listening(Path(config.front_socket)),
-                background(overview.run(), collect_growth(lambda: not cluster.live_requests)),
-            ):
-                log.info("ready for HTTP workers", socket=config.front_socket)
+            async with link_server.listening(Path(config.worker_socket)), background(stats.run()):
+                log.info("ready for HTTP workers", socket=config.worker_socket)
                 configure_collector()
                 if not config.peers:
                     await first_of(cluster.settled(), signals.stop.wait())
@@ -70,20 +67,11 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
                     notifier.ready()
                 await signals.stop.wait()
                 cluster.stopping = True
-                log.info("draining", requests=cluster.live_requests)
-                notifier.stopping()
-                await _drain(cluster, signals, config.graceful_termination_timeout)
+                await drain(cluster, _ended(cluster), signals, notifier, config.graceful_termination_timeout)
         except (OSError, SocketInUse) as error:
-            raise CannotServe(f"cannot listen on {config.front_socket}: {error}") from error
+            raise CannotServe(f"cannot listen on {config.worker_socket}: {error}") from error
     log.info("stopped")
     return ExitCode.STOPPED
-
-
-async def _drain(cluster: Cluster[ReportReceiver], signals: StopSignals, timeout_s: float) -> None:
-    """Let requests finish, for `timeout_s`, until a second signal or until no shard is left; then fail the rest."""
-    cluster.draining = True
-    await first_of(signals.hurry.wait(), cluster.abandoned(), _ended(cluster), timeout_s=timeout_s)
-    cluster.give_up("the server was stopped")
 
 
 async def _ended(cluster: Cluster[ReportReceiver]) -> None:

@@ -8,14 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from text_generation_proto.exit_codes import CannotServe
-from text_generation_proto.stop_signals import StopSignals
+from text_generation_common.exit_codes import CannotServe
+from text_generation_common.stop_signals import StopSignals
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.config import RouterConfig
 from text_generation_router.discovery.parse import parse_source
-from text_generation_router.discovery.source import Address, Source, known
-from text_generation_router.discovery.static import StaticSource
+from text_generation_router.discovery.source import Address, Source, StaticSource, known
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -92,7 +91,7 @@ class Shards:
 
 def reached_file(config: RouterConfig) -> Path:
     """Return the file that tells HTTP workers, before they have a link, that a shard has answered."""
-    return Path(f"{config.front_socket}-reached")
+    return Path(f"{config.worker_socket}-reached")
 
 
 def new_scheduler(config: RouterConfig, model: ReplicaInfo) -> Scheduler:
@@ -103,12 +102,7 @@ def new_scheduler(config: RouterConfig, model: ReplicaInfo) -> Scheduler:
 def new_metrics(config: RouterConfig, model: ReplicaInfo, scheduler: Scheduler) -> Metrics:
     """Return the metrics of a router with this scheduler. Raises CannotServe."""
     max_input_tokens, max_total_tokens = token_limits(config, model)
-    metrics = Metrics(
-        max_input_tokens=max_input_tokens,
-        max_total_tokens=max_total_tokens,
-        scheduler=scheduler,
-        log_drops_fd=config.log_drops_fd,
-    )
+    metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
     metrics.add_names(config.metric_names, config.model_id or config.model_path)
     return metrics
 

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from text_generation_proto.exit_codes import ExitCode
-from text_generation_proto.logs import share_dropped_lines
+from text_generation_common.exit_codes import ExitCode
 from text_generation_router.config import RouterConfig
-from text_generation_router.front.remote_cluster import RemoteCluster
-from text_generation_router.front.remote_permits import RemotePermits
-from text_generation_router.front.remote_rates import RemoteRates
 from text_generation_router.metrics import HttpMetrics
-from text_generation_router.overview.remote import OwnCounts, RemoteOverview
-from text_generation_router.overview.wire import COUNTS
 from text_generation_router.serve.http import Backend, HttpSide
 from text_generation_router.serve.limits import resolve_limits
 from text_generation_router.serve.shards import reached_file
+from text_generation_router.stats.remote import OwnCounts, RemoteStats
+from text_generation_router.stats.wire import COUNTS
 from text_generation_router.waiting import unless_stopped
+from text_generation_router.worker_link.remote_cluster import RemoteCluster
+from text_generation_router.worker_link.remote_permits import RemotePermits
+from text_generation_router.worker_link.remote_rates import RemoteRates
 
 
 async def serve_as_worker(config: RouterConfig) -> ExitCode:
     """Serve HTTP until a stop signal. Raises CannotServe."""
     http = await HttpSide.start(config)
     counts = OwnCounts()
-    cluster = RemoteCluster(Path(config.front_socket), config.http_worker, {COUNTS: counts.answer})
+    cluster = RemoteCluster(Path(config.worker_socket), config.http_worker, {COUNTS: counts.answer})
     async with http.answering_probes(reached_file(config).exists):
-        model = await unless_stopped(cluster.joined(), http.signals)
+        model = await unless_stopped(cluster.link.joined(), http.signals)
     if model is None:
         return ExitCode.STOPPED
     limits = resolve_limits(config, model)
-    if config.log_drops_fd >= 0:
-        share_dropped_lines(config.log_drops_fd)
     metrics = HttpMetrics(max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
     counts.metrics = metrics
     link = cluster.link
     permits = RemotePermits(config.max_concurrent_requests, link)
-    backend = Backend(cluster, permits, RemoteRates(link), RemoteOverview(link), cluster.run)
+    backend = Backend(cluster, permits, RemoteRates(link), RemoteStats(link), cluster.run)
     return await http.serve(model, limits, metrics, backend)

@@ -10,21 +10,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Generic, cast
+from typing import Generic, Literal, cast
 
 import structlog
 
-from text_generation_proto.access import ShardAccess
-from text_generation_proto.heartbeat import HANG_TIMEOUT_S
+from text_generation_common.heartbeat import HANG_TIMEOUT_S
+from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards.cluster_info import ClusterInfo, MemberInfo
+from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Listeners, Receiver
 from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
@@ -44,8 +44,26 @@ WAIT_TOLERANCE = 1.5
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class MemberInfo:
+    """A shard that is a member."""
+
+    replica: int
+    address: str
+    state: Literal["joining", "serving", "hung", "draining", "taken", "refused"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """The state of all replicas at one moment, for /info: the statistics of the scheduler, and the shards."""
+
+    stats: SchedulerStats
+    members: Sequence[MemberInfo]
+
+
 class Cluster(Generic[Receiver]):
-    """The replicas, and the receivers of their requests: listeners in this process, or sessions of HTTP workers."""
+    """The replicas, and the receivers of their requests: listeners in this process, or connections of HTTP workers."""
 
     def __init__(
         self,
@@ -122,10 +140,6 @@ class Cluster(Generic[Receiver]):
             # A request that was placed but not sent leaves room at once, and no report follows.
             self.dispatch()
 
-    def estimated_wait(self, tenant: TenantId) -> float | None:
-        """Return the seconds that a new request of `tenant` would wait; None if unknown."""
-        return self.scheduler.estimated_wait(tenant)
-
     def estimated_permit_wait(self, tenant: TenantId) -> float | None:
         """Return the seconds until a request of `tenant` may get a permit, while all are held; None if unknown."""
         return self.scheduler.estimated_wait(tenant, for_permit=True)
@@ -137,7 +151,7 @@ class Cluster(Generic[Receiver]):
             self._listeners.failures(self.scheduler.expire(now).failed)
             self._wake()
         for number in self.scheduler.dispatch():
-            self._by_number[number].session.wake()
+            self._by_number[number].connection.wake()
 
     @property
     def adapters(self) -> Collection[str]:
@@ -194,7 +208,7 @@ class Cluster(Generic[Receiver]):
     @property
     def shards_stopped(self) -> bool:
         """True if all shards have been told to stop."""
-        return all(member.session.stopped for member in self._members.values())
+        return all(member.connection.stopped for member in self._members.values())
 
     async def abandoned(self) -> None:
         """Wait until all shards have been told to stop and none has come back for ABANDONED_AFTER_S."""
@@ -222,7 +236,7 @@ class Cluster(Generic[Receiver]):
     def _wake(self) -> None:
         for number, member in self._by_number.items():
             if self.scheduler.may_have_orders(number):
-                member.session.wake()
+                member.connection.wake()
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 

@@ -18,22 +18,35 @@ from text_generation_router.scheduling.messages import Placement, SchedulerOutpu
 NO_TRACE = TraceContext("")
 
 
-def orders_to_pb(orders: SchedulerOutput, eos_token_ids: Sequence[int], *, own_cache: bool = False) -> pb.Orders:
-    """Convert orders. `eos_token_ids` are the model's; `own_cache` is True if the engine keeps its own prefix cache."""
+def orders_to_pb(
+    orders: SchedulerOutput, eos_token_ids: Sequence[int], *, own_cache: bool = False, shares_prompts: bool = False
+) -> pb.Orders:
+    """Convert orders. `eos_token_ids` are the model's; `own_cache` is True if the engine keeps its own prefix cache.
+
+    With `shares_prompts`, a prompt of several sequences, which requests for several answers have, is sent once.
+    """
     message = pb.Orders(number=orders.number, release=orders.release)
     eos = frozenset(eos_token_ids)
-    message.admit.extend(_new_sequence(placement, eos, own_cache=own_cache) for placement in orders.placements)
+    places: dict[int, int] = {}
+    for number, placement in enumerate(orders.placements, 1):
+        first = number
+        if shares_prompts and not placement.generated:
+            first = places.setdefault(id(placement.request.prompt), number)
+        prompt_of = 0 if first == number else first
+        message.placements.append(_new_sequence(placement, eos, own_cache=own_cache, prompt_of=prompt_of))
     for slot, blocks in orders.allocations:
-        message.grant_slots.append(slot)
-        message.grant_counts.append(len(blocks))
-        message.grant_blocks.extend(blocks)
+        message.allocation_slots.append(slot)
+        message.allocation_counts.append(len(blocks))
+        message.allocation_blocks.extend(blocks)
     for slot, tokens in orders.prefill:
         message.prefill_slots.append(slot)
         message.prefill_tokens.append(tokens)
     return message
 
 
-def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_cache: bool) -> pb.NewSequence:
+def _new_sequence(
+    placement: Placement, eos_token_ids: frozenset[int], *, own_cache: bool, prompt_of: int
+) -> pb.NewSequence:
     request, generated = placement.request, len(placement.generated)
     stopping = Stopping(
         max_new_tokens=request.max_new_tokens - generated,
@@ -46,7 +59,8 @@ def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_ca
     trace = request.trace or NO_TRACE
     return pb.NewSequence(
         slot=placement.slot,
-        prompt=request.prompt + placement.generated,
+        prompt=() if prompt_of else request.prompt + placement.generated,
+        prompt_of=prompt_of,
         generated_tokens=generated,
         blocks=placement.blocks,
         computed_tokens=placement.cached_tokens,
@@ -103,11 +117,11 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int, unsent
         or not (finished <= slots and topped <= slots)
         or report.orders_applied > orders_sent
     ):
-        raise MalformedReport("the shard sent a report that makes no sense")
+        raise MalformedReport("malformed step report")
 
 
 def step_output_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
-    """Convert a report of so many steps; 0: it only acknowledges orders."""
+    """Convert a report of `steps` steps; 0: it only acknowledges orders."""
     return StepOutput(
         orders_applied=report.orders_applied,
         slots=list(report.slots),

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import structlog
 
-from text_generation_proto.access import ShardAccess
+from text_generation_common.exit_codes import CannotServe
+from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.client import ShardClient
-from text_generation_proto.exit_codes import CannotServe
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardEnded, ShardTaken, join, merge_capabilities
 from text_generation_router.shards.member import JOIN_TIMEOUT_S, MAX_RETRY_S, RETRY_TAKEN_S

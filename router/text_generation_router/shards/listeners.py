@@ -9,7 +9,7 @@ from typing import Generic
 import structlog
 from typing_extensions import TypeVar
 
-from text_generation_proto.panics import as_exception
+from text_generation_common.panics import as_exception
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, GrammarFailed, ServingError

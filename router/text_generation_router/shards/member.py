@@ -19,11 +19,11 @@ from enum import Enum
 import grpc
 import structlog
 
-from text_generation_proto.access import ShardAccess
+from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.client import ShardClient
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardTaken, join
-from text_generation_router.shards.replica import ClusterContext, ReplicaSession, ShardLost, ShardStopped
+from text_generation_router.shards.replica import ClusterContext, ReplicaConnection, ShardLost, ShardStopped
 
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 2.0
 """Wait between two attempts to join a lost shard; it doubles each time."""
@@ -49,7 +49,7 @@ class ShardState(Enum):
     JOINING = "joining"
     SERVING = "serving"
     HUNG = "hung"
-    """It does not answer, or owes a report: it gets nothing new until it answers, or is lost."""
+    """It does not answer, or owes a report: it gets no new requests until it answers, or is lost."""
     DRAINING = "draining"
     TAKEN = "taken"
     REFUSED = "refused"
@@ -79,7 +79,7 @@ class ShardMember:
         """`awaits_shard` returns True while another shard is to join the cluster."""
         self.number = number
         self.address = address
-        self.session = ReplicaSession(number, context)
+        self.connection = ReplicaConnection(number, context)
         self.reason = ""
         """The last reason why it could not join."""
         self.losses = 0
@@ -108,17 +108,17 @@ class ShardMember:
         """The state."""
         if not self.connected:
             return self._state
-        if self.session.hangs:
+        if self.connection.hangs:
             return ShardState.HUNG
         return ShardState.DRAINING if self.number in self._scheduler.draining else ShardState.SERVING
 
     def want(self, *, wanted: bool) -> None:
         """Keep the shard, or let it leave: it finishes its sequences first."""
         if wanted != self.wanted:
-            log.info("shard is to stay" if wanted else "shard is to leave", replica=self.number, address=self.address)
+            log.info("shard assigned" if wanted else "shard unassigned", replica=self.number, address=self.address)
             (self._unwanted.clear if wanted else self._unwanted.set)()
             if wanted:
-                self.session.want(wanted=True)
+                self.connection.want(wanted=True)
 
     async def run(self, info: ReplicaInfo | None) -> None:
         """Serve until it has left. `info` is its description if it has joined already."""
@@ -140,7 +140,7 @@ class ShardMember:
             while not self.wanted and (replica := scheduler.replicas[self.number]) is not None:
                 others = any(each is not replica for each in scheduler.available)
                 if others:
-                    self.session.want(wanted=False)
+                    self.connection.want(wanted=False)
                 if not (replica.occupied_slots if others else scheduler.requests or self._awaits_shard()):
                     break
                 if others and time.monotonic() >= end:
@@ -161,7 +161,7 @@ class ShardMember:
                     if info is None:
                         info = await self._join(client)
                         began = time.monotonic()
-                    await self.session.serve(client, info, again=again)
+                    await self.connection.serve(client, info, again=again)
             except ShardLost as error:
                 if isinstance(error, ShardStopped):
                     log.info("shard stopped", replica=self.number, reason=str(error))

@@ -1,4 +1,4 @@
-"""ReplicaSession: the router's end of one replica's stream. Schedule, send; receive, update, deliver.
+"""ReplicaConnection: the router's end of one replica's stream. Schedule, send; receive, update, deliver.
 
     scheduler ──schedule──► SchedulerOutput ──► shard
     listeners ◄──deliver── scheduler ◄──update── StepReport ◄──┘
@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 import structlog
 
+from text_generation_common.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_proto.client import RunCall, ShardClient
-from text_generation_proto.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_proto.parts import BadParts, Joiner, most_report, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -67,18 +67,14 @@ class ClusterContext:
     """A shard that hangs for longer is lost; 0: never."""
 
 
-class ReplicaSession:
+class ReplicaConnection:
     """One replica, through all its sessions."""
 
     def __init__(self, number: int, context: ClusterContext) -> None:
-        self.stopped = False
-        """Its shard ended the last session in order, as far as known: it was told to stop, and is not being restarted."""
         self.sessions = 0
         """Sessions so far."""
         self.since = 0.0
         """Time at which the last one began."""
-        self.hangs = False
-        """It gets nothing new until it answers."""
         self.new_tokens = self.steps = 0
         self.step_seconds = 0.0
         """Counts of all sessions."""
@@ -88,49 +84,54 @@ class ReplicaSession:
         """Set when there may be orders to send."""
         self._boundary = asyncio.Event()
         """Set when a report came."""
-        self._timing = OrderTiming()
-        self._steps = 0
-        """Steps of this session."""
+        self._ask = asyncio.Event()
+        """Set to check the shard's health."""
+        self._unwanted = False
         self._slots = 0
         self._most_report = 0
         """Bytes of the largest report."""
+        self._eos_token_ids: tuple[int, ...] = ()
+        self._own_cache = False
+        """The engine has its own prefix cache."""
+        self._shares_prompts = False
+        self._begin_session()
+
+    def _begin_session(self) -> None:
+        """Forget the last session."""
+        self.stopped = False
+        """Its shard ended the session in order, as far as known: it was told to stop, and is not being restarted."""
+        self.hangs = False
+        """It gets no new requests until it answers."""
+        self._serving, self._stopping = True, False
+        self._timing = OrderTiming()
+        self._steps = 0
+        """Steps of this session."""
         self._orders_sent = self._orders_applied = 0
         """Numbers of the last orders."""
         self._running = 0
         """Sequences on the shard."""
         self._reported = self._answered = True
         """A report, or an answer to a health check, came since the last check for silence."""
-        self._ask = asyncio.Event()
-        """Set to check the shard's health."""
         self._longest_step_s = 0.0
         """Slowly forgotten."""
-        self._serving, self.hangs, self._stopping = True, False, False
-        self._unwanted = False
-        self._eos_token_ids: tuple[int, ...] = ()
-        self._own_cache = False
-        """The engine has its own prefix cache."""
 
     def wake(self) -> None:
         """Send orders if there are any."""
         self._changed.set()
 
     def want(self, *, wanted: bool) -> None:
-        """Drain the replica while it is to go to another router, or away."""
+        """Drain the replica while it is being reassigned or removed."""
         self._set_health(unwanted=not wanted)
 
     async def serve(self, client: ShardClient, info: ReplicaInfo, *, again: bool = False) -> None:
         """Run one session until cancelled; `again`: it is not the first. Raises ShardLost, ShardStopped, ShardTaken."""
         context = self._context
-        self.stopped = False
-        self._timing = OrderTiming()
-        self._steps = self._running = self._orders_sent = self._orders_applied = 0
-        self._longest_step_s = 0.0
-        self._reported = self._answered = True
-        self._serving, self.hangs, self._stopping = True, False, False
+        self._begin_session()
         self._slots = info.spec.num_slots
         self._most_report = most_report(info.info)
         self._eos_token_ids = tuple(info.info.eos_token_ids)
         self._own_cache = info.spec.self_scheduling
+        self._shares_prompts = info.info.shares_prompts
         call = client.run()
         opened = False
         try:
@@ -227,7 +228,7 @@ class ReplicaSession:
         good = self._is_good
         if (good, self.hangs) != before:
             log.warning(
-                "shard gets requests again" if good else "shard hangs" if self.hangs else "shard gets nothing new",
+                "shard resumed" if good else "shard hangs" if self.hangs else "shard draining",
                 replica=self._number,
                 serving=self._serving,
                 stopping=self._stopping,
@@ -257,7 +258,13 @@ class ReplicaSession:
                 for placement in orders.placements:
                     context.listeners.placed(placement.request.id, placement.own_cached_tokens, self._number)
                 try:
-                    for part in split(orders_to_pb(orders, self._eos_token_ids, own_cache=self._own_cache)):
+                    message = orders_to_pb(
+                        orders,
+                        self._eos_token_ids,
+                        own_cache=self._own_cache,
+                        shares_prompts=self._shares_prompts,
+                    )
+                    for part in split(message):
                         await call.write(part)
                 except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:  # gRPC does not say how it ended
                     self.stopped = True

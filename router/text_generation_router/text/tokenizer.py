@@ -10,28 +10,27 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from encodings.utf_8 import IncrementalDecoder
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import tokenizers
 from tokenizers.decoders import ByteLevel, DecodeStream
+from tokenizers.models import BPE
 
-from text_generation_proto.model_files import (
-    MAX_TOKEN_IDS,
-    MAX_TOKENIZER_BYTES,
-    ModelFileError,
-    find_file,
-    read_file,
-)
-from text_generation_proto.panics import as_exception, without_panics
+from text_generation_common.model_files import MAX_TOKEN_IDS, MAX_TOKENIZER_BYTES, ModelFileError, find_file, read_file
+from text_generation_common.panics import as_exception, without_panics
 from text_generation_router.errors import InvalidRequest, ServingError
 from text_generation_router.request import TokenId
-from text_generation_router.text.tokenizer_job import configured
+from text_generation_router.text.cuts import Cuts, crossed_by
 
+BACKTRACKING_SCALE = 1 / 8
+"""Length of pieces, as a part of the usual one, of a tokenizer that may take long for a short text."""
 CONTEXT_TOKENS = 5
 """Prompt tokens before the first new token that a SentencePiece decoder reads; TGI's number."""
 
@@ -66,7 +65,7 @@ class Encoding:
 
 
 class Detokenizer(Protocol):
-    """The text of one request. Special tokens must not be fed: they are no text."""
+    """The text of one request. Special tokens must not be fed: they are not text."""
 
     def step(self, token_id: TokenId) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
@@ -81,14 +80,19 @@ class Tokenizer:
     """Encodes and decodes, and creates detokenizers. Safe to share: the library's tokenizer is immutable once loaded."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = configured(tokenizer)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        # Special tokens in a text are recognised, as in TGI: chat templates write them into prompts.
+        tokenizer.encode_special_tokens = False
+        self._tokenizer = tokenizer
         self.may_backtrack = may_backtrack(tokenizer)
         """True if a short text may take long."""
         self._bytes = byte_level_vocabulary(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None
         """Bytes of each token; None if the vocabulary is not byte-level."""
-        ids = tokenizer.get_vocab(with_added_tokens=True).values() if self._bytes is None else ()
-        self.vocabulary = max(ids, default=-1) + 1 if self._bytes is None else len(self._bytes)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True) if self._bytes is None else {}
+        self.vocabulary = max(vocabulary.values(), default=-1) + 1 if self._bytes is None else len(self._bytes)
         """Token ids are below this."""
+        self._crossed = crossed_by(vocabulary) if vocabulary and isinstance(tokenizer.model, BPE) else None
         self.special_texts: dict[TokenId, str] = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
@@ -98,7 +102,7 @@ class Tokenizer:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
-        """Tokens that llguidance takes for special, by their texts: in a grammar they have no text."""
+        """Special tokens of llguidance by text: grammars must name them by id."""
         self._token_texts: dict[TokenId, str] = {}
         self._whole: dict[TokenId, str] = {}
         """Texts of generated tokens that are whole characters."""
@@ -129,6 +133,31 @@ class Tokenizer:
         [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         offsets = encoding.offsets
         return Encoding(encoding.ids, [start for start, _ in offsets], [stop for _, stop in offsets])
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """The places at which long texts may be cut. The first use takes two tenths of a second."""
+        scale = BACKTRACKING_SCALE if self.may_backtrack else 1
+        return without_panics(Cuts)(self._tokenizer, self._crossed, scale=scale)
+
+    @without_panics
+    def encode_piece(self, text: str, start: int, stop: int, *, offsets: bool) -> list[array[int]]:
+        """Return the token ids of a piece of a text; with `offsets` also the first character of each, and that after it."""
+        begin = max(start - 1, 0)
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        before, piece = encode([text[begin:start], text[begin:stop]], add_special_tokens=False)
+        new = slice(len(before.ids), None)
+        columns = [array("I", piece.ids[new])]
+        if offsets:
+            columns += [array("I", [begin + ends[side] for ends in piece.offsets[new]]) for side in (0, 1)]
+        return columns
+
+    @without_panics
+    def surrounding_tokens(self) -> tuple[list[TokenId], list[TokenId]]:
+        """Return the tokens that the tokenizer puts before and after a text."""
+        plain, whole = (self.encode_ids("a", add_special_tokens=special) for special in (False, True))
+        at = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
 
     @without_panics
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:

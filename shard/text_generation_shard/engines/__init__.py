@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
-from text_generation_proto.one_line import one_line
+from text_generation_common.one_line import one_line
 from text_generation_shard.config import ShardConfig, choose_engine
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.json_object import UnsupportedError
 
 if TYPE_CHECKING:
-    from text_generation_shard.engines.torch.model.config import ModelConfig
+    from text_generation_shard.engines.torch.models.native.config import ModelConfig
+
+ENTRY_POINTS = "text_generation_shard.engines"
+"""Entry points of installed packages: functions that build the engine of this name, in place of the one here."""
 
 log = structlog.get_logger()
 
@@ -24,11 +29,13 @@ log = structlog.get_logger()
 def build_engine(config: ShardConfig) -> Engine:
     """Build the engine of `config` and load the model, without warm-up. Raises EngineError."""
     name = choose_engine(config.engine, has_gpu=has_gpu(config))
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        build_foreign: Callable[[ShardConfig], Engine] = entry.load()
+        return build_foreign(config)
     if name == "echo":
         from text_generation_shard.engines.echo import EchoEngine
-        from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
-        return SelfSchedulingEcho.build(config) if config.echo_self_scheduling else EchoEngine.build(config)
+        return EchoEngine.build(config)
     if name == "tensorrt-llm":
         from text_generation_shard.engines.tensorrt_llm.build import build
 
@@ -39,9 +46,9 @@ def build_engine(config: ShardConfig) -> Engine:
     try:
         if choice.model is None:
             return _build_with_transformers(config, choice)
-        from text_generation_shard.engines.torch.build import build_torch_engine
+        from text_generation_shard.engines.torch.build.native import build_native_engine
 
-        return build_torch_engine(config, choice.model)
+        return build_native_engine(config, choice.model)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise EngineError(f"the model does not fit in the memory: {one_line(error)}") from error
 
@@ -62,10 +69,12 @@ def choose_code(config: ShardConfig) -> CodeChoice:
     if config.lora_adapters:
         raise EngineError("--lora-adapters: the torch engine does not serve LoRA adapters")
     if find_spec("torch") is None:
-        raise EngineError("the torch engine needs PyTorch: pip install 'torch>=2.9' 'safetensors>=0.5' 'regex>=2024.4'")
+        raise EngineError(
+            "the torch engine needs PyTorch: pip install 'torch>=2.9' 'safetensors>=0.8' 'regex>=2025.10.22'"
+        )
     if not config.model_path:
         raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
-    from text_generation_shard.engines.torch.model.config import is_native, read_model_config, read_model_type
+    from text_generation_shard.engines.torch.models.native.config import is_native, read_model_config, read_model_type
 
     folder = Path(config.model_path)
     if config.model_impl == "transformers":
@@ -88,9 +97,9 @@ def _build_with_transformers(config: ShardConfig, choice: CodeChoice) -> Engine:
         log.info("transformers runs the model", reason=choice.reason)
     try:
         check_transformers(config)
-        from text_generation_shard.engines.torch.huggingface.build import build_huggingface_engine
+        from text_generation_shard.engines.torch.build.transformers import build_transformers_engine
 
-        return build_huggingface_engine(config)
+        return build_transformers_engine(config)
     except EngineError as error:
         raise both_errors(choice, error) from None
 
@@ -103,13 +112,13 @@ def both_errors(choice: CodeChoice, error: EngineError) -> EngineError:
 def check_transformers(config: ShardConfig) -> None:
     """Raise EngineError if transformers is not installed; call this before the library is imported."""
     if find_spec("transformers") is None:
-        from text_generation_shard.engines.torch.model.config import read_model_type
-        from text_generation_shard.engines.torch.model.families import FAMILIES
+        from text_generation_shard.engines.torch.models.native.config import read_model_type
+        from text_generation_shard.engines.torch.models.native.families import FAMILIES
 
         folder = Path(config.model_path)
         raise EngineError(
             f"{folder}: model_type {read_model_type(folder)} needs transformers: "
-            f"pip install 'transformers>=4.57' 'accelerate>=1.10' (without it: {', '.join(FAMILIES)})"
+            f"pip install 'transformers>=5.23' 'accelerate>=1.10' (without it: {', '.join(FAMILIES)})"
         )
     # Where the package `kernels` is installed, the library would fetch code from a hub.
     os.environ.setdefault("USE_HUB_KERNELS", "NO")

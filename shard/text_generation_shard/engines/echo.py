@@ -2,21 +2,19 @@
 
 New token i of a sequence is prompt token i modulo the prompt's length, counted from the request's first new token, so that a
 preempted sequence continues where it was. With a LoRA adapter the prompt comes backwards; `--lora-adapters` gives names, no folder
-is read. It keeps the contract of a real engine exactly: KV blocks, chunks, stopping. It checks its client too: a block that is
-assigned twice, or does not hold the tokens it should, fails the sequence (`kv_ledger`). With a model folder that has a
-tokenizer.json it supports grammars: it ends as soon as allowed, closes what is open, and echoes the prompt where the grammar
-allows it.
+is read. It keeps the contract of a real engine exactly: KV blocks, chunks, stopping. With a model folder that has a tokenizer.json
+it supports grammars: it ends as soon as allowed, closes what is open, and echoes the prompt where the grammar allows it.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
-from text_generation_proto.lora import parse_adapters
+from text_generation_common.lora import parse_adapters
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
@@ -29,7 +27,6 @@ from text_generation_shard.engine import (
     TopTokens,
 )
 from text_generation_shard.grammar import Grammars, load_grammars
-from text_generation_shard.step.kv_ledger import KVLedger
 from text_generation_shard.step.masks import Mask, TokenMasks
 from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRow
 from text_generation_shard.step.table import SequenceTable
@@ -51,15 +48,12 @@ class EchoEngine(SynchronousEngine):
     step_s: float
     prefill_s: float
     decode_s: float
-    fail_token: int
-    fail_step_token: int
-    hang_token: int
     grammars: Grammars | None = None
-    _table: SequenceTable = field(init=False)
+    table: SequenceTable = field(init=False)
     _masks: TokenMasks | None = field(init=False)
 
     @classmethod
-    def build(cls, config: ShardConfig) -> EchoEngine:
+    def build(cls, config: ShardConfig) -> Self:
         grammars = load_grammars(config.model_path)
         info = EngineInfo(
             engine="echo",
@@ -84,32 +78,28 @@ class EchoEngine(SynchronousEngine):
             step_s=config.echo_step_ms / 1e3,
             prefill_s=config.echo_prefill_us / 1e6,
             decode_s=config.echo_decode_us / 1e6,
-            fail_token=config.echo_fail_token,
-            fail_step_token=config.echo_fail_step_token,
-            hang_token=config.echo_hang_token,
             grammars=grammars,
         )
 
     def __post_init__(self) -> None:
-        self._table = SequenceTable(self.info)
+        self.table = SequenceTable(self.info)
         self._masks = None if self.grammars is None else TokenMasks(self.grammars, self.grammars.vocab_size)
 
     def warm_up(self, limits: WarmUpLimits) -> int:
-        self._table.clear()
+        self.table.clear()
         if limits.max_batch_total_tokens:
             self.num_blocks = limits.max_batch_total_tokens // BLOCK_SIZE
-        self._table.num_blocks = self.num_blocks
-        self._table.ledger = KVLedger(self.num_blocks, BLOCK_SIZE)
+        self.table.num_blocks = self.num_blocks
         return self.num_blocks
 
     def apply(self, orders: Orders) -> list[Failure]:
-        return self._table.apply(orders)
+        return self.table.apply(orders)
 
     def step(self) -> StepResult | None:
-        step = self._table.rows()
+        step = self.table.rows()
         rows = step.others
         if not rows:
-            return StepResult() if self._table.wait_for_mask() else None
+            return StepResult() if self.table.wait_for_mask() else None
         started = time.perf_counter()
         sampling = [row.sequence for row in rows if row.samples]
         constrained = [sequence for sequence in sampling if sequence.matcher is not None]
@@ -118,35 +108,33 @@ class EchoEngine(SynchronousEngine):
             # Sleep beside the other work, not after it, so that the step takes the configured time.
             time.sleep(pace)
         masks = {} if pending is None else pending.result()
-        output = self._sample(sampling, masks)
-        if self.fail_step_token in output.token_ids:
-            return self._table.fail(step, "the step failed, as the echo engine was told")
+        output = self.sample(sampling, masks)
         for row in rows:
             self._score_prompt(row)
-        self._table.begin(step)
-        self._table.retract(sampling[index] for index in output.late)
-        result = self._table.advance(step, output)
+        self.table.begin(step)
+        self.table.retract(sampling[index] for index in output.late)
+        result = self.table.advance(step, output)
         self._add_top_tokens(rows, result)
         result.forward_ns = int((time.perf_counter() - started) * 1e9)
         return result
 
     @property
     def running(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     @property
     def used_blocks(self) -> int:
-        return self._table.used_blocks
+        return self.table.used_blocks
 
     @property
     def prefilling(self) -> int:
-        return self._table.prefilling
+        return self.table.prefilling
 
     def reset(self) -> None:
-        self._table.clear()
+        self.table.clear()
 
     def close(self) -> None:
-        self._table.clear()
+        self.table.clear()
         if self.grammars is not None:
             self.grammars.close()
         if self._masks is not None:
@@ -157,7 +145,8 @@ class EchoEngine(SynchronousEngine):
         prompts = [row.length for row in rows if row.prefills]
         return self.step_s + self.prefill_s * sum(prompts) + self.decode_s * (len(rows) - len(prompts))
 
-    def _sample(self, sequences: list[Sequence], masks: dict[int, Mask]) -> SamplerOutput:
+    def sample(self, sequences: list[Sequence], masks: dict[int, Mask]) -> SamplerOutput:
+        """Return the next tokens of sequences."""
         output = SamplerOutput([], [LOGPROB] * len(sequences))
         for index, sequence in enumerate(sequences):
             period = sequence.prompt_length - sequence.generated_before
@@ -166,11 +155,7 @@ class EchoEngine(SynchronousEngine):
             mask = masks.get(sequence.slot)
             if sequence.matcher is not None and mask is None:
                 output.late.add(index)
-            if token == self.hang_token and not sequence.generated_before:
-                threading.Event().wait()
-            elif token == self.fail_token:
-                output.failures[index] = (FailureCode.NUMERICS, "this token fails, as the echo engine was told")
-            elif mask is not None and self.grammars is not None:
+            if mask is not None and self.grammars is not None:
                 if mask.failure is not None:
                     output.failures[index] = (FailureCode.GRAMMAR, mask.failure)
                 elif mask.is_complete or (mask.may_end and not sequence.suppressed):

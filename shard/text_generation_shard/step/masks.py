@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from text_generation_proto.cpus import usable_cpus
-from text_generation_proto.panics import without_panics
+from text_generation_common.cpus import usable_cpus
+from text_generation_common.panics import without_panics
 from text_generation_shard.grammar import SLOW_MASK_S, Grammars, Matcher, lower_priority
 from text_generation_shard.step.sequence import Sequence
 
@@ -45,7 +45,7 @@ class Mask:
     is_complete: bool = False
     """True if only an end token may follow: the sequence ends with it."""
     failure: str | None = None
-    """The reason if there is no mask."""
+    """The reason why the mask is missing."""
 
 
 class TokenMasks:

@@ -33,9 +33,9 @@ class Sequence:
     computed: int
     """Positions whose KV is in the blocks."""
     generated: int
-    """New tokens recorded since this admission."""
+    """New tokens recorded since it started in this slot."""
     generated_before: int
-    """Tokens at the end of the prompt that were generated before this admission."""
+    """Tokens at the end of the prompt that were generated before that."""
     sampling: Sampling
     stopping: Stopping
     top_n: int
@@ -63,7 +63,7 @@ class Sequence:
     """First position that its blocks or its maximum length exclude; see `update_end`."""
 
     @classmethod
-    def admit(cls, new: NewSequence) -> Sequence:
+    def of(cls, new: NewSequence) -> Sequence:
         """Create the sequence that `new` describes."""
         scored = len(new.prompt) - new.generated_tokens
         scores: PromptScores | None = None
@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def banned(self) -> frozenset[int]:
-        """Tokens that would complete one of its bad words, of which it has some."""
+        """Tokens that would complete one of its bad words. It must have some."""
         words = self.sampling.bad_words
         start = self.prompt_length - self.generated_before
         end = tuple(self.tokens[max(start, len(self.tokens) - max(map(len, words)) + 1) :])

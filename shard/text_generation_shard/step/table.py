@@ -14,8 +14,7 @@ too, although only the device knows the token that it needs. A step is *recorded
 engine may be one step ahead of what is recorded; results for a sequence that was dropped meanwhile are discarded.
 
 If the device keeps the last tokens, a sequence that needs nothing but the most probable token moves to the persistent batch with
-its first token. Its results are then reported but not stored: its `tokens`, `computed` and `generated` stop changing. A ledger
-needs them, so it is not used with a persistent batch.
+its first token. Its results are then reported but not stored: its `tokens`, `computed` and `generated` stop changing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from dataclasses import dataclass, field
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult, sequence_problem
 from text_generation_shard.grammar import GrammarError
-from text_generation_shard.step.kv_ledger import KVLedger
 from text_generation_shard.step.persistent_batch import PersistentBatch
 from text_generation_shard.step.sequence import (
     PersistentRows,
@@ -48,8 +46,6 @@ class SequenceTable:
 
     info: EngineInfo
     num_blocks: int = 0
-    ledger: KVLedger | None = None
-    """Checks the ownership and the contents of blocks; None: the orders are trusted."""
     runs_ahead: bool = False
     """True if the device keeps the last tokens and steps may begin before they are known: enables the persistent batch."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -89,31 +85,29 @@ class SequenceTable:
             self._remove(slot)
         self._chunked.clear()
         self._without_matcher.clear()
-        if self.ledger is not None:
-            self.ledger.clear()
 
     def apply(self, orders: Orders) -> list[Failure]:
         """Make the changes of `orders`. Drop and return the sequences for which they break the contract."""
         failed: list[Failure] = []
         for slot in orders.release:
             self._remove(slot)
-        for new in orders.admit:
+        for new in orders.placements:
             if problem := self._new_sequence_problem(new):
-                # A slot in a failure is free afterwards. A sequence admitted to a taken slot ends the other one too, or
+                # A slot in a failure is free afterwards. A sequence placed in a taken slot ends the other one too, or
                 # two sequences would share a slot on the wire.
                 self._remove(new.slot)
                 failed.append(Failure(new.slot, FailureCode.INVALID, problem))
             else:
-                self._admit(new)
+                self._place(new)
         if self._without_matcher:
             failed += self._take_matchers()
-        for slot, blocks in orders.grants:
+        for slot, blocks in orders.allocations:
             # An order may cross a finish on the wire: ignore unknown slots.
             if sequence := self.sequences.get(slot):
-                if problem := self._grant_problem(blocks):
+                if problem := self._blocks_problem(blocks):
                     failed.append(self._drop(sequence, FailureCode.INVALID, problem))
                 else:
-                    self._grant(sequence, blocks)
+                    self._allocate(sequence, blocks)
         for slot, tokens in orders.prefill:
             if sequence := self.sequences.get(slot):
                 if problem := self._chunk_problem(sequence, tokens):
@@ -243,14 +237,12 @@ class SequenceTable:
             failed=[self._drop(sequence, FailureCode.STEP, message) for sequence in rows.sequences if sequence.is_held]
         )
 
-    def _admit(self, new: NewSequence) -> None:
-        sequence = self.sequences[new.slot] = self._others[new.slot] = Sequence.admit(new)
+    def _place(self, new: NewSequence) -> None:
+        sequence = self.sequences[new.slot] = self._others[new.slot] = Sequence.of(new)
         sequence.update_end(self.info.block_size)
         if sequence.pending_matcher is not None:
             self._without_matcher.append(sequence)
         self._hold(sequence.blocks)
-        if self.ledger is not None:
-            self.ledger.admit(sequence)
 
     def _move_to_persistent(self, sequence: Sequence) -> None:
         """Move the sequence to the persistent batch if it is greedy from now on; no-op if it was moved.
@@ -261,14 +253,12 @@ class SequenceTable:
             assert self._persistent is not None
             self._persistent.join(sequence)
 
-    def _grant(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
+    def _allocate(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
         sequence.blocks.extend(blocks)
         sequence.update_end(self.info.block_size)
         if self._persistent is not None and sequence.slot not in self._others:
             self._persistent.extend(sequence)
         self._hold(blocks)
-        if self.ledger is not None:
-            self.ledger.grant(sequence, blocks)
 
     def _hold(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -294,8 +284,6 @@ class SequenceTable:
                 self._holders[block] = holders
             else:
                 del self._holders[block]
-        if self.ledger is not None:
-            self.ledger.end(sequence)
 
     def _take_matchers(self) -> list[Failure]:
         """Give sequences the matchers that are built. Drop and return those whose grammar cannot be used."""
@@ -317,14 +305,7 @@ class SequenceTable:
     def _new_sequence_problem(self, new: NewSequence) -> str | None:
         if new.slot in self.sequences:
             return f"slot {new.slot} is taken"
-        return (
-            sequence_problem(new, self.info)
-            or self._blocks_problem(new.blocks)
-            or (None if self.ledger is None else self.ledger.new_sequence_problem(new))
-        )
-
-    def _grant_problem(self, blocks: tuple[int, ...]) -> str | None:
-        return self._blocks_problem(blocks) or (None if self.ledger is None else self.ledger.grant_problem(blocks))
+        return sequence_problem(new, self.info) or self._blocks_problem(new.blocks)
 
     def _blocks_problem(self, blocks: tuple[int, ...]) -> str | None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
@@ -340,5 +321,5 @@ class SequenceTable:
                 f"a chunk of {tokens} does not fit the {sequence.prompt_length - sequence.computed} prompt tokens left"
             )
         if end > len(sequence.blocks) * self.info.block_size:
-            return "a chunk runs past the blocks granted"
+            return "a chunk runs past the allocated blocks"
         return None

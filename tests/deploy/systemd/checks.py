@@ -291,19 +291,6 @@ class Checks:
         assert stacks
         return f"ended after {seconds:.1f} s with WatchdogSec={WATCHDOG_S}, stacks in the journal"
 
-    def router_loss_is_survived(self) -> str:
-        """The launcher restarts the router, and the service stays active."""
-        restarts, launcher = self.show(DEMO, "NRestarts"), self._main(DEMO)
-        lost = self._child(DEMO, "text_generation_router")
-        self._run(f"kill -KILL {lost}")
-        seconds = until(
-            lambda: self._router(DEMO) not in ("", str(lost)) and self._status_of("/health") == 200,
-            RESTART_S,
-            "the router serves again",
-        )
-        assert (self.show(DEMO, "NRestarts"), self._main(DEMO)) == (restarts, launcher)
-        return f"{seconds:.1f} s, NRestarts unchanged"
-
     def router_that_cannot_live_restarts(self) -> str:
         """Without restarts by the launcher its death ends the launcher with 75, and systemd restarts the service."""
         before = self._settings("")
@@ -316,11 +303,6 @@ class Checks:
         assert "status=75" in log
         self._settings(before)
         return f"{seconds:.1f} s"
-
-    def _router(self, unit: str) -> str:
-        return self._run(
-            f"pgrep --oldest --parent {self._main(unit)} --full 'm text_generation_router '", check=False
-        ).strip()
 
     def _stays_failed(self, code: int, unit: str = DEMO) -> str:
         until(lambda: self.show(unit, "ActiveState") == "failed", 60, "failed")

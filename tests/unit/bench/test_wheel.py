@@ -15,7 +15,7 @@ def test_wheel_has_the_product_packages_and_of_the_benchmarks_the_command() -> N
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     names = {"proto", "router", "shard", "launcher"}
-    packages = {f"{name}/text_generation_{name}" for name in names}
+    packages = {f"{name}/text_generation_{name}" for name in names} | {"proto/text_generation_common"}
     assert set(wheel["only-include"]) == packages | {
         "bench/text_generation_bench/__init__.py",
         "bench/text_generation_bench/load",

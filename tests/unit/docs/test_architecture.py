@@ -1,7 +1,8 @@
-"""docs/architecture.md against the code: the files it names, and the tables of "How to add"."""
+"""docs/architecture.md against the code: the files and symbols it names, and the tables of "How to add"."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from text_generation_proto.values import LOGPROB_PARAMETERS, SAMPLING_PARAMETERS
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = {
+    "C/": "proto/text_generation_common/",
     "P/": "proto/text_generation_proto/",
     "R/": "router/text_generation_router/",
     "S/": "shard/text_generation_shard/",
@@ -31,6 +33,8 @@ MAX_FILES = {
     "a model family": 1,
     "a model family with a new structure": 2,
 }
+SECTION = TEXT.partition("## Where is …")[2].partition("\n## ")[0]
+PLACES = [line.strip("| ").split(" | ") for line in SECTION.splitlines() if line.startswith("| ")][1:]
 ROWS = re.findall(r"^\| (an? [^|]+) \| `(\w+)` \| ([^|]+) \|$", TEXT, re.MULTILINE)
 
 
@@ -40,7 +44,21 @@ def path_of(name: str) -> Path:
 
 
 def named_in(text: str) -> list[Path]:
-    return [path_of(name) for name in re.findall(r"(?<![\w/.])((?:[PRS]|launcher)/[\w/.]+\.(?:py|proto))", text)]
+    return [path_of(name) for name in re.findall(r"(?<![\w/.])((?:[CPRS]|launcher)/[\w/.]+\.(?:py|proto))", text)]
+
+
+def defines(path: Path, symbol: str) -> bool:
+    """Return True if the file defines a function, class or constant; a method is `Class.method`."""
+    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    *classes, name = symbol.split(".")
+    for each in classes:
+        body = [inner for node in body if isinstance(node, ast.ClassDef) and node.name == each for inner in node.body]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    assigned = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    assigned += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    return name in {node.name for node in body if isinstance(node, functions)} | {
+        ast.unparse(each) for each in assigned
+    }
 
 
 def product_files_with(word: str) -> set[Path]:
@@ -50,7 +68,6 @@ def product_files_with(word: str) -> set[Path]:
         for path in sources
         if path.suffix in (".py", ".proto")
         and "_pb2" not in path.name
-        and "gateway" not in path.parts
         and re.search(rf"\b{word}\b", path.read_text(encoding="utf-8"))
     }
 
@@ -59,6 +76,12 @@ def test_every_file_it_names_exists() -> None:
     named = named_in(TEXT)
     assert len(named) > 30
     assert [str(path) for path in named if not path.is_file()] == []
+
+
+def test_each_place_defines_the_symbol_of_its_row() -> None:
+    assert len(PLACES) > 70
+    names = [(path_of(file.strip("`")), symbol.strip("`")) for _, file, symbol in PLACES]
+    assert [(str(path), symbol) for path, symbol in names if not defines(path, symbol)] == []
 
 
 def test_it_has_a_row_for_every_kind_of_addition() -> None:

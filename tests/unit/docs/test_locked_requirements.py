@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -43,12 +44,12 @@ def test_locked_versions_are_those_of_the_constraints(file: Path) -> None:
 
 def test_every_package_that_the_server_needs_is_locked() -> None:
     packages, found = locked(ROOT / "deploy" / "container" / "requirements.txt"), set()
-    left = ["text-generation-trtllm"]
+    left: list[Iterable[str]] = [[*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["otlp"]]]
     while left:
-        for required in map(Requirement, requires(left.pop()) or ()):
+        for required in map(Requirement, left.pop()):
             if required.marker is None or required.marker.evaluate({"extra": ""}):
                 name = canonicalize_name(required.name)
-                left += [] if name in found else [name]
+                left += [] if name in found else [requires(name) or ()]
                 found.add(name)
                 assert required.specifier.contains(packages[name]), "run: make lock"
     assert found == packages.keys()
@@ -73,7 +74,7 @@ def test_error_texts_and_pages_name_packages_that_exist() -> None:
     """The name of this project is not registered: anyone could do it, and be installed."""
     known = {requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra}
     found = set()
-    for folder in ("router", "shard", "launcher", "bench"):
+    for folder in ("proto", "router", "shard", "launcher", "bench"):
         for file in (ROOT / folder).rglob("*.py"):
             for command in INSTALL.findall(file.read_text("utf-8")):
                 found.update(re.findall(r"'([^']+)'", command))

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import text_generation_router.api.cloud.errors
-import text_generation_router.api.http.body_errors  # noqa: F401 - the same
+import text_generation_router.api.cloud.kserve
+import text_generation_router.api.cloud.vertex
+import text_generation_router.web.body_errors  # noqa: F401 - the same
+from text_generation_router.admission_queue import PendingWork
 from text_generation_router.error_attributes import TgiBody
 from text_generation_router.errors import ServingError, error_classes
 from text_generation_router.metrics import Metrics
-from text_generation_router.preparation import Preparation
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
@@ -42,7 +43,7 @@ def test_every_metric_of_our_own_is_listed() -> None:
     scheduler = Scheduler(Policy(1, 1))
     metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=scheduler)
     metrics.add_shards(Cluster(scheduler, metrics.steps), lambda: 1)
-    metrics.add_preparation(Preparation())
+    metrics.add_preparation(PendingWork())
     families = {
         family.name + "_total" * (family.type == "counter"): family.documentation
         for family in text_string_to_metric_families(metrics.exposition().decode())

@@ -19,30 +19,29 @@ from typing import Any
 import pytest
 from standin import VERSIONS, importable, table
 
-from text_generation_shard.engines.tensorrt_llm import api, statistics
+from text_generation_shard.engines.tensorrt_llm import statistics
 
 REQUIRED = "(required)"
 USED = {
     "LLM.__init__": {"": "model skip_tokenizer_init tensor_parallel_size dtype"},
     "LLM.generate_async": {
         "": "inputs sampling_params streaming cache_salt lora_request",
-        "1.3": "priority kv_cache_retention_config",
+        "1.3": "priority",
     },
     "LLM.get_stats_async": {"": "timeout"},
     "LLM.get_stats": {"": "timeout"},
-    "LLM.get_kv_cache_events": {"": "timeout"},
-    "LLM.get_kv_cache_events_async": {"": "timeout"},
     "LLM.shutdown": {},
     "LLM._check_health": {},
     "LLM.get_kv_cache_capacity": {},
     "TorchLlmArgs": {
         "": "max_batch_size max_num_tokens max_seq_len enable_chunked_prefill enable_iter_perf_stats load_format "
         "guided_decoding_backend kv_cache_config scheduler_config cuda_graph_config enable_lora lora_config "
-        "speculative_config enable_attention_dp",
+        "speculative_config enable_attention_dp return_perf_metrics",
         "1.2": "sampler_type",
+        "1.3": "generation_config",
     },
     "BaseLlmArgs": {"1.2": "pipeline_parallel_size context_parallel_size gather_generation_logits"},
-    "KvCacheConfig": {"": "free_gpu_memory_fraction tokens_per_block event_buffer_max_size"},
+    "KvCacheConfig": {"": "free_gpu_memory_fraction tokens_per_block event_buffer_max_size max_attention_window"},
     "SchedulerConfig": {"": "capacity_scheduler_policy"},
     "SamplingParams": {
         "": "end_id pad_id max_tokens min_tokens stop_token_ids include_stop_str_in_output ignore_eos detokenize "
@@ -56,23 +55,22 @@ USED = {
     "NGramDecodingConfig": {"": "max_draft_len"},
     "DraftTargetDecodingConfig": {"": "max_draft_len speculative_model"},
     "stats": {
-        "": "iter numQueuedRequests kvCacheStats usedNumBlocks maxNumBlocks tokensPerBlock inflightBatchingStats iterLatencyMS "
+        "": "iter numQueuedRequests kvCacheStats freeNumBlocks tokensPerBlock inflightBatchingStats iterLatencyMS "
         "specDecodingStats numRequestsWithDraftTokens numDraftTokens numAcceptedTokens",
-        "1.3": "gpuForwardTimeMS prevDeviceStepTimeMS attentionDpRank numQueuedContextRequests",
+        "1.3": "gpuForwardTimeMS prevDeviceStepTimeMS attentionDpRank rank numQueuedContextRequests "
+        "kvCacheIterationStats primaryFreeNumBlocks",
     },
     "Logprob": {"": "logprob rank"},
+    "RequestOutput": {"": "outputs cached_tokens abort"},
+    "CompletionOutput": {"": "token_ids logprobs prompt_logprobs finish_reason stop_reason"},
     "LoraConfig": {
         "": "lora_target_modules trtllm_modules_to_hf_modules max_lora_rank max_loras max_cpu_loras",
-    },
-    "KvCacheRetentionConfig": {
-        "1.3": "token_range_retention_configs decode_retention_priority decode_duration_ms TokenRangeRetentionConfig",
     },
     "LoRARequest": {"": "lora_name lora_int_id lora_path"},
     "public imports": {
         "": "tensorrt_llm.LLM tensorrt_llm.SamplingParams tensorrt_llm.llmapi.RequestError "
         "tensorrt_llm.llmapi.TorchLlmArgs tensorrt_llm.llmapi.GuidedDecodingParams tensorrt_llm.llmapi.KvCacheConfig "
-        "tensorrt_llm.llmapi.SchedulerConfig tensorrt_llm.llmapi.CudaGraphConfig tensorrt_llm.llmapi.LoRARequest "
-        "tensorrt_llm.llmapi.KvCacheRetentionConfig",
+        "tensorrt_llm.llmapi.SchedulerConfig tensorrt_llm.llmapi.CudaGraphConfig tensorrt_llm.llmapi.LoRARequest",
         "1.2": "tensorrt_llm._tensorrt_engine.LLM tensorrt_llm.executor.utils.RequestError "
         "tensorrt_llm.llmapi.MTPDecodingConfig tensorrt_llm.llmapi.EagleDecodingConfig "
         "tensorrt_llm.llmapi.NGramDecodingConfig tensorrt_llm.llmapi.DraftTargetDecodingConfig",
@@ -80,7 +78,6 @@ USED = {
 }
 """Entry → release ("": both) → the names that the engine uses: keywords, fields, attributes, imports."""
 ONLY_IN = {
-    "KvCacheRetentionConfig": "1.3",
     "LLM._check_health": "1.2",
     "LLM.get_kv_cache_capacity": "1.3",
     "BaseLlmArgs": "1.2",
@@ -213,18 +210,6 @@ def test_names_that_the_engine_uses_exist(release: Release, name: str) -> None:
         assert name not in release.entries
     else:
         assert used <= release.names_in(name)
-
-
-@pytest.mark.parametrize("protocol", [api.RequestOutput, api.CompletionOutput, api.LLM])
-def test_members_of_the_protocols_exist(release: Release, protocol: type) -> None:
-    functions = [name for name, value in vars(protocol).items() if inspect.isfunction(value)]
-    public = {name for name in (*protocol.__annotations__, *functions) if not name.startswith("_")}
-    assert public
-    for name in public:
-        if protocol is api.LLM:
-            assert f"LLM.{name}" in release.entries
-        else:
-            assert name in release.names_in(protocol.__name__)
 
 
 def test_every_key_that_is_read_of_the_statistics_is_recorded() -> None:

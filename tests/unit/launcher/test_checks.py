@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from text_generation_common.exit_codes import ExitCode
 from text_generation_launcher.checks import check_engine
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.counts import PlanError
 from text_generation_launcher.launch import launch
-from text_generation_proto.exit_codes import ExitCode
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ SEVERAL_GPUS = "--trtllm-launch mpirun starts the processes of several GPUs: it 
     [
         ({"device": "cpu"}, "`device` is cpu, and the tensorrt-llm engine runs on GPUs only"),
         ({"trtllm_options": "{max_num_tokens: "}, "--trtllm-options: "),
-        ({"trtllm_options": "tensor_parallel_size: 2"}, "tensor_parallel_size is not set here: use --num-shard"),
+        ({"trtllm_options": "{dtype: auto, model: a}"}, "dtype is not set here: use --dtype; model is not set here"),
         ({"trtllm_options": "engine.yaml"}, "engine.yaml: there is no such file"),
         (
             {"nodes": 2, "num_shard": 2, "leader_address": "head", "shard_token": "t", "insecure": True},
@@ -92,12 +92,6 @@ SEVERAL_GPUS = "--trtllm-launch mpirun starts the processes of several GPUs: it 
 )
 def test_invalid_settings_are_rejected(settings: dict[str, object], text: str, installed: Path) -> None:
     assert text in rejection(installed, **settings)
-
-
-def test_options_file_is_relative_to_the_launchers_folder(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (installed / "engine.yaml").write_text("max_num_tokens: 4096\n")
-    monkeypatch.chdir(installed)
-    check(installed, trtllm_options="engine.yaml")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +128,8 @@ TORCH = "--trtllm-options is for the tensorrt-llm engine, and the engine is torc
         (NO_GPU, {"engine": "tensorrt-llm"}, OPTIONS),
         (ONE_GPU, {"engine": "torch"}, TORCH),
         (ONE_GPU, {"num_shard": 2}, "2 shards take one each (--num-shard), and 1 are visible"),
+        (ONE_GPU, {"trtllm_options": "{tensor_parallel_size: 4}"}, "4 shards take one each (--num-shard), and 1 are"),
+        (ONE_GPU, {"trtllm_options": "{pipeline_parallel_size: 2}"}, "2 shards take one each (--num-shard), and 1 are"),
     ],
 )
 async def test_settings_are_rejected_before_the_model_is_resolved(

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from text_generation_common import progress
+from text_generation_common.logs import VARIABLE
+from text_generation_common.progress import RELAYED
 from text_generation_launcher.child import MAX_LINE_BYTES, forward_output, label
-from text_generation_proto import progress
-from text_generation_proto.logs import VARIABLE
-from text_generation_proto.progress import RELAYED
 
 RECORD = b"2026-01-01T00:00:00Z [info     ] serving process=shard-0"
 JSON_RECORD = b'{"event": "serving", "process": "shard-0"}'

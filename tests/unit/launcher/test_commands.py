@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from text_generation_common.exit_codes import ExitCode
 from text_generation_launcher.completion import completion_script
-from text_generation_proto.exit_codes import ExitCode
 
 PROGRAM = "text-generation-launcher"
 BARE = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
@@ -89,7 +89,15 @@ def test_the_configuration_of_all_processes_with_sources_and_without_secrets(tmp
     token = tmp_path / "token"
     token.write_text("t0ken", encoding="ascii")
     flags = ["--model-id", str(tmp_path), "--engine", "echo", "--print-config", "--json-output", "--port", "1"]
-    done = launcher(*flags, "--shard-token-file", str(token), API_KEY="k3y", MAX_BEST_OF="7", AIP_HTTP_PORT="8080")
+    done = launcher(
+        *flags,
+        "--shard-token-file",
+        str(token),
+        API_KEY="k3y",
+        MAX_BEST_OF="7",
+        AIP_HTTP_PORT="8080",
+        MAX_TOP_N_TOKENS="5",
+    )
     assert done.returncode == 0
     assert "t0ken" not in done.stdout
     assert "k3y" not in done.stdout
@@ -102,7 +110,7 @@ def test_the_configuration_of_all_processes_with_sources_and_without_secrets(tmp
     assert found["shard-0"]["engine"] == {"value": "echo", "source": "flag"}
     assert found["shard-0"]["model_path"] == {"value": str(tmp_path), "source": "launcher"}
     assert found["shard-0"]["shard_token"] == {"value": "***", "source": "file of --shard-token-file"}
-    assert found["shard-0"]["echo_fail_token"] == {"value": -1, "source": "default"}  # the id of a token
+    assert found["router"]["max_top_n_tokens"] == {"value": 5, "source": "environment MAX_TOP_N_TOKENS"}
     refused = launcher(*flags, "--num-shard", "2")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "the echo engine has no model to split" in refused.stderr

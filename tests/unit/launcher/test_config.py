@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_launcher.config import UNSUPPORTED, LauncherConfig, child_settings, read_config
+from text_generation_launcher.config import UNSUPPORTED, LauncherConfig, read_config
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
 
 MODEL = ("--model-id", "some/model")
 DECIDED_BY_THE_PLAN = (
     *("lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"),
-    *("tensor_parallel", "group_address", "group_gpus", "log_drops_fd", "gpus_per_node"),
-    *("role", "http_worker", "front_socket", "counts_fd"),
+    *("tensor_parallel", "group_address", "group_gpus", "gpus_per_node"),
+    *("role", "http_worker", "worker_socket"),
 )
 """Settings of the children that are no settings of the launcher."""
 
@@ -105,13 +105,6 @@ def test_settings_of_the_children_that_the_launcher_lacks() -> None:
     assert children - set(LauncherConfig.model_fields) == set(DECIDED_BY_THE_PLAN)
 
 
-def test_child_settings_are_those_of_the_launcher() -> None:
-    config = read_config((*MODEL, "--echo-step-ms", "5", "--max-best-of", "7"), {})
-    assert child_settings(config, ShardConfig)["echo_step_ms"] == 5.0
-    assert "max_best_of" not in child_settings(config, ShardConfig)
-    assert child_settings(config, RouterConfig)["max_best_of"] == 7
-
-
 def test_settings_made_by_the_plan_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None:
     for name in DECIDED_BY_THE_PLAN:
         flag = f"--{name.replace('_', '-')}"
@@ -125,15 +118,12 @@ def test_model_id_is_required(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_unsupported_tgi_flags_are_rejected_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flag = f"--{name.replace('_', '-')}"
-    assert f"{flag} is a flag of TGI's" in usage_error(capsys, *MODEL, flag, "1")
-    assert f"{flag} is a flag of TGI's" in usage_error(capsys, *MODEL, f"{flag}=1")
-    assert f"{name.upper()} is set" in usage_error(capsys, *MODEL, environ={name.upper(): "1"})
-
-
-def test_rejection_names_the_alternative(capsys: pytest.CaptureFixture[str]) -> None:
-    alternative = "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options"
-    assert usage_error(capsys, *MODEL, "--kv-cache-dtype", "fp8").endswith(f"does not have: {alternative}\n")
-    assert usage_error(capsys, *MODEL, environ={"KV_CACHE_DTYPE": "fp8"}).endswith(f"unset it; {alternative}\n")
+    for words in ((flag, "1"), (f"{flag}=1",)):
+        error = usage_error(capsys, *MODEL, *words)
+        assert error.endswith(f"{flag} is a flag of TGI's that this server does not have: {UNSUPPORTED[name]}\n")
+    error = usage_error(capsys, *MODEL, environ={name.upper(): "1"})
+    assert f"{name.upper()} is set" in error
+    assert error.endswith(f"unset it; {UNSUPPORTED[name]}\n")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +214,11 @@ def test_rejection_without_secret(capsys: pytest.CaptureFixture[str]) -> None:
         ("--num-replicas 0", "--num-replicas (or NUM_REPLICAS)"),
         ("--max-shard-restarts -1", "--max-shard-restarts (or MAX_SHARD_RESTARTS)"),
         ("--port 0", "--port (or PORT)"),
-        ("--port x", "--port (or PORT)"),
+        (
+            "--port x",
+            "--port (or PORT): Input should be a valid integer, unable to parse string as an integer, not 'x'",
+        ),
+        ("--num-shard", "argument --num-shard: expected one argument"),
         ("--shard-tls-cert a", "--shard-tls-cert, --shard-tls-key and --shard-tls-ca belong together"),
         ("--validation-workers 0", "--validation-workers (or VALIDATION_WORKERS)"),
         ("--max-batch-size 0", "--max-batch-size (or MAX_BATCH_SIZE)"),
@@ -233,8 +227,8 @@ def test_rejection_without_secret(capsys: pytest.CaptureFixture[str]) -> None:
         ("--lora-adapters a=b=c", "Invalid LoRA adapter format: a=b=c, not 'a=b=c'"),
         ("--lora-adapters some/model=/a", "`lora_adapters`: some/model is the name of the model itself"),
         ("--trtllm-hosts a,b", "`trtllm_hosts` is for --trtllm-launch mpirun"),
-        ("--trtllm-launch mpirun --trtllm-hosts a,-b", "`trtllm_hosts`: '-b' is no name of a host"),
-        ("--trtllm-launch mpirun --trtllm-hosts a,a", "`trtllm_hosts`: a host is given twice"),
+        ("--trtllm-launch mpirun --trtllm-hosts a,-b", "`trtllm_hosts`: invalid host name '-b'"),
+        ("--trtllm-launch mpirun --trtllm-hosts a,a", "`trtllm_hosts`: duplicate host"),
         ("--trtllm-launch mpirun --trtllm-hosts a,b --num-replicas 2", "the ranks of several hosts are one replica"),
         ("--num-sh 1", "unrecognized arguments: --num-sh 1; did you mean --num-shard?"),
     ],

@@ -16,8 +16,7 @@ SLOW = {*MODEL_RUNTIMES, "grpc", "aiohttp", "huggingface_hub"}
         ("text_generation_launcher.commands", SLOW),
         ("text_generation_launcher.launch", MODEL_RUNTIMES | {"grpc_health.v1.health"}),
         ("text_generation_launcher.download", MODEL_RUNTIMES | {"grpc", "aiohttp"}),
-        ("text_generation_shard.engines.torch.build", {"triton"}),  # torch for CPUs comes without it
-        ("text_generation_shard.engines.torch.cuda.build", {"triton"}),  # also a rank of a group on CPUs
+        ("text_generation_shard.engines.torch.build.native", {"triton"}),  # torch for CPUs comes without it
     ],
 )
 def test_modules_do_not_import_slow_or_missing_packages(module: str, unwanted: set[str]) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
@@ -58,9 +57,3 @@ def test_surviving_words_are_unchanged_by_bash(word: str) -> None:
     script = 'task="${@:1}"; printf "%s\\n" $task'
     done = subprocess.run(["bash", "-c", script, "-", "first", word], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.splitlines() == ["first", word]
-
-
-def test_search_path_starts_with_the_folder_of_python() -> None:
-    folder = sys.executable.rpartition("/")[0]
-    assert mpi.search_path({"PATH": "/a:/b"}) == f"{folder}:/a:/b"
-    assert mpi.search_path({}).startswith(f"{folder}:")

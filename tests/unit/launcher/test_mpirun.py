@@ -23,12 +23,12 @@ import pytest
 from fake_children import TIMEOUT, Journal
 from stack import still_running
 
+from text_generation_common.exit_codes import ExitCode
+from text_generation_common.lifeline import open_lifeline
 from text_generation_launcher import mpi, orphans
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracefulShutdown
-from text_generation_proto.exit_codes import ExitCode
-from text_generation_proto.lifeline import open_lifeline
 
 pytestmark = [
     pytest.mark.system,
@@ -177,7 +177,7 @@ async def started(mpi_programs: FakeMpi, shard: str, *words: str) -> AsyncIterat
     with open_lifeline() as lifeline_fd:
         async with asyncio.TaskGroup() as tasks:
             spec = mpi_programs.spec(lifeline_fd, shard, *words)
-            task = tasks.create_task(run_to_end(spec, GracefulShutdown().grace_period, json_output=False))
+            task = tasks.create_task(run_to_end(spec, GracefulShutdown().grace_period))
             yield Started(task, [await mpi_programs.next() for _ in range(3)])
             task.cancel()
 
@@ -237,7 +237,7 @@ async def test_failed_mpirun_is_a_failed_shard(
     mpi_programs.write("mpirun", "import sys; sys.exit('there are not enough slots')\n")
     with open_lifeline() as lifeline_fd:
         spec = mpi_programs.spec(lifeline_fd, WAITING_SHARD)
-        assert await run_to_end(spec, GracefulShutdown().grace_period, json_output=False) == ExitCode.FAILED
+        assert await run_to_end(spec, GracefulShutdown().grace_period) == ExitCode.FAILED
     output = capfdbinary.readouterr().err
     assert b"there are not enough slots" in output
     assert b"mpirun ended before the ranks were there" in output

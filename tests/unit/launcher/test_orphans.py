@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from text_generation_common.descriptors import DescriptorReserve
 from text_generation_launcher import orphans
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracefulShutdown
-from text_generation_proto.descriptors import DescriptorReserve
 
 SLEEPER = (sys.executable, "-S", "-c", "import time; print('runs', flush=True); time.sleep(600)")
 
@@ -52,12 +52,8 @@ def sleepers(mark: str) -> Iterator[list[Sleeper]]:
         sleeper.close()
 
 
-def test_find_returns_the_processes_with_the_mark(mark: str, sleepers: list[Sleeper]) -> None:
-    assert sorted(orphans.find(mark)) == sorted(sleeper.process.pid for sleeper in sleepers[:2])
-    assert orphans.find(orphans.new_mark()) == []
-
-
 async def test_reap_kills_processes_in_other_sessions(mark: str, sleepers: list[Sleeper]) -> None:
+    assert sorted(orphans.find(mark)) == sorted(sleeper.process.pid for sleeper in sleepers[:2])
     await orphans.reap(mark, DescriptorReserve(0))
     assert [await asyncio.to_thread(sleeper.process.wait, 30) for sleeper in sleepers[:2]] == [-9, -9]
     assert sleepers[2].process.poll() is None
@@ -81,7 +77,7 @@ open({str(tmp_path / "pid")!r}, "w").write(str(worker.pid))
 sys.exit(3)
 """
     spec = ChildSpec("shard-0", (sys.executable, "-c", script), dict(os.environ), (), stop_timeout=60.0)
-    assert await run_to_end(spec, GracefulShutdown().grace_period, json_output=False) == 3
+    assert await run_to_end(spec, GracefulShutdown().grace_period) == 3
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -115,7 +111,7 @@ async def test_without_descriptors_a_search_is_given_up_and_a_failed_start_keeps
         await orphans.reap(orphans.new_mark(), DescriptorReserve(0))
         for free in range(4):  # the child needs two pipes, and subprocess one more
             with pytest.raises(OSError, match="Too many"):
-                await run_to_end(spec, GracefulShutdown().grace_period, json_output=False)
+                await run_to_end(spec, GracefulShutdown().grace_period)
             await asyncio.sleep(0)  # a transport closes its pipe in the loop's next round
             taken += (again := take_descriptors())
             assert len(again) == free

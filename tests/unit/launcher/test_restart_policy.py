@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from text_generation_launcher.restarts import DELAYS, STABLE_AFTER, FailureStreak, RestartPolicy
-from text_generation_launcher.shard_group import RankExit, root_cause
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
+from text_generation_launcher.replica import root_cause
+from text_generation_launcher.restarts import DELAYS, STABLE_AFTER, FailureStreak, RestartPolicy, UnitExit
 
 KILLED = -9
 LOST = int(ExitCode.BUG)
@@ -59,13 +59,8 @@ def test_without_restarts_the_first_death_is_hopeless(served: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
-        ([RankExit(0, -9)], RankExit(0, -9)),
-        ([RankExit(0, LOST), RankExit(1, -9), RankExit(2, LOST)], RankExit(1, -9)),
-        ([RankExit(2, 1), RankExit(0, LOST), RankExit(1, -15)], RankExit(2, 1)),
-        ([RankExit(1, LOST), RankExit(0, LOST)], RankExit(1, LOST)),
-    ],
+    ("codes", "expected"), [([-9], 0), ([LOST, -9, LOST], 1), ([1, LOST, -15], 0), ([LOST, LOST], 0)]
 )
-def test_root_cause_is_the_first_exit_that_is_not_a_consequence(ends: list[RankExit], expected: RankExit) -> None:
-    assert root_cause(ends) == expected
+def test_root_cause_is_the_first_exit_that_is_not_a_consequence(codes: list[int], expected: int) -> None:
+    ends = [UnitExit(f"shard-0-rank-{rank}", code) for rank, code in enumerate(codes)]
+    assert root_cause(ends) is ends[expected]

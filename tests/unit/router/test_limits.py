@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from text_generation_proto.exit_codes import CannotServe
+from text_generation_common.exit_codes import CannotServe
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.config import RouterConfig
 from text_generation_router.serve.limits import resolve_limits

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from text_generation_proto.lora import MAX_ADAPTERS, AdapterSource, adapters_to_text, parse_adapters
+from text_generation_common.lora import MAX_ADAPTERS, AdapterSource, adapters_to_text, parse_adapters
 from text_generation_shard.adapters import read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
@@ -98,13 +98,9 @@ def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
         ("holds no weights", {}, {}),
         ("has lora_A only", {}, {f"{LAYER}A.weight": (8, 64)}),
         ("hidden_size 128, and this one has 64", {}, {f"{LAYER}A.weight": (8, 128), f"{LAYER}B.weight": (64, 8)}),
-        (
-            "more layers than the 2",
-            {},
-            {key.replace("layers.1", "layers.2"): shape for key, shape in WEIGHTS.items()},
-        ),
+        ("more layers than the 2", {}, {key.replace("layers.1", "layers.2"): shape for key, shape in WEIGHTS.items()}),
         ("not a weight of a LoRA adapter", {}, WEIGHTS | {"base_model.model.lm_head.weight": (9, 64)}),
-        ("no matrix", {}, {f"{LAYER}A.weight": (8,)}),
+        ("is not a matrix", {}, {f"{LAYER}A.weight": (8,)}),
     ],
 )
 def test_a_wrong_adapter_is_one_line(tmp_path: Path, expected: str, config: object, weights: Any) -> None:  # noqa: ANN401
@@ -119,7 +115,7 @@ def test_a_wrong_adapter_is_one_line(tmp_path: Path, expected: str, config: obje
 def test_a_damaged_file_is_one_line(tmp_path: Path, damage: bytes) -> None:
     config = a_folder(tmp_path)
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(damage)
-    with pytest.raises(EngineError, match="is no file of safetensors"):
+    with pytest.raises(EngineError, match="is not a safetensors file"):
         read_adapters(config)
     (tmp_path / "adapter" / "adapter_config.json").unlink()
     with pytest.raises(EngineError, match=r"the LoRA adapter sql: .* has no adapter_config.json"):

@@ -139,7 +139,7 @@ def test_an_invalid_sequence_fails_alone(driver: Driver, bad: NewSequence) -> No
     expected = driver.alone(PROMPT)
     neighbour = driver.admit(PROMPT)
     driver.step()
-    (failure,) = driver.engine.apply(Orders(98, admit=(bad,)))
+    (failure,) = driver.engine.apply(Orders(98, placements=(bad,)))
     assert (failure.slot, failure.code) == (bad.slot, FailureCode.INVALID)
     assert "\n" not in failure.message
     driver.run()
@@ -197,22 +197,3 @@ def test_reset_drops_everything(driver: Driver) -> None:
     driver.engine.reset()
     assert (driver.engine.running, driver.engine.used_blocks) == (0, 0)
     assert driver.engine.step() is None
-
-
-@pytest.mark.parametrize("self_scheduling", [False, True])
-def test_configured_failures_of_the_echo_engine(self_scheduling: bool) -> None:
-    config = ShardConfig(engine="echo", echo_fail_token=5, echo_fail_step_token=6, echo_self_scheduling=self_scheduling)
-    driver = driver_for(build_engine(config), WarmUpLimits())
-    bad, neighbour = driver.admit([1, 5]), driver.admit([1, 2], 4)
-    driver.run()
-    assert bad.failure is not None
-    assert bad.failure.code is FailureCode.NUMERICS
-    assert bad.tokens == [1]
-    assert neighbour.tokens == [1, 2, 1, 2]
-    bad, neighbour = driver.admit([1, 6]), driver.admit([1, 2], 4)
-    driver.run()
-    assert bad.failure is not None
-    assert neighbour.failure is not None
-    assert neighbour.failure.code is FailureCode.STEP
-    driver.admit([3], 2)
-    assert driver.step() is not None

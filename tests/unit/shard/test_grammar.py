@@ -16,7 +16,7 @@ from engine_driver import Driver, Stream
 from tiny_engines import TINY_LLAMA
 from tokenizers import Tokenizer
 
-from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
+from text_generation_common.grammar_options import MAX_GRAMMAR_TEXT
 from text_generation_proto.values import (
     FailureCode,
     FinishReason,
@@ -326,8 +326,8 @@ def test_a_session_continues_while_a_grammar_is_compiled(folder: Path, grammar: 
     def admission(slot: int, what: Grammar | None) -> NewSequence:
         return NewSequence(slot, PROMPT, Stopping(5), blocks=tuple(range(slot * 4, slot * 4 + 4)), grammar=what)
 
-    session.order(Orders(1, admit=(admission(0, grammar),), prefill=((0, len(PROMPT)),)))
-    session.order(Orders(2, admit=(admission(1, None),), prefill=((1, len(PROMPT)),)))
+    session.order(Orders(1, placements=(admission(0, grammar),), prefill=((0, len(PROMPT)),)))
+    session.order(Orders(2, placements=(admission(1, None),), prefill=((1, len(PROMPT)),)))
     session.run()
     order = [slot for report in reports for slot in report.slots]
     assert order[:5] == [1] * 5, "the other sequence does not wait"
@@ -341,12 +341,12 @@ def test_a_release_while_the_grammar_is_compiled(driver: Driver) -> None:
     engine = driver.engine
     blocks = (0, 1)
     waiting = NewSequence(0, PROMPT, Stopping(2), blocks=blocks, grammar=REGEX, matcher=late)
-    assert engine.apply(Orders(1, admit=(waiting,), prefill=((0, len(PROMPT)),))) == []
+    assert engine.apply(Orders(1, placements=(waiting,), prefill=((0, len(PROMPT)),))) == []
     assert engine.step() is None
     assert engine.apply(Orders(2, release=(0,))) == []
     assert late.cancelled()
     following = NewSequence(0, PROMPT, Stopping(2), blocks=blocks)
-    assert engine.apply(Orders(3, admit=(following,), prefill=((0, len(PROMPT)),))) == []
+    assert engine.apply(Orders(3, placements=(following,), prefill=((0, len(PROMPT)),))) == []
     first = engine.step()
     assert first is not None
     assert first.slots == [0]

@@ -93,13 +93,15 @@ def random_orders(draw: random.Random, number: int, held: dict[int, Sequence], f
         sampling = Sampling(greedy=False, temperature=0.5) if draw.random() < 0.2 else Sampling()
         blocks = tuple(free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1))
         admit.append(NewSequence(slot, prompt, stopping, sampling, blocks=blocks))
-    grants = [
+    allocations = [
         (slot, tuple(free.pop() for _ in range(draw.randrange(1, 4))))
         for slot in held
         if slot not in release and draw.random() < 0.3
     ]
     prefill = [(new.slot, len(new.prompt)) for new in admit]
-    return Orders(number=number, release=release, admit=tuple(admit), grants=tuple(grants), prefill=tuple(prefill))
+    return Orders(
+        number=number, release=release, placements=tuple(admit), allocations=tuple(allocations), prefill=tuple(prefill)
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -137,7 +139,7 @@ def test_only_greedy_sequences_without_top_tokens_are_persistent_and_not_stored(
 
     host = Host(SequenceTable(INFO, num_blocks=BLOCKS, runs_ahead=True))
     admit = (new(0), new(1, Sampling(temperature=0.5, greedy=False)), new(2, top_n=1))
-    host.step(Orders(1, admit=admit, prefill=((0, 3), (1, 3), (2, 3))))
+    host.step(Orders(1, placements=admit, prefill=((0, 3), (1, 3), (2, 3))))
     for number in range(2, 9):
         host.step(Orders(number))
     rows = host.pending[0]

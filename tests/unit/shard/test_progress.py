@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from checked_echo import CheckedEcho
 
-from text_generation_proto.heartbeat import CHECK_EVERY_S
+from text_generation_common.heartbeat import CHECK_EVERY_S
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders, Stopping, WarmUpLimits
-from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.progress import StepMonitor
 
 HANG_TIMEOUT_S = 15.0
 
 
 @pytest.fixture
-def prefilling() -> Iterator[EchoEngine]:
+def prefilling() -> Iterator[CheckedEcho]:
     """An engine whose last step computed prompt tokens."""
-    engine = EchoEngine.build(ShardConfig(engine="echo"))
+    engine = CheckedEcho.build(ShardConfig(engine="echo"))
     engine.warm_up(WarmUpLimits())
-    engine.apply(Orders(1, admit=(NewSequence(0, (1, 2, 3), Stopping(5), blocks=(0,)),), prefill=((0, 3),)))
+    engine.apply(Orders(1, placements=(NewSequence(0, (1, 2, 3), Stopping(5), blocks=(0,)),), prefill=((0, 3),)))
     engine.step()
     assert engine.prefilling == 3
     yield engine
@@ -28,13 +28,13 @@ def prefilling() -> Iterator[EchoEngine]:
 
 
 @pytest.fixture
-def decoding(prefilling: EchoEngine) -> EchoEngine:
+def decoding(prefilling: CheckedEcho) -> CheckedEcho:
     prefilling.step()
     assert prefilling.prefilling == 0
     return prefilling
 
 
-def overdue_after(monitor: StepMonitor, engine: EchoEngine, hang_timeout_s: float = HANG_TIMEOUT_S) -> float | None:
+def overdue_after(monitor: StepMonitor, engine: CheckedEcho, hang_timeout_s: float = HANG_TIMEOUT_S) -> float | None:
     """Return the seconds after which the step in progress is overdue; None: not within two hours."""
     for check in range(int(7200 / CHECK_EVERY_S)):
         if monitor.check(engine, hang_timeout_s):
@@ -42,7 +42,7 @@ def overdue_after(monitor: StepMonitor, engine: EchoEngine, hang_timeout_s: floa
     return None
 
 
-def test_a_step_is_overdue_after_the_hang_timeout(decoding: EchoEngine) -> None:
+def test_a_step_is_overdue_after_the_hang_timeout(decoding: CheckedEcho) -> None:
     monitor = StepMonitor()
     assert overdue_after(monitor, decoding) is None, "no step has begun"
     monitor.begin()
@@ -54,13 +54,13 @@ def test_a_step_is_overdue_after_the_hang_timeout(decoding: EchoEngine) -> None:
     assert overdue_after(monitor, decoding) is None
 
 
-def test_a_step_with_prompt_tokens_has_ten_minutes_more(prefilling: EchoEngine) -> None:
+def test_a_step_with_prompt_tokens_has_ten_minutes_more(prefilling: CheckedEcho) -> None:
     monitor = StepMonitor()
     monitor.begin()
     assert overdue_after(monitor, prefilling) == 614.0
 
 
-def test_slow_decode_steps_have_time_for_twenty_of_the_longest(decoding: EchoEngine) -> None:
+def test_slow_decode_steps_have_time_for_twenty_of_the_longest(decoding: CheckedEcho) -> None:
     monitor = StepMonitor()
     monitor.decoded(3.0)
     monitor.begin()

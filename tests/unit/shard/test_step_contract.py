@@ -40,13 +40,13 @@ def test_a_chunked_prompt_gives_the_same_tokens_and_is_reported_once(driver: Dri
 
 def test_a_sequence_pauses_until_it_has_blocks(driver: Driver) -> None:
     expected = driver.alone(PROMPT, new=40)
-    stream = driver.admit(PROMPT, 40, granted=48)
+    stream = driver.admit(PROMPT, 40, allocated=48)
     for positions in (48, 64):
         driver.run()
         # These positions are computed; the last of them chose a token that has no room.
         assert len(stream.tokens) == positions - len(PROMPT) + 1
         assert driver.step() is None
-        driver.grant(stream, 16)
+        driver.allocate(stream, 16)
     driver.run()
     assert stream.tokens == expected
 
@@ -65,7 +65,7 @@ def test_a_release_during_prefill_drops_its_chunk(driver: Driver) -> None:
         Orders(98, prefill=((1, 1000),)),
         Orders(98, prefill=((1, 0),)),
         Orders(98, prefill=((1, 2), (1, 2))),
-        Orders(98, grants=((1, (4096,)),)),
+        Orders(98, allocations=((1, (4096,)),)),
     ],
     ids=["chunk longer than the prompt", "empty chunk", "two chunks in a step", "unknown block"],
 )
@@ -80,7 +80,7 @@ def test_an_invalid_chunk_or_block_fails_alone(driver: Driver, orders: Orders) -
 
 
 def test_a_chunk_past_its_blocks_fails_alone(driver: Driver) -> None:
-    neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, granted=32)
+    neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, allocated=32)
     driver.run()
     assert neighbour.finish is FinishReason.LENGTH
     assert broken.failure is not None
@@ -117,13 +117,17 @@ def test_prompt_logprobs_are_reported_once_with_the_first_token_in_chunks_too(dr
 
 
 def test_prompt_logprobs_exclude_cached_and_generated_tokens(driver: Driver) -> None:
-    first = driver.admit(PROMPT, 1, prompt_logprobs=True)
+    settings = {"prompt_logprobs": True, "prompt_top_n": 2}
+    first = driver.admit(PROMPT, 1, **settings)
     driver.run()
-    again = driver.admit(
-        [*PROMPT, 5, 6], shared=first.blocks[:2], computed_tokens=32, generated_tokens=2, prompt_logprobs=True
-    )
+    reused = {"shared": first.blocks[:2], "computed_tokens": 32, "generated_tokens": 2, "chunk": 7}
+    again = driver.admit([*PROMPT, 5, 6], **reused, **settings)
     driver.run()
-    (logprobs,) = again.prompt_logprobs
+    (logprobs,), (scores,), (whole,) = again.prompt_logprobs, again.prompt_scores, first.prompt_scores
+    assert scores.tops is not None
+    assert whole.tops is not None
+    assert scores.tops[:33] == [((), ())] * 33
+    assert [ids for ids, _ in scores.tops[33:]] == [ids for ids, _ in whole.tops[33:]]
     assert len(logprobs) == len(PROMPT)
     # Token 32 has no logprob either: the position before it was cached.
     assert all(math.isnan(logprob) for logprob in logprobs[:33])

@@ -16,12 +16,13 @@ import orjson
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
+from text_generation_router.api.core.blocks import CachedTokens, Kind, ReplyWriter
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named
-from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
 from text_generation_router.api.http.dialects import anthropic_error_event
+from text_generation_router.api.http.fields import WrittenJson
 from text_generation_router.errors import ServingError
+from text_generation_router.web.bodies import ResponseBody
 
 
 class TextContentBlock(ResponseBody):
@@ -98,7 +99,7 @@ _DELTAS = {
 }
 
 
-class MessageScript(Script[Block]):
+class MessageWriter(ReplyWriter[Block]):
     """Writes one message."""
 
     def __init__(self, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:

@@ -19,6 +19,7 @@ from text_generation_router.api.core.parameters import GenerationOptions, open_s
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode, without_billing
 from text_generation_router.errors import InvalidRequest, ThreadNotSupported
 from text_generation_router.grammar.forms import response_format
+from text_generation_router.web.bodies import pop_each
 
 ROLES = ("user", "assistant", "system")
 BETWEEN_TEXTS = "\n"
@@ -47,7 +48,7 @@ def to_conversation(body: CountTokensBody) -> Conversation:
     system = _text(body.system, system=True)
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     names: dict[str, str] = {}
-    for message in body.messages:
+    for message in pop_each(body.messages):
         messages.extend(_messages(message, names))
     if not messages:
         raise InvalidRequest("`messages` have no content")

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from aiohttp import web
 
-from text_generation_router.api.anthropic.events import MessageScript, TokenCount
+from text_generation_router.api.anthropic.events import MessageWriter, TokenCount
 from text_generation_router.api.anthropic.input import to_conversation, to_options
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
 from text_generation_router.api.core.blocks import CachedTokens
-from text_generation_router.api.core.chat import ChatPreparer, ChatRequest
+from text_generation_router.api.core.chat import ChatRequest
 from text_generation_router.api.core.ids import named
-from text_generation_router.api.core.one_answer import answer
+from text_generation_router.api.core.one_answer import AnswerRoutes
 from text_generation_router.api.core.parameters import GenerationOptions
-from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import beside, json_response, parse_body
-from text_generation_router.api.http.tenant import tenant_of
+from text_generation_router.api.http.keys import tenant_of
 from text_generation_router.chat.conversation import Conversation
+from text_generation_router.web.bodies import beside, json_response, parse_body
 
 
-class MessagesRoutes:
+class MessagesRoutes(AnswerRoutes):
     """Handlers of Anthropic's Messages API."""
-
-    def __init__(self, serving: Serving, chats: ChatPreparer) -> None:
-        self._serving = serving
-        self._chats = chats
 
     async def create_message(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages: answer a conversation, whole or in events.
@@ -33,16 +26,15 @@ class MessagesRoutes:
         With `stream` the data of each event is a `MessageEvent`.
         """
         body = await parse_body(request, MessagesBody)
-        adapter = self._serving.adapter_of(body.model)
 
-        def script(chat: ChatRequest, cached_tokens: CachedTokens) -> MessageScript:
+        def writer(chat: ChatRequest, cached_tokens: CachedTokens) -> MessageWriter:
             head = named("msg_", body.model, self._serving.settings)
-            return MessageScript(head, chat.prompt_tokens, cached_tokens)
+            return MessageWriter(head, chat.prompt_tokens, cached_tokens)
 
         def read() -> tuple[Conversation, GenerationOptions]:
-            return to_conversation(body), replace(to_options(body), adapter=adapter)
+            return to_conversation(body), to_options(body)
 
-        return await answer(request, self._serving, self._chats, read, script, fields=body, stream=bool(body.stream))
+        return await self._answer(request, body, read, writer, model=body.model, stream=bool(body.stream))
 
     async def count_message_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens: count the prompt tokens of a conversation.

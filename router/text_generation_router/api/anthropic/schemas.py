@@ -11,12 +11,13 @@ from typing_extensions import TypeAliasType
 
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import LOGPROB_PARAMETERS, SAMPLING_PARAMETERS, STOPPING_PARAMETERS
-from text_generation_router.api.http.bodies import AnyMetadata, Body, Float32, Int32, ModelName, Name, StopTexts, UInt32
 from text_generation_router.api.http.caller import TieredFields
+from text_generation_router.api.http.fields import AnyMetadata, Float32, Int32, ModelName, Name, StopTexts, UInt32
 from text_generation_router.grammar.tools import MAX_TOOLS
+from text_generation_router.web.bodies import Body
 
 MAX_MESSAGES = 10_000
-"""Messages of a conversation; no model reads so many."""
+"""Messages of a conversation; no model reads more."""
 MAX_BLOCKS = 10_000
 """Blocks of one message, system prompt or tool result."""
 

@@ -13,20 +13,38 @@ from aiohttp import web
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.cloud.errors import LengthMismatch, NotUtf8
-from text_generation_router.api.cloud.parallel import all_of
-from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import Body, Name, ResponseBody, UInt64, json_response, parse_body
+from text_generation_router.api.core.serving import Serving, all_of
 from text_generation_router.api.http.caller import QosFields
+from text_generation_router.api.http.fields import Name, UInt64
 from text_generation_router.api.http.record import RECORD
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
+from text_generation_router.error_attributes import Operation
 from text_generation_router.errors import InvalidRequest, Unhealthy
+from text_generation_router.web.bodies import Body, ResponseBody, json_response, parse_body
 
 MAX_INPUTS = 1024
 """Texts of one request, over all its inputs."""
 MAX_DIMENSIONS = 16
 """Numbers of a `shape`."""
+
+
+class NotUtf8(InvalidRequest):
+    """An input is not UTF-8 text."""
+
+    error_type = "utf8"
+    prefix = ""
+    operations = Operation.INFER
+
+
+class LengthMismatch(InvalidRequest):
+    """The numbers of inputs and outputs differ."""
+
+    error_type = "length mismatch"
+    prefix = ""
+    message = "Inputs and outputs length mismatch"
+    operations = Operation.INFER
+
 
 Byte = Annotated[int, Field(ge=0, le=255)]
 Bytes = TypeAliasType("Bytes", Annotated[list[Byte], FailFast()])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from text_generation_router.api.http.bodies import parse_json, validate
-from text_generation_router.api.http.body_errors import InvalidBody
 from text_generation_router.api.http.dialects import DIALECT, Dialect
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import CompatGenerateBody
+from text_generation_router.web.bodies import parse_json, validate
+from text_generation_router.web.body_errors import InvalidBody
 
 InvocationBody = CompatGenerateBody | ChatBody | CompletionBody
 """Body of /invocations. The first present key of `inputs`, `messages` and `prompt` selects the type."""

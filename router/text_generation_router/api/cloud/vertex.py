@@ -11,18 +11,26 @@ from typing import Annotated
 from aiohttp import web
 from pydantic import Discriminator, FailFast, Field, Tag
 
-from text_generation_router.api.cloud.errors import NoInstances
-from text_generation_router.api.cloud.parallel import all_of
-from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import ResponseBody, json_response, parse_body
+from text_generation_router.api.core.serving import Serving, all_of
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
+from text_generation_router.error_attributes import Operation
+from text_generation_router.errors import InvalidRequest
+from text_generation_router.web.bodies import ResponseBody, json_response, parse_body
 
 MAX_INSTANCES = 1024
+
+
+class NoInstances(InvalidRequest):
+    """The request has no instances."""
+
+    error_type = "Input validation error"
+    message = "`instances` cannot be empty"
+    operations = Operation.PREDICT
 
 
 class VertexParameters(GenerateParameters):
@@ -41,7 +49,7 @@ class TextInstance(QosFields):
 
 
 KINDS = {"inputs": "text", "messages": "chat"}
-"""Kinds of instances, by the field that each has. They appear in places of errors, so they are no names of fields."""
+"""Kinds of instances, by the field that each has. They appear in places of errors, so they are not names of fields."""
 
 
 def _kind(value: object) -> str | None:

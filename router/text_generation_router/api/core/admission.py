@@ -26,12 +26,7 @@ from text_generation_router.request import QualityOfService, Request, RequestId,
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 COUNTED_EXACTLY = 1 << 16
-"""Texts of up to so many characters are tokenized whole before they are refused for their length."""
-PROBE_CHARACTERS_PER_TOKEN = 2
-"""Characters of the first probe of a longer text, per token of the limit. Ideographs have less than one character a token
-and are slow to tokenize; English prose has about four, and its third probe proves it too long."""
-BOUNDARY_TOKENS = 64
-"""Tokens at the end of a cut text that prove nothing: the whole text may not have them."""
+"""Texts of up to this number of characters are tokenized whole before they are refused for their length."""
 
 
 class RequestPreparer:
@@ -53,7 +48,7 @@ class RequestPreparer:
         self._limits = limits
         self._metrics = metrics
         self._ids = ids
-        self._random = random.Random()  # seeds are no secrets: the system's random numbers cost a system call
+        self._random = random.Random()  # seeds are not secret: the system's random numbers cost a system call
 
     def serves_grammar(self, kind: GrammarKind) -> bool:
         """Return True if requests may have a grammar of this kind."""
@@ -139,8 +134,6 @@ class RequestPreparer:
         self, inputs: str | Sequence[TokenId], options: GenerationOptions, tenant: TenantId
     ) -> Sequence[TokenId]:
         if isinstance(inputs, str):
-            if options.truncate is None:
-                await self._refuse_far_too_long(inputs, options, tenant)
             ids: Sequence[TokenId] = await self._encode(inputs, options, tenant)
         else:
             check_token_ids("prompt", inputs, self._limits)
@@ -152,16 +145,14 @@ class RequestPreparer:
         return ids
 
     async def with_bad_words(self, options: GenerationOptions, tenant: TenantId) -> GenerationOptions:
-        """Return the options with their bad words read as tokens. Raises InvalidRequest."""
+        """Return the options with the tokens of each bad word, and of the word after a space, as vLLM does.
+
+        Raises InvalidRequest.
+        """
         if not options.bad_words:
             return options
-        words = await self._bad_words(options.bad_words, tenant)
-        return replace(options, bad_words=(), sampling=replace(options.sampling, bad_words=words))
-
-    async def _bad_words(self, words: Sequence[str], tenant: TenantId) -> tuple[tuple[TokenId, ...], ...]:
-        """Return the tokens of each word, and of the word after a space, as vLLM does. Raises InvalidRequest."""
         read: list[tuple[TokenId, ...]] = []
-        for word in words:
+        for word in options.bad_words:
             if not word.strip():
                 raise InvalidRequest("`bad_words` must not be blank")
             alone, spaced = [
@@ -176,20 +167,18 @@ class RequestPreparer:
             raise InvalidRequest(
                 f"`bad_words` supports up to {MAX_BAD_WORDS} words of {MAX_BAD_WORD_TOKENS} tokens in all"
             )
-        return known
-
-    async def _refuse_far_too_long(self, inputs: str, options: GenerationOptions, tenant: TenantId) -> None:
-        """Check rule 15 on a prefix of the text where that suffices. Raises InvalidRequest.
-
-        Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: a prefix proves it
-        in milliseconds. The message is TGI's, with a lower bound in place of the count. Each probe is twice as long as
-        the one before, so a text that passes costs at most twice its tokenizing.
-        """
-        size = PROBE_CHARACTERS_PER_TOKEN * self._limits.max_total_tokens
-        while COUNTED_EXACTLY < len(inputs) > size:
-            at_least = max(len(await self._encode(inputs[:size], options, tenant)) - BOUNDARY_TOKENS, 0)
-            check_total(at_least, options, self._limits, given=f"at least {at_least}")
-            size *= 2
+        return replace(options, bad_words=(), sampling=replace(options.sampling, bad_words=known))
 
     async def _encode(self, text: str, options: GenerationOptions, tenant: TenantId) -> Sequence[TokenId]:
-        return await self._tokenizer.encode_ids(text, add_special_tokens=options.add_special_tokens, tenant=tenant)
+        """Return the tokens of a text. Raises InvalidRequest.
+
+        Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: rule 15 is checked for
+        their beginnings. The message is TGI's, with a lower bound in place of the count.
+        """
+
+        def check(count: int) -> None:
+            if options.truncate is None and len(text) > COUNTED_EXACTLY:
+                check_total(count, options, self._limits, given=f"at least {count}")
+
+        special = options.add_special_tokens
+        return await self._tokenizer.encode_ids(text, add_special_tokens=special, tenant=tenant, check=check)

@@ -1,8 +1,8 @@
 """Answers of Responses and Messages: a list of blocks, written one after the other.
 
-    events ──► Script ──► bytes of a stream, and the whole reply
+    events ──► ReplyWriter ──► bytes of a stream, and the whole reply
 
-The same script writes both, so a stream and a whole reply never differ.
+A writer makes both, so a stream and a whole reply never differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CachedTokens = Callable[[], int]
 """Returns the prompt tokens found in the KV cache; 0 before the first token."""
 
 
-class Script(ABC, Generic[BlockT]):
+class ReplyWriter(ABC, Generic[BlockT]):
     """Writes one answer. A block is open from its first delta until another begins or the answer ends.
 
     Every method returns whole events for the stream; `end` or `failed` is the last call.

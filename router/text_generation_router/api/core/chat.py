@@ -21,7 +21,6 @@ import orjson
 from text_generation_proto.values import FinishReason, Grammar, GrammarKind
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.aside import aside
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolMode
 from text_generation_router.chat.events import (
     Event,
@@ -32,24 +31,16 @@ from text_generation_router.chat.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from text_generation_router.chat.parsers import (
-    END_THINK,
-    FORMATS,
-    THINK,
-    AnyTools,
-    ReasoningParser,
-    Tools,
-    begun_answer,
-    create_parser,
-    starts_in_reasoning,
-)
-from text_generation_router.chat.parsers.first_call import FirstCall
+from text_generation_router.chat.parsers import FORMATS, begun_answer, create_parser, starts_in_reasoning
+from text_generation_router.chat.parsers.base import AnyTools, Tools
+from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, FirstCall, ReasoningParser
 from text_generation_router.chat.parsers.syntax import Pieces, Repeat, Slot, Until
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import InvalidRequest, ServingError, ToolError
 from text_generation_router.generation import GenerationResult, Sink, TokenOutput
 from text_generation_router.grammar.answers import calls_or_answer
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
+from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.request import QualityOfService, Request, TenantId, TokenId
 
 PLAIN = "plain"
@@ -267,11 +258,13 @@ class ChatPreparer:
         if conversation.grammar is not None and not all(tool.strict for tool in tools):
             strict = [replace(tool, strict=True) for tool in tools]
             with suppress(InvalidRequest):
-                form, grammar, continuation = await aside(lambda: self._form(conversation, strict, prompt), large=large)
+                form, grammar, continuation = await run_in_thread_if_large(
+                    lambda: self._form(conversation, strict, prompt), large=large
+                )
                 if grammar is not None:
                     grammar = await self._serving.preparer.proven(grammar, tenant)
                 return form, grammar, continuation
-        return await aside(lambda: self._form(conversation, tools, prompt), large=large)
+        return await run_in_thread_if_large(lambda: self._form(conversation, tools, prompt), large=large)
 
     def _form(
         self, conversation: Conversation, tools: Sequence[Tool], prompt: str

@@ -90,7 +90,7 @@ class GenerationOptions:
     """LoRA adapter; "": the model alone."""
     best_of: int = 1
     truncate: int | None = None
-    """Keep so many tokens at the end of the prompt."""
+    """Keep this number of tokens at the end of the prompt."""
     add_special_tokens: bool = True
     """False for chats: the template writes special tokens itself."""
     visible_special: frozenset[TokenId] = frozenset()

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import marshal
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
+from text_generation_router.admission_queue import PendingWork
 from text_generation_router.api.core.admission import RequestPreparer
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.http.bodies import MODEL
-from text_generation_router.api.http.body_reader import PREPARATION
 from text_generation_router.api.http.caller import QosFields, quality_of_service, read_caller
-from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.record import RECORD, GenerationRecord
-from text_generation_router.api.http.slices import Slices
-from text_generation_router.api.http.sse import EventStream
+from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.errors import InvalidRequest, ModelNotFound, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes, Sink, TokenOutput, run_generation
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
-from text_generation_router.preparation import Preparation
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
-from text_generation_router.serving_cluster import ServingCluster
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
+from text_generation_router.web.bodies import MODEL
+from text_generation_router.web.body_reader import PREPARATION
+from text_generation_router.web.sse import ErrorEvent, EventStream
 
 MAX_LISTED = 10
 """Names that the error for an unknown one lists."""
@@ -40,6 +38,9 @@ MAX_LOGPROBS = 1 << 18
 """Log-probabilities in the whole answers to one request, of new tokens and their alternatives. Each answer has its share."""
 MAX_LOGPROBS_AT_ONCE = MAX_LOGPROBS // 2
 """The same of prompt tokens, also in a stream, and of new tokens where the last event of a stream repeats them."""
+
+
+T = TypeVar("T")
 
 
 class Collector(Sink):
@@ -108,12 +109,22 @@ class Collector(Sink):
         return self._sum_of_logprobs / self._known_logprobs if self._known_logprobs else float("-inf")
 
 
-async def paced(outputs: Iterable[TokenOutput]) -> AsyncIterator[TokenOutput]:
-    """Yield outputs; other requests run between some of them: log-probabilities are megabytes."""
-    for index, output in enumerate(outputs):
+async def all_of(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results in order. The first failure cancels the other jobs and is raised alone."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(job) for job in jobs]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield tokens; other requests run between some of them: log-probabilities are megabytes."""
+    for index, item in enumerate(items):
         if index % TOKENS_AT_ONCE == 0:
             await asyncio.sleep(0)
-        yield output
+        yield item
 
 
 def too_many_logprobs(of: str, most: int) -> InvalidRequest:
@@ -128,16 +139,14 @@ def too_many_logprobs(of: str, most: int) -> InvalidRequest:
 class Serving:
     """The services that routes use."""
 
-    cluster: ServingCluster
+    cluster: ClusterInterface
     tokenizer: Tokenizer
     tokenizer_pool: TokenizerPool
     preparer: RequestPreparer
     permits: ConcurrencyLimit
     metrics: HttpMetrics
     settings: Settings
-    stage: Preparation
-    endings: Slices = field(default_factory=Slices)
-    """The turns of whole replies that have ended: many may end in one step."""
+    stage: PendingWork
 
     def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
         """Record the start of `count` generations. Raises InvalidRequest for an invalid header."""
@@ -152,13 +161,14 @@ class Serving:
             generation.trace = record.trace
         return records
 
-    def adapter_of(self, model: str | None) -> str:
-        """Return the adapter that a request's model names; "" if it names the model itself. Raises ModelNotFound."""
+    def adapter_of(self, model: str | None, adapter: str | None = None) -> str:
+        """Return `adapter`, else the one that a request's model names; "": the model itself. Raises ModelNotFound."""
+        self.check_adapter(adapter)
         if model in self.cluster.adapters:
-            return str(model)
+            return adapter or str(model)
         if not self.settings.serves(model):
             raise _not_found("model", model, self.model_names)
-        return ""
+        return adapter or ""
 
     @property
     def model_names(self) -> Collection[str]:
@@ -231,7 +241,6 @@ class Serving:
             else:  # the same, cheaper
                 with suppress(ServingError):
                     await collectors[0].ended
-            await self.endings.turn()
             raise_failure(collectors)
         for collector, record in zip(collectors, records, strict=True):
             record.ending = collector.ended.result()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from text_generation_router.api.http.body_reader import BODY_S
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.config import RouterConfig
+from text_generation_router.web.body_reader import BODY_S
 
 MODEL_ALIAS = "tgi"
 """The name that TGI's clients give to any model."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import orjson
-from aiohttp import hdrs, web
+from aiohttp import web
 
-from text_generation_router.api.http.bodies import JSON, ResponseBody
 from text_generation_router.request import TokenId
 from text_generation_router.text.tokenizer import Encoding
+from text_generation_router.web.bodies import JSON, ResponseBody, begin_json
 
 CHUNK_TOKENS = 512
 """Tokens written at a time: half a millisecond."""
@@ -77,8 +77,7 @@ async def _answer(
     """
     if not large:
         return web.Response(body=b"".join(chunks), content_type=JSON)
-    response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: JSON})
-    await response.prepare(request)
+    response = await begin_json(request, {})
     while True:
         async with slices:
             started = time.perf_counter()

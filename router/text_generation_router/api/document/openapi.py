@@ -15,12 +15,21 @@ from pydantic_core import core_schema
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import SAMPLING_PARAMETERS
 from text_generation_router.api.document.examples import EXAMPLES
-from text_generation_router.api.document.parameters import CALLER_HEADERS
-from text_generation_router.api.http.bodies import JSON
+from text_generation_router.api.http.caller import (
+    FIRST_TOKEN,
+    GRPC_TIMEOUT,
+    MAX_TIMEOUT_S,
+    PRIORITY,
+    QUEUE_TIMEOUT,
+    REQUEST_TIMEOUT,
+)
 from text_generation_router.api.http.dialects import ANTHROPIC_VERSION, ERROR_ANSWERS, Dialect, error_answer, status_of
+from text_generation_router.api.http.keys import LONGEST_TENANT, TENANT
 from text_generation_router.api.http.routes import Route
 from text_generation_router.error_attributes import Operation, TgiBody
 from text_generation_router.errors import MAX_RETRY_AFTER_S, ServingError, Unauthorized
+from text_generation_router.request import Priority
+from text_generation_router.web.bodies import JSON
 
 Json = dict[str, Any]
 
@@ -52,6 +61,36 @@ _ANTHROPIC_VERSION: Json = {
     "description": "Its presence asks for Anthropic's form of the response.",
     "schema": {"type": "string"},
 }
+_TIMEOUT = {"type": "integer", "minimum": 1, "maximum": int(MAX_TIMEOUT_S * 1e3)}
+_TENANT = {"type": "string", "maxLength": LONGEST_TENANT, "pattern": "^[ -~]*$"}
+
+
+def _header(name: str, description: str, schema: Json) -> Json:
+    return {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
+
+
+CALLER_HEADERS: Json = {
+    header["name"]: header
+    for header in (
+        _header(TENANT[0], "The tenant of the request; used if callers have no keys of their own.", _TENANT),
+        _header(TENANT[1], "The older name of the tenant header.", _TENANT),
+        _header(
+            PRIORITY,
+            "The priority of the request; wins over the body's.",
+            {"type": "string", "enum": [priority.name.lower() for priority in Priority]},
+        ),
+        _header(FIRST_TOKEN[0], "Milliseconds until the first token is wanted.", _TIMEOUT),
+        _header(FIRST_TOKEN[1], "Another name of the header above.", _TIMEOUT),
+        _header(QUEUE_TIMEOUT, "Milliseconds that the request may wait in the queue.", _TIMEOUT),
+        _header(REQUEST_TIMEOUT, "Milliseconds until the answer must be whole.", _TIMEOUT),
+        _header(
+            GRPC_TIMEOUT,
+            "The request timeout in gRPC's form: digits and one of H, M, S, m, u, n.",
+            {"type": "string", "pattern": "^[0-9]{1,8}[HMSmun]$"},
+        ),
+    )
+}
+"""Headers by name. The server accepts more than the schemas promise, such as half a millisecond."""
 _Schemas = Mapping[tuple[str, JsonSchemaMode], Json]
 """The schemas of the types that routes name, of bodies in mode `validation`, of answers in mode `serialization`."""
 _VARIABLE = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
@@ -179,7 +218,7 @@ def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:
 def _parameters(route: Route) -> list[Json]:
     """The variables of the path and, for routes that generate, the request headers."""
     variables: list[Json] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _VARIABLE.findall(route.path)
     ]
     headers = CALLER_HEADERS if Operation.GENERATE in route.operations else ()

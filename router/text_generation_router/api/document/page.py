@@ -12,26 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.document.openapi import document
-from text_generation_router.api.http.bodies import JSON
-from text_generation_router.api.http.routes import Handler, Route
-from text_generation_router.errors import NotFound
+from text_generation_router.api.http.routes import Route
+from text_generation_router.web.bodies import JSON
+from text_generation_router.web.static_files import static_file
 
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -54,9 +42,8 @@ _START = b"""SwaggerUIBundle({
   validatorUrl: null,
 });
 """
-_FILES = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript", "favicon-32x32.png": "image/png"}
+_FILES = ("swagger-ui.css", "swagger-ui-bundle.js", "favicon-32x32.png")
 """Files of Swagger UI that the page needs. They are in the package swagger-ui-py, which is never imported."""
-_HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
 class DocsRoutes:
@@ -66,6 +53,8 @@ class DocsRoutes:
         self._make: Callable[[], bytes] = bytes
         self._document: bytes | None = None
         self._making = asyncio.Lock()
+        self._pages = [static_file("index.html", _PAGE.format(folder=folder).encode()) for folder in ("docs/", "")]
+        """For /docs and for /docs/."""
 
     def describe(self, table: list[Route], settings: Settings) -> None:
         """Document `table`, which includes these routes."""
@@ -74,6 +63,7 @@ class DocsRoutes:
 
     def routes(self) -> list[Route]:
         """The routes of the documentation."""
+        folder = _swagger_ui()
         return [
             *(
                 Route("GET", path, self.openapi, "Documentation", name=name, answer=dict[str, Any])
@@ -81,8 +71,10 @@ class DocsRoutes:
             ),
             Route("GET", "/docs", self.page, "Documentation", name="docs", answer=str, content_type="text/html"),
             Route("GET", "/docs/", self.page, documented=False),
-            Route("GET", "/docs/start.js", self.start, documented=False),
-            *(Route("GET", f"/docs/{name}", _file(name), documented=False) for name in _FILES),
+            *(
+                Route("GET", f"/docs/{name}", static_file(name, content), documented=False)
+                for name, content in (("start.js", _START), *((name, (folder / name).read_bytes()) for name in _FILES))
+            ),
         ]
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
@@ -94,27 +86,7 @@ class DocsRoutes:
 
     async def page(self, request: web.Request) -> web.StreamResponse:
         """GET /docs: a page to read and to try this document."""
-        page = _PAGE.format(folder="" if request.path.endswith("/") else "docs/")
-        return web.Response(text=page, content_type="text/html", headers=_HEADERS)
-
-    async def start(self, request: web.Request) -> web.StreamResponse:
-        """GET /docs/start.js: the script of the page; the policy forbids inline scripts."""
-        return web.Response(body=_START, content_type="text/javascript", headers=_HEADERS)
-
-
-def _file(name: str) -> Handler:
-    path = _swagger_ui() / name
-
-    async def file(request: web.Request) -> web.StreamResponse:
-        try:
-            content = await asyncio.to_thread(path.read_bytes)
-        except OSError:
-            raise NotFound(f"{name} is not installed") from None
-        return web.Response(
-            body=content, content_type=_FILES[name], headers={**_HEADERS, hdrs.CACHE_CONTROL: "max-age=3600"}
-        )
-
-    return file
+        return await self._pages[request.path.endswith("/")](request)
 
 
 def _swagger_ui() -> Path:

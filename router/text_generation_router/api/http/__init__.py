@@ -1,1 +1,1 @@
-"""HTTP without any dialect's details: bodies, callers, errors, server-sent events, records, routes."""
+"""Parts of HTTP that the dialects share: callers, keys, dialects of errors, records, routes, types of fields."""

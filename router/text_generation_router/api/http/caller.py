@@ -18,13 +18,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from text_generation_router.api.http.bodies import Body, Name
-from text_generation_router.api.http.keys import ANYONE, KeyHolder
-from text_generation_router.api.http.tenant import TENANT, read_tenant
+from text_generation_router.api.http.fields import Name
+from text_generation_router.api.http.keys import ANYONE, TENANT, KeyHolder, read_tenant
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import DEFAULT_TENANT, Priority, QualityOfService, TenantId
 from text_generation_router.scheduling.queue import due_time
+from text_generation_router.web.bodies import Body
 
 PRIORITY = "x-smg-priority"
 FIRST_TOKEN = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")

@@ -9,18 +9,15 @@ The status depends only on the error and on the dialect (`errors.py` has both). 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
-from functools import wraps
 from typing import Any, Literal, NotRequired
 
 import orjson
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler
 
-from text_generation_router.api.http.bodies import JSON, ResponseBody
 from text_generation_router.error_attributes import TgiBody
 from text_generation_router.errors import ServingError
+from text_generation_router.web.bodies import JSON, ResponseBody
 
 DONE = b"data: [DONE]\n\n"
 """Last event of every stream in OpenAI's dialect."""
@@ -101,16 +98,6 @@ def dialect_of(request: web.Request) -> Dialect:
     return Dialect.ANTHROPIC if may_be_anthropic and ANTHROPIC_VERSION in request.headers else usual
 
 
-def by_dialect(openai: Handler, anthropic: Handler) -> Handler:
-    """A handler for a route that both dialects have."""
-
-    @wraps(openai)
-    async def answer(request: web.Request) -> web.StreamResponse:
-        return await (anthropic if dialect_of(request) is Dialect.ANTHROPIC else openai)(request)
-
-    return answer
-
-
 def dialect_of_path(path: str) -> Dialect:
     """The usual dialect of a path."""
     if path.startswith("/v1/messages"):
@@ -159,10 +146,6 @@ def error_response(dialect: Dialect, error: ServingError) -> web.Response:
     if error.closes_connection:
         response.force_close()
     return response
-
-
-ErrorEvent = Callable[[ServingError], bytes]
-"""Writes an error as the last events of a stream."""
 
 
 def tgi_error_event(error: ServingError) -> bytes:

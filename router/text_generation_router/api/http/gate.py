@@ -6,29 +6,22 @@ Probes and /metrics always are.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from text_generation_router.api.http.connections import connection_of
+from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.errors import Draining, TooManyConnections, UnknownRoute
-
-
-class Shutdown(Protocol):
-    """The state of a server that stops: it leaves, then it drains."""
-
-    stopping: bool
-    draining: bool
+from text_generation_router.web.connections import connection_of
 
 
 class Gate:
     """Refuses requests by the state of the server and of their connection."""
 
-    def __init__(self, always: Collection[web.AbstractRoute], shutdown: Shutdown) -> None:
+    def __init__(self, always: Collection[web.AbstractRoute], cluster: ClusterInterface) -> None:
         """`always`: the routes that are answered in every state."""
         self._always = frozenset(always)
-        self._shutdown = shutdown
+        self._cluster = cluster
 
     def middleware(self) -> Middleware:
         """The middleware that refuses. It comes before the check of keys."""
@@ -41,7 +34,7 @@ class Gate:
                     raise UnknownRoute
                 if connection.probes_only:
                     raise TooManyConnections
-                if self._shutdown.draining:
+                if self._cluster.draining:
                     raise Draining
             return await handler(request)
 
@@ -49,6 +42,6 @@ class Gate:
 
     async def close_connection(self, request: web.Request, response: web.StreamResponse) -> None:
         """Signal handler for `on_response_prepare`: while it stops, and beyond the limit, a response is the last one."""
-        if self._shutdown.stopping or connection_of(request).probes_only:
+        if self._cluster.stopping or connection_of(request).probes_only:
             response.headers[hdrs.CONNECTION] = "close"
             response.force_close()

@@ -30,9 +30,9 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from text_generation_proto.model_files import read_file
+from text_generation_common.model_files import read_file
 from text_generation_router.config import RouterSettings
-from text_generation_router.errors import Unauthorized
+from text_generation_router.errors import InvalidRequest, Unauthorized
 from text_generation_router.rate_limits import RateCounter, RateLimits, Rates
 from text_generation_router.request import DEFAULT_TENANT, Priority, TenantId
 
@@ -40,6 +40,10 @@ X_API_KEY = "x-api-key"
 """Header in which Anthropic's clients send the key."""
 MAX_KEYS_FILE = 4 << 20
 """Bytes of the file of keys."""
+
+TENANT = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+"""Headers in which a trusted caller names its tenant."""
+LONGEST_TENANT = 128
 
 _SCHEME = "bearer "
 
@@ -82,7 +86,7 @@ class _KeyEntry(BaseModel):
 
     key: str | None = None
     sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
-    tenant: Annotated[str, Field(min_length=1, max_length=128, pattern="^[ -~]*$")] | None = None
+    tenant: Annotated[str, Field(min_length=1, max_length=LONGEST_TENANT, pattern="^[ -~]*$")] | None = None
     max_priority: PriorityName | None = None
     trust_headers: bool | None = None
     requests_per_minute: PositiveInt | None = None
@@ -220,6 +224,25 @@ class ApiKeys:
 
 
 HOLDER = web.RequestKey("holder", KeyHolder)
+
+
+def tenant_of(request: web.Request) -> TenantId:
+    """Return the tenant of a request. Raises InvalidRequest for an invalid header."""
+    return read_tenant(request.headers, request[HOLDER])
+
+
+def read_tenant(headers: Mapping[str, str], holder: KeyHolder) -> TenantId:
+    """Return the tenant that the headers of a request of `holder` name. Raises InvalidRequest."""
+    if not holder.trusted:  # one tenant must not be able to pass for another
+        return holder.tenant
+    for name in TENANT:
+        given = headers.get(name)
+        if given is None:
+            continue
+        if len(given) > LONGEST_TENANT or not (given.isascii() and given.isprintable()):
+            raise InvalidRequest(f"header `{name}` must have at most {LONGEST_TENANT} characters, of printable ASCII")
+        return TenantId(given)
+    return holder.tenant
 
 
 def _read_keys(path: Path) -> list[_KeyEntry]:

@@ -14,18 +14,18 @@ import structlog
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from text_generation_proto.panics import as_exception
+from text_generation_common.panics import as_exception
 from text_generation_proto.values import TraceContext
-from text_generation_router.api.http.body_reader import PREPARATION
 from text_generation_router.api.http.caller import HEADERS
 from text_generation_router.api.http.dialects import Dialect, dialect_of, error_response
 from text_generation_router.api.http.keys import X_API_KEY
 from text_generation_router.api.http.record import RECORD, Record, finish
-from text_generation_router.api.http.refusals import RefusalLimiter
+from text_generation_router.api.http.routes import unknown_route
 from text_generation_router.api.http.spans import RequestSpans
-from text_generation_router.api.http.unknown_routes import unknown_route
 from text_generation_router.errors import ClientLeft, IncompleteGeneration, MethodNotAllowed, ServingError
 from text_generation_router.metrics import HttpMetrics
+from text_generation_router.web.body_reader import PREPARATION
+from text_generation_router.web.refusals import RefusalLimiter
 
 log = structlog.get_logger()
 
@@ -177,38 +177,17 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 _REQUEST_HEADERS = ",".join(
     (
-        "authorization",  # missing in TGI, so that a browser could not send a key
-        "content-type",
-        X_API_KEY,
-        X_REQUEST_ID,
-        TRACEPARENT,
-        TRACESTATE,
-        *HEADERS,
-        "anthropic-version",
-        "anthropic-beta",
-        "anthropic-dangerous-direct-browser-access",
-        "openai-beta",
-        "openai-organization",
-        "openai-project",
+        *("authorization", "content-type", X_API_KEY, X_REQUEST_ID, TRACEPARENT, TRACESTATE, *HEADERS),
+        *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
+        *("openai-beta", "openai-organization", "openai-project"),
     )
 )
 _RESPONSE_HEADERS = ",".join(
     (
-        X_REQUEST_ID,
-        ANTHROPIC_REQUEST_ID,
-        "retry-after",
-        "www-authenticate",
-        "x-compute-type",
-        "x-compute-characters",
-        "x-compute-time",
-        "x-total-time",
-        "x-validation-time",
-        "x-queue-time",
-        "x-inference-time",
-        "x-time-per-token",
-        "x-prompt-tokens",
-        "x-generated-tokens",
-        "x-cached-tokens",
+        *(X_REQUEST_ID, ANTHROPIC_REQUEST_ID, "retry-after", "www-authenticate"),
+        *("x-compute-type", "x-compute-characters", "x-compute-time", "x-total-time", "x-validation-time"),
+        *("x-queue-time", "x-inference-time", "x-time-per-token"),
+        *("x-prompt-tokens", "x-generated-tokens", "x-cached-tokens"),
     )
 )
 _MAX_AGE_S = "7200"
@@ -223,7 +202,7 @@ class Cors:
     """
 
     def __init__(self, allowed_origins: Sequence[str], same_origin: Collection[web.AbstractRoute] = ()) -> None:
-        """`same_origin`: routes whose responses no page of another origin may read."""
+        """`same_origin`: routes without CORS headers."""
         self._any = not allowed_origins or "*" in allowed_origins
         self._origins = frozenset(allowed_origins)
         self._same_origin = frozenset(same_origin)

@@ -18,30 +18,42 @@ from typing import TYPE_CHECKING
 import structlog
 from aiohttp import web
 
-from text_generation_proto.sockets import plain_ip
+from text_generation_proto.addresses import plain_ip
 from text_generation_proto.values import TraceContext
-from text_generation_router.api.http.bodies import MODEL
 from text_generation_router.api.http.caller import Caller
 from text_generation_router.api.http.dialects import dialect_of, status_of
-from text_generation_router.api.http.keys import ANYONE, HOLDER
-from text_generation_router.api.http.refusals import RefusalLimiter
-from text_generation_router.api.http.tenant import read_tenant
+from text_generation_router.api.http.keys import ANYONE, HOLDER, read_tenant
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.errors import IncompleteGeneration, InvalidRequest, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
-from text_generation_router.metrics import HttpMetrics, RequestMetrics, Spent
+from text_generation_router.metrics import HttpMetrics, Latencies, RequestMetrics
 from text_generation_router.metrics.errors import MAX_ERROR_TEXT
 from text_generation_router.request import DEFAULT_TENANT, Request, TenantId
+from text_generation_router.web.bodies import MODEL
+from text_generation_router.web.refusals import RefusalLimiter
 
 if TYPE_CHECKING:
-    from text_generation_proto.tracer import OpenSpan
+    from text_generation_common.tracer import OpenSpan
 
 log = structlog.get_logger()
 
 
+@dataclass(slots=True, kw_only=True)
+class _MayFail:
+    """A record that may end with an error."""
+
+    error: type[ServingError] | None = None
+    error_text: str = ""
+    """The text of the error, cut after MAX_ERROR_TEXT characters."""
+
+    def failed(self, error: ServingError) -> None:
+        """Record the error sent to the client."""
+        self.error, self.error_text = type(error), str(error)[:MAX_ERROR_TEXT]
+
+
 @dataclass(slots=True)
-class GenerationRecord:
-    """One requested generation. Times are of the monotonic clock, in seconds."""
+class GenerationRecord(_MayFail):
+    """One requested generation; its error is its own, if the request continued. Times are of the monotonic clock."""
 
     arrived: float
     """Arrival of the HTTP request."""
@@ -57,12 +69,8 @@ class GenerationRecord:
     """Times of every sequence queued for it."""
     first_token: float = 0.0
     """Time of the first token of any of its sequences; 0 before."""
-    error: type[ServingError] | None = None
-    """The error of this generation alone, if the HTTP request continued."""
     trace: TraceContext | None = None
     """That of its HTTP request, if its trace is sampled."""
-    error_text: str = ""
-    """The text of the error, cut after MAX_ERROR_TEXT characters."""
 
     @property
     def trace_id(self) -> str:
@@ -82,14 +90,10 @@ class GenerationRecord:
         """Cached tokens of its prompt."""
         return cached_tokens((self,))
 
-    def failed(self, error: ServingError) -> None:
-        """Record the error sent to the client."""
-        self.error, self.error_text = type(error), str(error)[:MAX_ERROR_TEXT]
-
-    def spent(self, now: float) -> Spent:
+    def latencies(self, now: float) -> Latencies:
         """The latency breakdown of a finished generation."""
         times = self.times
-        return Spent(
+        return Latencies(
             total_s=now - self.arrived,
             validation_s=times.queued - self.arrived,
             queue_s=times.scheduled - times.queued,
@@ -106,8 +110,8 @@ class GenerationRecord:
 
 
 @dataclass(slots=True)
-class Record:
-    """One HTTP request, logged once at its end."""
+class Record(_MayFail):
+    """One HTTP request, logged once at its end. Its error is that of each of its generations."""
 
     started: float = field(default_factory=time.monotonic)
     generations: list[GenerationRecord] = field(default_factory=list)
@@ -119,10 +123,6 @@ class Record:
     """For those who work for the request, if its trace is sampled."""
     span: OpenSpan | None = None
     """The request's own span, if its trace is sampled here."""
-    error: type[ServingError] | None = None
-    """The error of the whole request, and thereby of each of its generations."""
-    error_text: str = ""
-    """The text of the error, cut after MAX_ERROR_TEXT characters."""
 
     def start(self, metrics: HttpMetrics) -> GenerationRecord:
         """Add a requested generation. `finish` counts it once, as a success or as a failure."""
@@ -130,10 +130,6 @@ class Record:
         self.generations.append(generation)
         metrics.requests.started()
         return generation
-
-    def failed(self, error: ServingError) -> None:
-        """Record the error sent to the client as the response."""
-        self.error, self.error_text = type(error), str(error)[:MAX_ERROR_TEXT]
 
 
 def cached_tokens(generations: Iterable[GenerationRecord]) -> int:
@@ -160,7 +156,7 @@ def finish(record: Record, request: web.Request, status: int, metrics: HttpMetri
         generation.caller.holder.spend_tokens(sum(times.generated_tokens for times in generation.sequences))
         error = record.error or generation.error
         if error is None and generation.ending is not None:
-            metrics.requests.succeeded(generation.spent(now), generation.ending.reason, generation.trace_id)
+            metrics.requests.succeeded(generation.latencies(now), generation.ending.reason, generation.trace_id)
         else:
             metrics.requests.failed(error or first_error or IncompleteGeneration)
     tenant, error_text = _tenant(record, request), ""
@@ -235,7 +231,7 @@ def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
     Times are in milliseconds.
     """
     now = time.monotonic()
-    spent = [generation.spent(now) for generation in generations]
+    spent = [generation.latencies(now) for generation in generations]
     prompts = [generation.request.prompt for generation in generations if generation.request is not None]
     return {
         "x-total-time": _milliseconds(sum(times.total_s for times in spent)),
@@ -245,20 +241,20 @@ def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
         "x-time-per-token": _milliseconds(sum(times.per_token_s for times in spent)),
         "x-prompt-tokens": str(sum(len(prompt) for prompt in prompts)),
         "x-generated-tokens": str(sum(times.generated_tokens for times in spent)),
-        "x-cached-tokens": str(_cached_tokens(generations)),
+        "x-cached-tokens": str(cached_tokens_of_prompts(generations)),
     }
 
 
 def compute_time_header(generation: GenerationRecord) -> dict[str, str]:
     """Return TGI's header of replies to a single prompt, in seconds."""
-    return {"x-compute-time": str(generation.spent(time.monotonic()).total_s)}
+    return {"x-compute-time": str(generation.latencies(time.monotonic()).total_s)}
 
 
 def _milliseconds(seconds: float) -> str:
     return str(int(seconds * 1000))
 
 
-def _cached_tokens(generations: Sequence[GenerationRecord]) -> int:
+def cached_tokens_of_prompts(generations: Sequence[GenerationRecord]) -> int:
     """Return the cached tokens of all prompts. A prompt with several answers counts once, as in `usage`."""
     by_prompt: dict[int, list[GenerationRecord]] = {}
     for generation in generations:

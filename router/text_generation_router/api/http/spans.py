@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from text_generation_proto.sockets import plain_ip, split_host_port
+from text_generation_proto.addresses import plain_ip, split_host_port
 from text_generation_proto.values import SAMPLING_PARAMETERS, FinishReason, Sampling, TraceContext
-from text_generation_router.api.http.bodies import MODEL
 from text_generation_router.api.http.record import GenerationRecord, Record, route_of
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.generation import GenerationTimes
+from text_generation_router.web.bodies import MODEL
 
 if TYPE_CHECKING:
-    from text_generation_proto.tracer import AttributeValue, OpenSpan, Tracer
+    from text_generation_common.tracer import AttributeValue, OpenSpan, Tracer
 
 MAX_SEQUENCES = 32
 """Sequences of a request that have spans of their own."""

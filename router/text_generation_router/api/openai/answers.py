@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from itertools import zip_longest
 from typing import Annotated, Literal, NotRequired, cast
 
 import orjson
@@ -12,10 +13,12 @@ from typing_extensions import TypeAliasType
 
 from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
-from text_generation_router.api.http.bodies import ResponseBody, WrittenLogprob, WrittenNumber
+from text_generation_router.api.core.serving import TOKENS_AT_ONCE, Collector
+from text_generation_router.api.http.fields import WrittenLogprob, WrittenNumber
 from text_generation_router.generation import TokenOutput
 from text_generation_router.request import LogprobJson, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.web.bodies import ResponseBody, compact_json
 
 IMPOSSIBLE = b"-9999.0"
 """OpenAI's log-probability of an impossible token: its clients expect a number."""
@@ -267,7 +270,7 @@ def content_logprobs(outputs: Iterable[TokenOutput], tokenizer: Tokenizer, tops:
             chosen = _token(output.token_id, orjson.Fragment(output.logprob), tokenizer)
             alternatives = [_token(other, alternative(logprob), tokenizer) for other, logprob in output.top[:tops]]
             # Written: as objects they take five times as much.
-            written = orjson.Fragment(orjson.dumps({**chosen, "top_logprobs": alternatives}))
+            written = orjson.Fragment(compact_json({**chosen, "top_logprobs": alternatives}))
             content.append(cast("ContentLogprob", written))
     return {"content": content, "refusal": None}
 
@@ -283,20 +286,40 @@ async def whole_answer(
     choices: AsyncIterator[ChatChoice | CompletionChoice],
     usage: Usage,
     scores: orjson.Fragment | None = None,
-) -> list[bytes]:
-    """A ChatAnswer or CompletionAnswer as JSON, in parts. Each choice is made and written in turn.
+) -> AsyncIterator[bytes]:
+    """A ChatAnswer or CompletionAnswer as JSON, in parts. Each choice is made when the one before is written.
 
     `scores`: the log-probabilities of the prompt. Choices with log-probabilities are megabytes; other requests run between
     two of them.
     """
-    written = [named.head(kind)]
-    before = b',"choices":['
+    before = named.head(kind) + b',"choices":['
     async for choice in choices:
-        written.append(before + orjson.dumps(choice))
+        yield before + orjson.dumps(choice)
         before = b","
         await asyncio.sleep(0)
     end = {"usage": usage} if scores is None else {"usage": usage, "prompt_logprobs": scores}
-    return [*written, b"]," + orjson.dumps(end)[1:]]
+    yield b"]," + orjson.dumps(end)[1:]
+
+
+async def written_prompt_scores(collector: Collector, tokenizer: Tokenizer, tops_each: int) -> orjson.Fragment:
+    """Return a list as JSON: for each prompt token null, or an object of it and the `tops_each` most probable tokens, by id."""
+    written: list[bytes] = []
+    scores = zip_longest(collector.request.prompt, collector.prompt_logprobs, collector.prompt_tops)
+    for at, (token_id, logprob, tops) in enumerate(scores):
+        if at % TOKENS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        if at == 0 or logprob in (None, b"null"):
+            written.append(b"null")
+            continue
+        best = list(tops or ())[:tops_each]
+        ranks = {top: rank for rank, (top, _) in enumerate(best, 1)}
+        tokens: dict[str, PromptToken] = {}
+        for top, value in ((token_id, orjson.Fragment(logprob)), *((top, alternative(value)) for top, value in best)):
+            tokens.setdefault(
+                str(top), {"logprob": value, "rank": ranks.get(top), "decoded_token": tokenizer.token_text(top)}
+            )
+        written.append(compact_json(tokens))
+    return orjson.Fragment(b"[%b]" % b",".join(written))
 
 
 def _token(token_id: TokenId, logprob: orjson.Fragment, tokenizer: Tokenizer) -> TokenLogprob:

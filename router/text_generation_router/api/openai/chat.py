@@ -12,11 +12,10 @@ from text_generation_router.api.core.chat import ChatPreparer, ChatRequest, Pars
 from text_generation_router.api.core.ids import named, new_call_id
 from text_generation_router.api.core.serving import MAX_LOGPROBS, Collector, Serving, paced
 from text_generation_router.api.core.tokens import answer_tokens
-from text_generation_router.api.http.bodies import beside, json_parts_response, parse_body
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import openai_error_event
+from text_generation_router.api.http.keys import tenant_of
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens, compute_time_header, timing_headers
-from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.openai.answers import (
     AssistantMessage,
     ChatChoice,
@@ -25,13 +24,14 @@ from text_generation_router.api.openai.answers import (
     content_logprobs,
     usage,
     whole_answer,
+    written_prompt_scores,
 )
-from text_generation_router.api.openai.chat_chunks import ChatStream, Shown
+from text_generation_router.api.openai.chat_chunks import ChatStream
 from text_generation_router.api.openai.chat_messages import to_conversation
 from text_generation_router.api.openai.parameters import asked_grammar, chat_options
-from text_generation_router.api.openai.prompt_scores import written_prompt_scores
-from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, StreamOptions
+from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody
 from text_generation_router.request import QualityOfService
+from text_generation_router.web.bodies import beside, json_parts_response, parse_body
 
 STREAM_HELPER = "x-stainless-helper-method"
 """Header of the helpers of OpenAI's Python client. Its stream helper joins the roles of all deltas to one text."""
@@ -73,7 +73,7 @@ class ChatRoutes:
         chat = await self._prepare(request, body, self._serving.qos(record, body, around), 1)
         [collector] = await self._serving.collect(chat.requests, [record], most_logprobs=0)
         ending = collector.ended.result()
-        # There is no place for calls: with tools the text is as the model wrote it.
+        # The reply has no field for calls: with tools the text is as the model wrote it.
         return ending.text if chat.form.tools else (await chat.answer(ending)).text
 
     async def chat_tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -83,7 +83,7 @@ class ChatRoutes:
         """
         tenant = tenant_of(request)
         body = await parse_body(request, ChatTokenizeBody)
-        self._serving.adapter_of(body.model)
+        self._serving.adapter_of(body.model, body.lora_name)
         text = await self._chats.prompt(await beside(request, lambda: to_conversation(body, None)), tenant)
         pool = self._serving.tokenizer_pool
         encoding = await pool.encode(text, add_special_tokens=False, tenant=tenant)
@@ -91,7 +91,7 @@ class ChatRoutes:
         return await answer_tokens(request, text, encoding, pool.slices, before=b'{"tokenize_response":', after=after)
 
     async def _prepare(self, request: web.Request, body: ChatBody, qos: QualityOfService, count: int) -> ChatRequest:
-        adapter = self._serving.adapter_of(body.model)
+        adapter = self._serving.adapter_of(body.model, body.lora_name)
         conversation = await beside(request, lambda: to_conversation(body, asked_grammar(body)))
         return await self._chats.prepare(conversation, replace(chat_options(body), adapter=adapter), qos, count)
 
@@ -100,22 +100,14 @@ class ChatRoutes:
     ) -> web.StreamResponse:
         serving = self._serving
         stream = serving.stream(request, serving.cost_headers(len(chat.prompt)), openai_error_event)
-        options = body.stream_options or StreamOptions()
-        shown = Shown(
-            role_once=STREAM_HELPER in request.headers,
-            functions=bool(body.functions),
-            logprobs=bool(body.logprobs),
-            usage=bool(options.include_usage),
-            running_usage=bool(options.continuous_usage_stats),
-        )
-        head = named("chatcmpl-", body.model, serving.settings)
-        chunks = ChatStream(stream, head, chat, records, serving.tokenizer, shown)
+        head, role_once = named("chatcmpl-", body.model, serving.settings), STREAM_HELPER in request.headers
+        chunks = ChatStream(stream, head, body, chat, records, serving.tokenizer, role_once=role_once)
         with serving.run(chat.requests, records, chunks.sinks()):
             return await stream.run()
 
     async def _whole(
         self, body: ChatBody, chat: ChatRequest, collectors: Sequence[Collector], cached: int
-    ) -> list[bytes]:
+    ) -> AsyncIterator[bytes]:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
         counts = usage(chat.prompt_tokens, generated, cached, 0)
 
@@ -129,7 +121,7 @@ class ChatRoutes:
         scores = None
         if body.prompt_logprobs is not None:
             scores = await written_prompt_scores(collectors[0], self._serving.tokenizer, body.prompt_logprobs)
-        return await whole_answer(head, "chat.completion", choices(), counts, scores)
+        return whole_answer(head, "chat.completion", choices(), counts, scores)
 
     async def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> ChatChoice:
         message: AssistantMessage = {

@@ -7,66 +7,53 @@ choice has ended follow the usage, if requested, and [DONE].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import orjson
 
 from text_generation_router.api.core.chat import AnswerEnd, ChatRequest, Reader, finish_of
 from text_generation_router.api.core.ids import Named, new_call_id
-from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
-from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.answers import (
     ChatFinish,
     ChatLogprobs,
     Delta,
     FunctionDelta,
+    Usage,
     chat_finish,
     content_logprobs,
     usage,
 )
+from text_generation_router.api.openai.choices import ChoiceSink, ChoicesStream
+from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
-from text_generation_router.errors import ServingError
 from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.request import LogprobJson, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.web.sse import EventStream
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """The optional parts of a stream."""
-
-    role_once: bool = False
-    """Only the first delta of a choice has the role."""
-    functions: bool = False
-    """A call is a `function_call`, the older form."""
-    logprobs: bool = False
-    usage: bool = False
-    """A last chunk with the token counts."""
-    running_usage: bool = False
-    """The token counts so far on every chunk."""
-
-
-class ChatStream:
+class ChatStream(ChoicesStream):
     """The stream of one request, with all its choices."""
 
     def __init__(
         self,
         stream: EventStream,
         named: Named,
+        body: ChatBody,
         chat: ChatRequest,
         records: Sequence[GenerationRecord],
         tokenizer: Tokenizer,
-        shown: Shown,
+        *,
+        role_once: bool,
     ) -> None:
-        self.stream = stream
-        self.shown = shown
+        """`role_once`: only the first delta of a choice has the role."""
+        super().__init__(stream, named.head("chat.completion.chunk"), body, records, b"delta")
+        self.role: Delta = {} if role_once else {"role": "assistant"}
+        self.functions = bool(body.functions)
+        """A call is a `function_call`, the older form."""
+        self.scored = bool(body.logprobs)
         self._tokenizer = tokenizer
         self._chat = chat
-        self._records = records
-        self._head = named.head("chat.completion.chunk")
-        self._open = len(chat.requests)
-        self._generated = self._reasoning = 0
 
     def sinks(self) -> list[Sink]:
         """The sink of each choice."""
@@ -75,65 +62,25 @@ class ChatStream:
             return list(choices)
         return [Reader(self._chat.form.parser(), choice) for choice in choices]
 
-    def head(self, index: int) -> bytes:
-        """The start of a chunk, up to its delta."""
-        return b'data: %b,"choices":[{"index":%d,"delta":' % (self._head, index)
-
     def logprobs(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs:
         """The log-probabilities of tokens."""
         return content_logprobs(outputs, self._tokenizer, self._chat.requests[0].logprobs.top_n)
 
-    def usage(self, generated: int, reasoning: int | None = None) -> bytes:
-        """The token counts as JSON; without those of the reasoning before the end."""
-        return orjson.dumps(usage(self._chat.prompt_tokens, generated, cached_tokens(self._records), reasoning))
-
-    def ended(self, generated: int, reasoning: int) -> bytes:
-        """Count the end of a choice; return the events that follow the last one."""
-        self._open -= 1
-        self._generated += generated
-        self._reasoning += reasoning
-        if self._open:
-            return b""
-        if not self.shown.usage:
-            return DONE
-        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (
-            self._head,
-            self.usage(self._generated, self._reasoning),
-            DONE,
-        )
-
-    def close(self) -> None:
-        """Close the stream if every choice has ended."""
-        if not self._open:
-            self.stream.close()
+    def usage(self, generated: int, reasoning: int | None) -> Usage:
+        return usage(self._chat.prompt_tokens, generated, cached_tokens(self._records), reasoning)
 
 
-class ChatChoiceStream(Sink):
+class ChatChoiceStream(ChoiceSink):
     """The sink of one choice: of outputs without a parser, of a parser's events with one."""
 
-    __slots__ = (
-        "_chat",
-        "_count",
-        "_first",
-        "_head",
-        "_ids",
-        "_plain",
-        "_record",
-        "_role",
-        "_stream",
-        "_text_head",
-        "_unscored",
-    )
+    __slots__ = ("_chat", "_count", "_first", "_ids", "_plain", "_text_head", "_unscored")
 
     def __init__(self, chat: ChatStream, index: int, record: GenerationRecord) -> None:
+        super().__init__(chat, index, record)
         self._chat = chat
-        self._stream = chat.stream
-        self._record = record
-        self._head = chat.head(index)
-        self._role: Delta = {} if chat.shown.role_once else {"role": "assistant"}
-        self._text_head = self._head + orjson.dumps(self._role | {"content": ""}).removesuffix(b'""}')
+        self._text_head = self._head + orjson.dumps(chat.role | {"content": ""}).removesuffix(b'""}')
         """A chunk of text, up to the text."""
-        self._plain = not (chat.shown.logprobs or chat.shown.running_usage)
+        self._plain = not (chat.scored or chat.running_usage)
         self._count = 0
         self._ids: list[str] = []
         self._unscored: list[TokenOutput] = []
@@ -174,22 +121,16 @@ class ChatChoiceStream(Sink):
     def on_end(self, end: AnswerEnd) -> None:
         self._end({}, end)
 
-    def on_failure(self, error: ServingError) -> None:
-        self._record.failed(error)
-        self._chat.stream.fail(error)
-
     def _end(self, delta: Delta, end: AnswerEnd) -> None:
-        self._record.ending = end.ending
-        chunk = self._opening() + self._chunk(delta, chat_finish(end.finish, functions=self._chat.shown.functions))
-        self._stream.send(chunk + self._chat.ended(end.ending.generated_tokens, end.reasoning_tokens))
-        self._chat.close()
+        chunk = self._opening() + self._chunk(delta, chat_finish(end.finish, functions=self._chat.functions))
+        self._send_last(chunk, end.ending, end.reasoning_tokens)
 
     def _hold_logprobs(self, output: TokenOutput) -> None:
-        if self._chat.shown.logprobs:
+        if self._chat.scored:
             self._unscored.append(output)
 
     def _usage(self, count: int) -> bytes:
-        return self._chat.usage(count) if self._chat.shown.running_usage else b"null"
+        return orjson.dumps(self._chat.usage(count, None)) if self._chat.running_usage else b"null"
 
     def _opening(self) -> bytes:
         first, self._first = self._first, b""
@@ -203,7 +144,7 @@ class ChatChoiceStream(Sink):
                 return {"content": text}
             case ReasoningDelta(text):
                 return {"reasoning_content": text}
-            case ToolCallStart(_, name) if self._chat.shown.functions:
+            case ToolCallStart(_, name) if self._chat.functions:
                 return {"function_call": {"name": name, "arguments": ""}}
             case ToolCallStart(index, name):
                 self._ids.append(new_call_id())
@@ -211,7 +152,7 @@ class ChatChoiceStream(Sink):
                 return {
                     "tool_calls": [{"index": index, "id": self._ids[index], "type": "function", "function": function}]
                 }
-        if self._chat.shown.functions:
+        if self._chat.functions:
             return {"function_call": {"arguments": event.fragment}}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
 
@@ -219,7 +160,7 @@ class ChatChoiceStream(Sink):
         unscored, self._unscored = self._unscored, []
         return b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
             self._head,
-            orjson.dumps({**self._role, **delta}),
+            orjson.dumps({**self._chat.role, **delta}),
             orjson.dumps(self._chat.logprobs(unscored) if unscored else None),
             orjson.dumps(finish),
             self._usage(self._count),

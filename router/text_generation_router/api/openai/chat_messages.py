@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import orjson
 
 from text_generation_proto.values import Grammar
 from text_generation_router.api.core.chat import read_tool, tool_call
-from text_generation_router.api.http.body_reasons import about
 from text_generation_router.api.openai.schemas import (
     AllowedToolsChoice,
     ChatBody,
@@ -20,19 +19,16 @@ from text_generation_router.api.openai.schemas import (
 )
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode, without_billing
 from text_generation_router.errors import InvalidRequest
-
-T = TypeVar("T")
+from text_generation_router.web.bodies import pop_each
+from text_generation_router.web.body_reasons import about
 
 _ROLES = {"developer": "system", "function": "tool"}
 """OpenAI roles with another name in chat templates."""
 
 
-def to_conversation(body: ChatBody, grammar: Grammar | None, field: str = "messages") -> Conversation:
-    """Return the conversation of a body; `grammar` is that of its response format. Raises InvalidRequest.
-
-    `field`: the client's name of the messages.
-    """
-    with about(field):
+def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
+    """Return the conversation of a body; `grammar` is that of its response format. Raises InvalidRequest."""
+    with about("messages"):
         messages = [_message(message) for message in pop_each(body.messages)]
     with about("tools"):
         tools = [_tool(tool.type, tool.function) for tool in body.tools or ()]
@@ -58,25 +54,25 @@ def to_conversation(body: ChatBody, grammar: Grammar | None, field: str = "messa
     )
 
 
-def pop_each(entries: list[T]) -> Iterator[T]:
-    """Yield the entries of a list and remove them: freed one by one, they do not hold up the event loop at the end."""
-    entries.reverse()
-    while entries:
-        yield entries.pop()
+def new_message(role: str, content: str | Sequence[ContentPart] | None) -> Json:
+    """Return a message of templates. Raises InvalidRequest for a part that is not text."""
+    role = _ROLES.get(role, role)
+    return {"role": role, "content": _text(content, system=role == "system")}
 
 
 def _message(message: Message) -> Json:
-    role = _ROLES.get(message.role, message.role)
-    flat: Json = {"role": role, "content": _text(message.content, system=role == "system")}
+    flat = new_message(message.role, message.content)
     if message.tool_calls:
         flat["tool_calls"] = [
             tool_call(
-                str(call.id) if call.id is not None else "", call.function.name, _arguments(call.function.arguments)
+                str(call.id) if call.id is not None else "", call.function.name, read_arguments(call.function.arguments)
             )
             for call in message.tool_calls
         ]
     if message.function_call is not None and not message.tool_calls:
-        flat["tool_calls"] = [tool_call("", message.function_call.name, _arguments(message.function_call.arguments))]
+        flat["tool_calls"] = [
+            tool_call("", message.function_call.name, read_arguments(message.function_call.arguments))
+        ]
     for key, value in (
         ("name", message.name),
         ("tool_call_id", message.tool_call_id),
@@ -102,7 +98,7 @@ def _text(content: str | Sequence[ContentPart] | None, *, system: bool) -> str:
     return "".join(map(without_billing, texts) if system else texts)
 
 
-def _arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 - any JSON that the model wrote
+def read_arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 - any JSON that the model wrote
     """Return the arguments as an object, which templates serialize; text that is not JSON stays text."""
     if not isinstance(arguments, str):
         return arguments or {}

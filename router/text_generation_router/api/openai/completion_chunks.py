@@ -14,91 +14,63 @@ import orjson
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.ids import Named
 from text_generation_router.api.core.serving import TOKENS_AT_ONCE
-from text_generation_router.api.http.bodies import WrittenLogprob
-from text_generation_router.api.http.dialects import DONE
-from text_generation_router.api.http.record import GenerationRecord, cached_tokens
-from text_generation_router.api.http.sse import EventStream
-from text_generation_router.api.openai.answers import CompletionFinish, CompletionLogprobs, alternative, usage
-from text_generation_router.api.openai.schemas import CompletionBody, StreamOptions
-from text_generation_router.errors import ServingError
+from text_generation_router.api.http.fields import WrittenLogprob
+from text_generation_router.api.http.record import GenerationRecord, cached_tokens_of_prompts
+from text_generation_router.api.openai.answers import CompletionFinish, CompletionLogprobs, Usage, alternative, usage
+from text_generation_router.api.openai.choices import ChoiceSink, ChoicesStream
+from text_generation_router.api.openai.schemas import CompletionBody
 from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.request import LogprobJson, Request, TokenId, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.web.bodies import compact_json
+from text_generation_router.web.sse import EventStream
 
 
-class CompletionStream:
+class CompletionStream(ChoicesStream):
     """The stream of one request, with all its choices."""
 
     def __init__(
-        self, stream: EventStream, named: Named, body: CompletionBody, prompts: Sequence[str], tokenizer: Tokenizer
+        self,
+        stream: EventStream,
+        named: Named,
+        body: CompletionBody,
+        prompts: Sequence[str],
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        records: Sequence[GenerationRecord],
     ) -> None:
-        self.stream = stream
+        super().__init__(stream, named.head("text_completion"), body, records, b"text")
         self.body = body
         self.tokenizer = tokenizer
-        options = body.stream_options or StreamOptions()
-        self._usage = bool(options.include_usage)
-        self.running_usage = bool(options.continuous_usage_stats)
         self.hidden = body.max_tokens == 0
-        self._head = named.head("text_completion")
         self._prompts = prompts
-        self._prompt_tokens = 0
-        self._records: list[Sequence[GenerationRecord]] = []
-        """By prompt."""
-        self._generated = 0
-        self._open = 0
+        self._requests = requests
+        self._each = len(requests) // len(prompts)
 
-    def sinks(self, requests: Sequence[Request], records: Sequence[GenerationRecord]) -> list[Sink]:
+    def sinks(self) -> list[Sink]:
         """The sink of each choice; the choices of a prompt are adjacent."""
-        self._open = len(requests)
-        each = len(requests) // len(self._prompts)
-        self._prompt_tokens = sum(len(request.prompt) for request in requests[::each])
-        self._records = by_prompt(records, len(self._prompts))
         return [
-            CompletionChoiceStream(self, index, request, record, self._prompts[index // each])
-            for index, (request, record) in enumerate(zip(requests, records, strict=True))
+            CompletionChoiceStream(self, index, request, record, self._prompts[index // self._each])
+            for index, (request, record) in enumerate(zip(self._requests, self._records, strict=True))
         ]
 
-    def head(self, index: int) -> bytes:
-        """The start of a chunk, up to its text."""
-        return b'data: %b,"choices":[{"index":%d,"text":' % (self._head, index)
-
-    def ended(self, generated: int) -> bytes:
-        """Count the end of a choice; return the events that follow the last one."""
-        self._open -= 1
-        self._generated += 0 if self.hidden else generated
-        if self._open:
-            return b""
-        if not self._usage:
-            return DONE
-        counts = orjson.dumps(usage(self._prompt_tokens, self._generated, sum(map(cached_tokens, self._records))))
-        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, counts, DONE)
-
-    def close(self) -> None:
-        """Close the stream if every choice has ended."""
-        if not self._open:
-            self.stream.close()
+    def usage(self, generated: int, reasoning: int) -> Usage:
+        prompt_tokens = sum(len(request.prompt) for request in self._requests[:: self._each])
+        return usage(prompt_tokens, 0 if self.hidden else generated, cached_tokens_of_prompts(self._records))
 
 
-def by_prompt(records: Sequence[GenerationRecord], prompts: int) -> list[Sequence[GenerationRecord]]:
-    """Split the generations by prompt: the same number for each, in order."""
-    each = len(records) // prompts
-    return [records[first : first + each] for first in range(0, len(records), each)]
-
-
-class CompletionChoiceStream(Sink):
+class CompletionChoiceStream(ChoiceSink):
     """The sink of one choice."""
 
-    __slots__ = ("_before", "_chunks", "_columns", "_head", "_plain", "_record", "_request", "_stream")
+    __slots__ = ("_before", "_chunks", "_columns", "_plain", "_request")
 
     def __init__(
         self, chunks: CompletionStream, index: int, request: Request, record: GenerationRecord, prompt: str
     ) -> None:
+        super().__init__(chunks, index, record)
         body = chunks.body
         self._chunks = chunks
-        self._stream = chunks.stream
-        self._head = chunks.head(index)
         self._request = request
-        self._record = record
         self._before = prompt if body.echo else ""
         """Text to send before the first new text."""
         tops = body.logprobs
@@ -118,10 +90,6 @@ class CompletionChoiceStream(Sink):
         if self._columns is not None:
             for _ in self._columns.add_prompt(self._request.prompt, logprobs, tops):
                 pass
-
-    def on_failure(self, error: ServingError) -> None:
-        self._record.failed(error)
-        self._chunks.stream.fail(error)
 
     def on_output(self, output: TokenOutput) -> None:
         hidden = self._chunks.hidden
@@ -146,12 +114,9 @@ class CompletionChoiceStream(Sink):
                 counts,
             )
         if ending is not None:
-            self._record.ending = ending
-            chunk += self._chunks.ended(ending.generated_tokens)
-        if chunk:
+            self._send_last(chunk, ending, counts=not echo)
+        elif chunk:
             self._stream.send(chunk, counts=not echo)
-        if ending is not None:
-            self._chunks.close()
 
 
 class LogprobColumns:
@@ -194,7 +159,7 @@ class LogprobColumns:
         alternatives = {self._tokenizer.token_text(other): alternative(score) for other, score in top[: self._tops]}
         # OpenAI always lists the generated token.
         alternatives.setdefault(text, chosen)
-        self._top.append(orjson.Fragment(orjson.dumps(alternatives)))
+        self._top.append(orjson.Fragment(compact_json(alternatives)))
 
     def copy(self) -> LogprobColumns:
         """An independent copy."""

@@ -14,16 +14,21 @@ from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import MAX_LOGPROBS, Collector, Serving, paced
-from text_generation_router.api.http.bodies import json_parts_response, parse_body
 from text_generation_router.api.http.dialects import openai_error_event
-from text_generation_router.api.http.record import cached_tokens, timing_headers
-from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, usage, whole_answer
-from text_generation_router.api.openai.completion_chunks import CompletionStream, LogprobColumns, by_prompt
+from text_generation_router.api.http.record import cached_tokens_of_prompts, timing_headers
+from text_generation_router.api.openai.answers import (
+    CompletionChoice,
+    CompletionLogprobs,
+    usage,
+    whole_answer,
+    written_prompt_scores,
+)
+from text_generation_router.api.openai.completion_chunks import CompletionStream, LogprobColumns
 from text_generation_router.api.openai.parameters import completion_options
-from text_generation_router.api.openai.prompt_scores import written_prompt_scores
 from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBody
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
 from text_generation_router.request import QualityOfService, Request, TokenId
+from text_generation_router.web.bodies import json_parts_response, parse_body
 
 MAX_ECHOED = 1 << 22
 """Characters of prompts that `echo` repeats in all answers."""
@@ -60,7 +65,7 @@ class CompletionRoutes:
         self._check(body, prompts)
         async with self._serving.take_permits(records, len(records), body):
             qos = self._serving.qos(records[0], body)
-            options = replace(completion_options(body), adapter=self._serving.adapter_of(body.model))
+            options = replace(completion_options(body), adapter=self._serving.adapter_of(body.model, body.lora_name))
             if len(prompts) > 1:
                 options = await self._serving.preparer.with_bad_words(options, qos.tenant)
             admitted = [await self._admit(body, prompt, options, qos) for prompt in prompts]
@@ -71,16 +76,15 @@ class CompletionRoutes:
             if body.stream:
                 stream = self._serving.stream(request, headers, openai_error_event)
                 head = named("cmpl-", body.model, self._serving.settings)
-                chunks = CompletionStream(
-                    stream, head, body, [prompt.text for prompt in admitted], self._serving.tokenizer
-                )
-                with self._serving.run(requests, records, chunks.sinks(requests, records)):
+                texts = [prompt.text for prompt in admitted]
+                chunks = CompletionStream(stream, head, body, texts, self._serving.tokenizer, requests, records)
+                with self._serving.run(requests, records, chunks.sinks()):
                     return await stream.run()
             collectors = await self._serving.collect(
                 requests, records, most_logprobs=0 if body.logprobs is None else MAX_LOGPROBS
             )
-            cached = sum(map(cached_tokens, by_prompt(records, len(prompts))))
-            reply = await self._whole(body, admitted, collectors, cached)
+            cached = cached_tokens_of_prompts(records)
+            reply = self._whole(body, admitted, collectors, cached)
             headers |= timing_headers(records)
         return await json_parts_response(request, reply, headers)
 
@@ -90,7 +94,7 @@ class CompletionRoutes:
 
     def _check(self, body: CompletionBody, prompts: Sequence[object]) -> None:
         """Check what concerns all prompts. Raises ServingError."""
-        self._serving.adapter_of(body.model)
+        self._serving.adapter_of(body.model, body.lora_name)
         if body.suffix is not None:
             raise SuffixNotSupported
         if not prompts:
@@ -111,14 +115,14 @@ class CompletionRoutes:
             requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         return Prompt(text, requests)
 
-    async def _whole(
+    def _whole(
         self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector], cached: int
-    ) -> list[bytes]:
+    ) -> AsyncIterator[bytes]:
         hidden = body.max_tokens == 0
         generated = 0 if hidden else sum(collector.ended.result().generated_tokens for collector in collectors)
         counts = usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated, cached)
         head = named("cmpl-", body.model, self._serving.settings)
-        return await whole_answer(head, "text_completion", self._choices(body, prompts, collectors), counts)
+        return whole_answer(head, "text_completion", self._choices(body, prompts, collectors), counts)
 
     async def _choices(
         self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]

@@ -7,11 +7,11 @@ from dataclasses import replace
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import Grammar, LogprobOptions
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
-from text_generation_router.api.http.body_reasons import about
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody, OpenAIBody
 from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.forms import guided, response_format
 from text_generation_router.request import TokenId
+from text_generation_router.web.body_reasons import about
 
 
 def chat_options(body: ChatBody) -> GenerationOptions:

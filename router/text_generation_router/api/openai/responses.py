@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from aiohttp import web
 
 from text_generation_router.api.core.blocks import CachedTokens
-from text_generation_router.api.core.chat import ChatPreparer, ChatRequest
+from text_generation_router.api.core.chat import ChatRequest
 from text_generation_router.api.core.ids import named
-from text_generation_router.api.core.one_answer import answer
+from text_generation_router.api.core.one_answer import AnswerRoutes
 from text_generation_router.api.core.parameters import GenerationOptions
-from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.openai.answers import ContentLogprob, content_logprobs
-from text_generation_router.api.openai.responses_events import ResponseScript
+from text_generation_router.api.openai.responses_events import ResponseWriter
 from text_generation_router.api.openai.responses_input import asks_for_logprobs, to_conversation, to_options
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import NotFound
 from text_generation_router.generation import TokenOutput
+from text_generation_router.web.bodies import parse_body
 
 
-class ResponsesRoutes:
+class ResponsesRoutes(AnswerRoutes):
     """Handlers of OpenAI's Responses API."""
-
-    def __init__(self, serving: Serving, chats: ChatPreparer) -> None:
-        self._serving = serving
-        self._chats = chats
 
     async def create_response(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses: answer a conversation, whole or in events.
@@ -37,22 +31,21 @@ class ResponsesRoutes:
         `ResponseEvent`.
         """
         body = await parse_body(request, ResponsesBody)
-        adapter = self._serving.adapter_of(body.model)
 
-        def script(chat: ChatRequest, cached_tokens: CachedTokens) -> ResponseScript:
+        def writer(chat: ChatRequest, cached_tokens: CachedTokens) -> ResponseWriter:
             head = named("resp_", body.model, self._serving.settings)
 
             def logprobs(outputs: Sequence[TokenOutput]) -> list[ContentLogprob]:
                 return content_logprobs(outputs, self._serving.tokenizer, body.top_logprobs or 0)["content"]
 
-            return ResponseScript(
+            return ResponseWriter(
                 body, head, chat.prompt_tokens, cached_tokens, logprobs if asks_for_logprobs(body) else None
             )
 
         def read() -> tuple[Conversation, GenerationOptions]:
-            return to_conversation(body), replace(to_options(body), adapter=adapter)
+            return to_conversation(body), to_options(body)
 
-        return await answer(request, self._serving, self._chats, read, script, fields=body, stream=bool(body.stream))
+        return await self._answer(request, body, read, writer, model=body.model, stream=bool(body.stream))
 
     async def stored(self, request: web.Request) -> web.StreamResponse:
         """GET, DELETE /v1/responses/{id}: always NotFound."""

@@ -18,15 +18,16 @@ from typing import Any, Literal, NotRequired
 import orjson
 from pydantic import ConfigDict, with_config
 
-from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
+from text_generation_router.api.core.blocks import CachedTokens, Kind, ReplyWriter
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
-from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
+from text_generation_router.api.http.fields import WrittenJson
 from text_generation_router.api.openai.answers import ContentLogprob, ReasoningDetails, WrittenLogprobs, tokens_of
 from text_generation_router.api.openai.responses_schemas import ItemStatus, ResponsesBody, ResponseStatus
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import TokenOutput
+from text_generation_router.web.bodies import ResponseBody
 
 
 class OutputText(ResponseBody):
@@ -171,7 +172,7 @@ _DELTAS = {
 }
 
 
-class ResponseScript(Script[OutputItem]):
+class ResponseWriter(ReplyWriter[OutputItem]):
     """Writes one response."""
 
     def __init__(

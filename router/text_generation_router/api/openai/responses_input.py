@@ -6,27 +6,24 @@ from collections.abc import Sequence
 
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import LogprobOptions
+from text_generation_router.api.core.chat import tool_call
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
-from text_generation_router.api.http.body_reasons import about
-from text_generation_router.api.openai import chat_messages
+from text_generation_router.api.openai.chat_messages import new_message, read_arguments
 from text_generation_router.api.openai.responses_schemas import InputItem, ResponsesBody
 from text_generation_router.api.openai.responses_tools import CallableTools, callable_tools
-from text_generation_router.api.openai.schemas import ChatBody, ContentPart, FunctionCall, Message, ToolCall
-from text_generation_router.chat.conversation import Conversation
+from text_generation_router.api.openai.schemas import ContentPart
+from text_generation_router.chat.conversation import Conversation, Json
 from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.forms import response_format
+from text_generation_router.web.bodies import pop_each
+from text_generation_router.web.body_reasons import about
 
 ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (
-    LOGPROBS,
-    "reasoning.encrypted_content",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "web_search_call.action.sources",
-    "web_search_call.results",
+    *(LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "file_search_call.results"),
+    *("computer_call_output.output.image_url", "message.input_image.image_url"),
+    *("web_search_call.action.sources", "web_search_call.results"),
 )
 """The words of `include`. The others are about what this server never writes, so that nothing is left out."""
 
@@ -52,32 +49,31 @@ def to_conversation(body: ResponsesBody) -> Conversation:
     _refuse_what_needs_a_store(body)
     with about("tools"):
         tools = callable_tools(body.tools or ())
-    messages = [Message(role="system", content=body.instructions)] if body.instructions else []
+    messages = [new_message("system", body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
-        messages.append(Message(role="user", content=body.input))
+        messages.append(new_message("user", body.input))
     else:
         collected = _Messages(messages, tools)
         with about("input"):
-            for item in body.input:
+            for item in pop_each(body.input):
                 collected.add(item)
-        collected.close()
     if not messages:
         raise InvalidRequest("`input` cannot be empty")
     with about("tool_choice"):
         choice = tools.choice(body.tool_choice)
-    # model_construct: the values are validated already.
-    chat = ChatBody.model_construct(
-        messages=messages,
-        tools=tools.definitions,
-        tool_choice=choice,
-        parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        continue_final_message=False,  # an answer is always a new item
-    )
     form = None if body.text is None else body.text.format
     with about("text.format"):
         grammar = None if form is None else response_format(form)
-    return chat_messages.to_conversation(chat, grammar, "input")
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return Conversation(
+        messages=messages,
+        tools=tools.tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=grammar,
+        continue_final_message=False,  # an answer is always a new item
+        template_kwargs={} if effort is None else {"reasoning_effort": effort},
+    )
 
 
 def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
@@ -98,16 +94,14 @@ def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
 class _Messages:
     """Collects items into messages. An assistant message stays open as long as only its calls follow."""
 
-    def __init__(self, messages: list[Message], tools: CallableTools) -> None:
+    def __init__(self, messages: list[Json], tools: CallableTools) -> None:
         """Append to `messages`."""
         self._messages = messages
         self._tools = tools
         self._names: dict[str, str] = {}
         """Function names by call id."""
         self._thoughts: list[str] = []
-        self._open: Message | None = None
-        self._calls: list[ToolCall] = []
-        """Tool calls of the open message."""
+        self._open: Json | None = None
 
     def add(self, item: InputItem) -> None:
         """Add the next item. Raises InvalidRequest."""
@@ -125,44 +119,38 @@ class _Messages:
                 raise InvalidRequest(f"input items of type {other[:32]!r} are not supported", code="unsupported_value")
         self._thoughts.clear()
 
-    def close(self) -> None:
-        """Finish the open message."""
-        if self._open is None:
-            return
-        calls = {"tool_calls": self._calls} if self._calls else {}
-        self._messages.append(self._open.model_copy(update=calls))
-        self._open, self._calls = None, []
-
     def _message(self, item: InputItem) -> None:
         if item.role not in ROLES:
             known = ", ".join(f"`{role}`" for role in ROLES)
             said = f"the role of an input message must be one of {known}. Given: {str(item.role)[:32]!r}"
             raise InvalidRequest(said)
-        self.close()
         if item.role == "assistant":
-            self._open = Message(role=item.role, content=item.content, reasoning_content=self._thought())
+            self._begin(item.content)
         else:
-            self._messages.append(Message(role=item.role, content=item.content))
+            self._open = None
+            self._messages.append(new_message(item.role, item.content))
 
     def _call(self, item: InputItem) -> None:
         if item.call_id is None or item.name is None:
             raise InvalidRequest("an input item of type `function_call` needs `call_id` and `name`")
         name = self._tools.name_of(item.namespace, item.name)
         self._names[item.call_id] = name
-        if self._open is None:
-            self._open = Message(role="assistant", reasoning_content=self._thought())
-        function = FunctionCall(name=name, arguments=item.arguments)
-        self._calls.append(ToolCall(id=item.call_id, type="function", function=function))
+        message = self._begin(None) if self._open is None else self._open
+        message.setdefault("tool_calls", []).append(tool_call(item.call_id, name, read_arguments(item.arguments)))
 
     def _output(self, item: InputItem) -> None:
         if item.call_id is None:
             raise InvalidRequest("an input item of type `function_call_output` has no `call_id`")
-        self.close()
-        name = self._names.get(item.call_id)
-        self._messages.append(Message(role="tool", content=item.output or "", tool_call_id=item.call_id, name=name))
+        self._open = None
+        named = {"name": self._names[item.call_id]} if item.call_id in self._names else {}
+        self._messages.append(new_message("tool", item.output) | named | {"tool_call_id": item.call_id})
 
-    def _thought(self) -> str | None:
-        return "".join(self._thoughts) or None
+    def _begin(self, content: str | Sequence[ContentPart] | None) -> Json:
+        """Open an assistant message with the thoughts before it."""
+        thought = "".join(self._thoughts)
+        self._open = new_message("assistant", content) | ({"reasoning_content": thought} if thought else {})
+        self._messages.append(self._open)
+        return self._open
 
 
 def _reasoning(item: InputItem) -> str:

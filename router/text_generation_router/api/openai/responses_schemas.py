@@ -12,21 +12,17 @@ from pydantic import ConfigDict, FailFast, Field
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.bodies import Body, Float32, ModelName, Name, TextMetadata, UInt32
 from text_generation_router.api.http.caller import TieredFields
-from text_generation_router.api.openai.schemas import ChatBody, ContentPart
-from text_generation_router.api.openai.shared_fields import UnservedFields
+from text_generation_router.api.http.fields import Float32, ModelName, Name, TextMetadata, UInt32
+from text_generation_router.api.openai.schemas import ChatBody, ContentParts
+from text_generation_router.api.openai.shared_fields import UNSERVED
 from text_generation_router.grammar.tools import MAX_TOOLS
+from text_generation_router.web.bodies import Body
 
 MAX_ITEMS = 10_000
-"""Items of an input. An item needs no field, so a body could hold half a million; no model reads so many."""
+"""Items of an input. An item needs no field, so a body could hold half a million; no model reads that."""
 MAX_INCLUDED = 64
 """Entries of `include`."""
-MAX_PARTS = 10_000
-"""Parts of one item."""
-
-ItemParts = TypeAliasType("ItemParts", Annotated[list[ContentPart], FailFast(), Field(max_length=MAX_PARTS)])
-
 
 ResponseStatus = TypeAliasType("ResponseStatus", Literal["completed", "incomplete", "failed", "in_progress"])
 ItemStatus = TypeAliasType("ItemStatus", Literal["in_progress", "completed", "incomplete"])
@@ -41,7 +37,7 @@ class InputItem(Body):
     """Ignored: nothing is stored."""
     role: Name | None = None
     """The role of a message: `user`, `assistant`, `system` or `developer`."""
-    content: str | ItemParts | None = None
+    content: str | ContentParts | None = None
     """The text of a message or of a reasoning."""
     call_id: Name | None = None
     """The id of the call that is made or answered."""
@@ -51,9 +47,9 @@ class InputItem(Body):
     """The namespace of the called function."""
     arguments: str | None = None
     """The arguments of a call: a JSON object as text."""
-    output: str | ItemParts | None = None
+    output: str | ContentParts | None = None
     """The output of a call."""
-    summary: ItemParts | None = None
+    summary: ContentParts | None = None
     """The summary of reasoning; used if it has no content."""
 
 
@@ -61,23 +57,9 @@ InputItems = TypeAliasType("InputItems", Annotated[list[InputItem], FailFast(), 
 
 
 HOSTED = (
-    "apply_patch",
-    "code_interpreter",
-    "computer",
-    "computer_use",
-    "computer_use_preview",
-    "custom",
-    "file_search",
-    "image_generation",
-    "local_shell",
-    "mcp",
-    "programmatic_tool_calling",
-    "shell",
-    "tool_search",
-    "web_search",
-    "web_search_2025_08_26",
-    "web_search_preview",
-    "web_search_preview_2025_03_11",
+    *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "custom", "file_search"),
+    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
+    *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
 )
 """Types of tools that are left out. Unknown types are refused: they may be misspelled."""
 
@@ -153,7 +135,7 @@ class ReasoningOptions(Body):
 Included = TypeAliasType("Included", Annotated[list[Name], FailFast(), Field(max_length=MAX_INCLUDED)])
 
 
-class ResponsesBody(UnservedFields, TieredFields):
+class ResponsesBody(TieredFields):
     """Body of /v1/responses."""
 
     refused: ClassVar[Mapping[str, str]] = dict.fromkeys(ChatBody.model_fields, "") | {
@@ -163,7 +145,11 @@ class ResponsesBody(UnservedFields, TieredFields):
         "reasoning_effort": "Use `reasoning.effort`",
         "response_format": "Use `text.format`",
         "verbosity": "Use `text.verbosity`",
+        "lora_request": "Use `model`",
+        "echo": "",
     }
+    unserved = UNSERVED
+
     stream_options: dict[str, Any] | None = None
     """Accepted; not used."""
 
@@ -200,7 +186,7 @@ class ResponsesBody(UnservedFields, TieredFields):
     include: Included | None = None
     """`message.output_text.logprobs` asks for the log-probabilities of the text; OpenAI's other words have no effect."""
     top_logprobs: UInt32 | None = None
-    """Report the log-probabilities of the text, and those of so many most probable tokens at each position."""
+    """Report the log-probabilities of the text, and those of this number of most probable tokens at each position."""
     user: Name | None = None
     """Repeated in the answer."""
     background: SkipJsonSchema[bool | None] = None

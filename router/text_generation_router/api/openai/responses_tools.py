@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from text_generation_router.api.core.chat import read_tool
 from text_generation_router.api.openai.responses_schemas import (
     HOSTED,
     AllowedFunctions,
@@ -21,14 +22,7 @@ from text_generation_router.api.openai.responses_schemas import (
     FunctionTool,
     NamedFunction,
 )
-from text_generation_router.api.openai.schemas import (
-    AllowedTools,
-    AllowedToolsChoice,
-    FunctionDefinition,
-    FunctionName,
-    NamedToolChoice,
-    ToolDefinition,
-)
+from text_generation_router.chat.conversation import Tool, ToolChoice, ToolMode
 from text_generation_router.errors import InvalidRequest
 
 Origin = tuple[str | None, str]
@@ -39,7 +33,7 @@ Origin = tuple[str | None, str]
 class CallableTools:
     """The functions that the model may call."""
 
-    definitions: Sequence[ToolDefinition]
+    tools: Sequence[Tool]
     """The functions, with the names that the model uses."""
     names: Mapping[Origin, str]
     """Function in a namespace → name that the model uses."""
@@ -54,26 +48,22 @@ class CallableTools:
             return name
         return self.names.get((namespace, name)) or _qualified(namespace, name)
 
-    def choice(
-        self, choice: str | AllowedFunctions | NamedFunction | None
-    ) -> str | AllowedToolsChoice | NamedToolChoice | None:
+    def choice(self, choice: str | AllowedFunctions | NamedFunction | None) -> ToolChoice:
         """Return the tool choice of a chat. Raises InvalidRequest if no tool satisfies it."""
         if isinstance(choice, NamedFunction):
             if choice.type != "function":
                 raise InvalidRequest(f"a tool choice of type {choice.type[:32]!r} is not supported")
             if choice.name is None:
                 raise InvalidRequest("a tool choice of type `function` has no `name`")
-            return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
-        mode = choice.mode if isinstance(choice, AllowedFunctions) else choice
-        if mode == "required" and self.left_out and not self.definitions:
+            return ToolChoice(ToolMode.NAMED, choice.name)
+        mode = ToolMode((choice.mode if isinstance(choice, AllowedFunctions) else choice) or "auto")
+        if mode is ToolMode.REQUIRED and self.left_out and not self.tools:
             raise InvalidRequest(
                 f"`tool_choice` is `required`, but tools of type {self.left_out[0]!r} are not supported"
             )
         if isinstance(choice, AllowedFunctions):
-            names = [FunctionName(name=tool.name) for tool in choice.tools if tool.name is not None]
-            allowed = AllowedTools(mode=choice.mode, tools=[NamedToolChoice(function=name) for name in names])
-            return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
-        return choice
+            return ToolChoice(mode, allowed=frozenset(tool.name for tool in choice.tools if tool.name is not None))
+        return ToolChoice(mode)
 
 
 def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
@@ -90,7 +80,7 @@ def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
     holders = Counter(tool.name for _, tool in functions)
     names: dict[Origin, str] = {}
     taken = {tool.name for namespace, tool in functions if namespace is None}
-    definitions: list[ToolDefinition] = []
+    found: list[Tool] = []
     for namespace, tool in functions:
         name = tool.name
         if name is None:
@@ -103,8 +93,8 @@ def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
                 raise InvalidRequest(f"several tools would have the name {name[:64]!r}")
             taken.add(name)
             names[namespace, own] = name
-        definitions.append(_definition(name, tool))
-    return CallableTools(definitions, names, {name: origin for origin, name in names.items()}, left_out)
+        found.append(read_tool(name, tool.description, tool.parameters, strict=bool(tool.strict)))
+    return CallableTools(found, names, {name: origin for origin, name in names.items()}, left_out)
 
 
 def as_sent(tool: FunctionTool) -> dict[str, Any]:
@@ -130,14 +120,6 @@ def _flat(tools: Sequence[AnyTool]) -> Iterator[tuple[str | None, FunctionTool]]
             if inner.type == "namespace":
                 raise InvalidRequest("a tool of type `namespace` cannot hold another")
             yield tool.name, inner
-
-
-def _definition(name: str, tool: FunctionTool) -> ToolDefinition:
-    # Not validated again: a qualified name may be longer than a client's.
-    function = FunctionDefinition.model_construct(
-        name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return ToolDefinition.model_construct(type="function", function=function)
 
 
 def _qualified(namespace: str, name: str) -> str:

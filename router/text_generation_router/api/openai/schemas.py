@@ -6,22 +6,22 @@ send them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
-from text_generation_router.api.http.bodies import (
+from text_generation_router.api.http.caller import TieredFields
+from text_generation_router.api.http.fields import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
-    Body,
     Float32,
     Int32,
     ModelName,
     Name,
-    ObjectOrText,
     StopText,
     StopTexts,
     TokenIds,
@@ -29,9 +29,9 @@ from text_generation_router.api.http.bodies import (
     UInt64,
     at_most,
 )
-from text_generation_router.api.http.caller import TieredFields
-from text_generation_router.api.openai.shared_fields import ConstraintFields, Off, UnservedFields
+from text_generation_router.api.openai.shared_fields import UNSERVED, ConstraintFields
 from text_generation_router.grammar.tools import MAX_TOOLS
+from text_generation_router.web.bodies import Body
 
 MAX_MESSAGES = MAX_PARTS = 10_000
 """Messages of a conversation; parts, or tool calls, of a message. More are an attack."""
@@ -83,11 +83,26 @@ class StreamOptions(Body):
     """Add the counts so far to every chunk."""
 
 
-class OpenAIBody(ConstraintFields, UnservedFields, TieredFields):
+class LoraRequest(Body):
+    """The adapter of a request to trtllm-serve."""
+
+    lora_name: Annotated[Name, Field(min_length=1)]
+    """One of --lora-adapters. Any other is rejected."""
+    lora_int_id: Int64 | None = None
+    """Accepted; not used."""
+    lora_path: str | None = None
+    """Accepted; not used: adapters are loaded at the start."""
+
+
+class OpenAIBody(ConstraintFields, TieredFields):
     """Base of the bodies of chats and completions."""
+
+    unserved = UNSERVED
 
     model: ModelName | None = None
     """The name of the model: one of /v1/models, or `tgi`. Any other is rejected."""
+    lora_request: SkipJsonSchema[LoraRequest | None] = None
+    """trtllm-serve's: the adapter, beside the `model`."""
     stream: bool | None = None
     """Answer as server-sent events."""
     stream_options: StreamOptions | None = None
@@ -115,7 +130,7 @@ class OpenAIBody(ConstraintFields, UnservedFields, TieredFields):
     min_p: Float32 | None = None
     """Drop tokens less probable than this share of the most probable one's probability."""
     prompt_logprobs: UInt32 | None = None
-    """vLLM's: report the log-probabilities of the prompt's tokens and of so many most probable ones; not in streams."""
+    """vLLM's: report the log-probabilities of the prompt's tokens and of this number of most probable ones; not in streams."""
     ignore_eos: bool | None = None
     """Continue after the end-of-sequence token."""
     min_tokens: UInt32 | None = None
@@ -131,9 +146,14 @@ class OpenAIBody(ConstraintFields, UnservedFields, TieredFields):
     no_stop_trim: bool | None = None
     """SGLang's name of `include_stop_str_in_output`."""
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """vLLM's: keep so many tokens at the end of the prompt."""
+    """vLLM's: keep this number of tokens at the end of the prompt."""
     user: Name | None = None
     """Accepted; not used."""
+
+    @property
+    def lora_name(self) -> str | None:
+        """The adapter that `lora_request` names."""
+        return None if self.lora_request is None else self.lora_request.lora_name
 
 
 class FunctionDefinition(Body):
@@ -143,9 +163,9 @@ class FunctionDefinition(Body):
     """The name of the function."""
     description: str | None = None
     """A description for the model."""
-    parameters: ObjectOrText | None = None
+    parameters: dict[str, Any] | str | None = None
     """JSON schema of its arguments, or that schema as text."""
-    arguments: ObjectOrText | None = None
+    arguments: dict[str, Any] | str | None = None
     """TGI's other name for `parameters`."""
     strict: bool | None = None
     """Calls must follow the schema. Forced calls always do; free calls if the model's call format has text markers."""
@@ -264,6 +284,11 @@ class Message(Body):
 class ChatBody(OpenAIBody):
     """Body of /v1/chat/completions and /chat_tokenize."""
 
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSERVED,
+        **dict.fromkeys(("echo", "add_special_tokens"), (None, False)),
+    }
+
     messages: Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)]
     """The conversation so far."""
     max_tokens: UInt32 | None = None
@@ -273,7 +298,7 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     """Report the log-probabilities of the answer's tokens."""
     top_logprobs: UInt32 | None = None
-    """Report also the log-probabilities of so many most probable tokens at each position."""
+    """Report also the log-probabilities of this number of most probable tokens at each position."""
     tools: ToolDefinitions | None = None
     """The tools that the model may call."""
     tool_choice: Name | NamedToolChoice | AllowedToolsChoice | None = None
@@ -298,8 +323,6 @@ class ChatBody(OpenAIBody):
     """A variable of the chat template."""
     documents: Documents | None = None
     """vLLM's: a variable of the chat template."""
-    echo: Off = None
-    """vLLM's: true is refused in chats."""
 
 
 class CompletionBody(OpenAIBody):
@@ -314,7 +337,7 @@ class CompletionBody(OpenAIBody):
     echo: bool | None = None
     """Repeat the prompt before the text."""
     logprobs: Annotated[UInt32 | None, BeforeValidator(_as_count)] = None
-    """Report the log-probabilities of the tokens and of so many most probable ones at each position; true: of one."""
+    """Report the log-probabilities of the tokens and of this number of most probable ones at each position; true: of one."""
     best_of: UInt64 | None = None
     """Must be 1 or equal `n`."""
     add_special_tokens: bool | None = None

@@ -1,18 +1,19 @@
 """Fields that bodies of OpenAI's dialect share: the constraints of vLLM and SGLang, and what is known but not served.
 
-docs/api.md lists the request parameters of OpenAI, vLLM and SGLang, one by one.
+docs/api.md lists the request parameters of OpenAI, vLLM, SGLang and trtllm-serve, one by one.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import FailFast, Field, WrapValidator
+from pydantic import FailFast, Field
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.bodies import Body, Name
+from text_generation_router.api.http.fields import Name
+from text_generation_router.web.bodies import Body
 
 MAX_CHOICE_TEXTS = 10_000
 """Texts of `guided_choice` that are read; a grammar has fewer."""
@@ -55,82 +56,36 @@ class ConstraintFields(Body):
         return {name: getattr(self, name) for name in ConstraintFields.model_fields if name != "response_format"}
 
 
-def _named(value: Any, check: Any) -> Any:  # noqa: ANN401 - any JSON value
-    try:
-        return check(value)
-    except ValueError:
-        raise PydanticCustomError("not_supported", "is not supported by this server") from None
-
-
-_Unserved = WrapValidator(_named)
-Nothing = Annotated[None, _Unserved, SkipJsonSchema()]
-"""Only null, which asks for nothing."""
-Off = Annotated[Literal[False] | None, _Unserved, SkipJsonSchema()]
-TextModality = TypeAliasType(
-    "TextModality", Annotated[list[Literal["text"]], FailFast(), Field(max_length=1), _Unserved]
-)
-On = Annotated[Literal[True] | None, _Unserved, SkipJsonSchema()]
-
-
-class UnservedFields(Body):
-    """Fields with a known meaning that is not served. A value that asks for nothing is accepted.
-
-    The OpenAPI document leaves them out.
-    """
-
-    modalities: SkipJsonSchema[TextModality | None] = None
-    """OpenAI's: `["text"]`; audio is refused."""
-    audio: Nothing = None
-    """OpenAI's: refused."""
-    web_search_options: Nothing = None
-    """OpenAI's: refused."""
-    use_beam_search: Off = None
-    """vLLM's: true is refused."""
-    guided_whitespace_pattern: Nothing = None
-    """vLLM's: refused: JSON has the white space that json.dumps writes."""
-    logits_processors: Nothing = None
-    """vLLM's: refused."""
-    custom_logit_processor: Nothing = None
-    """SGLang's: refused."""
-    custom_params: Nothing = None
-    """SGLang's: refused."""
-    chat_template: Nothing = None
-    """vLLM's: refused: the operator chooses the template."""
-    mm_processor_kwargs: Nothing = None
-    """vLLM's: refused."""
-    media_io_kwargs: Nothing = None
-    """vLLM's: refused."""
-    prompt_embeds: Nothing = None
-    """vLLM's: refused."""
-    input_ids: Nothing = None
-    """SGLang's: refused; `prompt` of /v1/completions takes token ids."""
-    kv_transfer_params: Nothing = None
-    """vLLM's: refused."""
-    vllm_xargs: Nothing = None
-    """vLLM's: refused."""
-    thinking_token_budget: Nothing = None
-    """vLLM's: refused."""
-    stop_regex: Nothing = None
-    """SGLang's: refused."""
-    lora_path: Nothing = None
-    """SGLang's: refused; `model` names an adapter."""
-    session_params: Nothing = None
-    """SGLang's: refused: nothing is stored."""
-    extra_key: Nothing = None
-    """SGLang's: refused; `cache_salt` keeps cached computation apart."""
-    return_tokens_as_token_ids: Off = None
-    """vLLM's: true is refused."""
-    return_token_ids: Off = None
-    """vLLM's: true is refused."""
-    return_hidden_states: Off = None
-    """SGLang's: true is refused."""
-    return_routed_experts: Off = None
-    """SGLang's: true is refused."""
-    skip_special_tokens: On = None
-    """vLLM's: false is refused: special tokens are no text."""
-    include_reasoning: On = None
-    """vLLM's: false is refused."""
-    separate_reasoning: On = None
-    """SGLang's: false is refused: the operator decides it."""
-    stream_reasoning: On = None
-    """SGLang's: false is refused."""
+UNSERVED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("audio", "web_search_options"),
+            *(
+                "chat_template",
+                "guided_whitespace_pattern",
+                "kv_transfer_params",
+                "logits_processors",
+                "media_io_kwargs",
+            ),
+            *("mm_processor_kwargs", "prompt_embeds", "thinking_token_budget", "vllm_xargs"),
+            *("custom_logit_processor", "custom_params", "extra_key", "input_ids", "lora_path", "session_params"),
+            *("stop_regex", "prompt_token_ids", "prompt_token_ids_b64", "disaggregated_params", "conversation_params"),
+            *("agent_hierarchy", "thinking"),
+        ),
+        (None,),
+    ),
+    **dict.fromkeys(
+        (
+            *("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"),
+            *("return_hidden_states", "return_routed_experts", "return_context_logits"),
+        ),
+        (None, False),
+    ),
+    **dict.fromkeys(
+        ("include_reasoning", "skip_special_tokens", "separate_reasoning", "stream_reasoning", "detokenize"),
+        (None, True),
+    ),
+    **dict.fromkeys(("top_p_min", "prompt_ignore_length"), (None, 0)),
+    "modalities": (None, [], ["text"]),
+}
+"""Fields of OpenAI, vLLM, SGLang and trtllm-serve with a known meaning that is not served, and their values that ask for nothing."""

@@ -14,13 +14,13 @@ from text_generation_proto.values import SAMPLING_PARAMETERS, LogprobOptions, Sa
 from text_generation_router.api.core.parameters import GenerationOptions, given_sampling
 from text_generation_router.api.core.serving import MAX_LOGPROBS, Serving
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.api.tgi.replies import GenerateAnswer, TokenEvents, whole_reply
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
 from text_generation_router.errors import InvalidRequest
+from text_generation_router.web.bodies import JSON, parse_body
 
 
 class GenerateRoutes:
@@ -36,10 +36,7 @@ class GenerateRoutes:
         """
         body = await parse_body(request, GenerateBody)
         [record] = self._serving.start(request)
-        reply = await self.reply(body, record)
-        return web.Response(
-            body=orjson.dumps(reply), content_type="application/json", headers=self._headers_of_whole(body, record)
-        )
+        return self._whole(body, record, await self.reply(body, record))
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         """POST /generate_stream: stream an event per token.
@@ -65,10 +62,7 @@ class GenerateRoutes:
         if body.stream:
             return await self._streamed(request, body)
         [record] = self._serving.start(request)
-        reply = await self.reply(body, record)
-        return web.Response(
-            body=orjson.dumps([reply]), content_type="application/json", headers=self._headers_of_whole(body, record)
-        )
+        return self._whole(body, record, [await self.reply(body, record)])
 
     async def reply(self, body: GenerateBody, record: GenerationRecord) -> GenerateAnswer:
         """Return the whole reply to a body. Raises ServingError."""
@@ -103,7 +97,7 @@ class GenerateRoutes:
         best = max(collectors, key=lambda collector: collector.mean_logprob)
         record.request, record.ending, record.times = best.request, best.ended.result(), best.times
         others = [collector for collector in collectors if collector is not best]
-        return whole_reply(body, best, others, serving.tokenizer, record.cached_tokens)
+        return await whole_reply(body, best, others, serving.tokenizer, record.cached_tokens)
 
     async def _streamed(self, request: web.Request, body: GenerateBody) -> web.StreamResponse:
         serving = self._serving
@@ -119,8 +113,9 @@ class GenerateRoutes:
             with serving.run(requests, [record], [events]):
                 return await stream.run()
 
-    def _headers_of_whole(self, body: GenerateBody, record: GenerationRecord) -> dict[str, str]:
-        return self._serving.cost_headers(len(body.inputs)) | compute_time_header(record) | timing_headers([record])
+    def _whole(self, body: GenerateBody, record: GenerationRecord, reply: object) -> web.Response:
+        headers = self._serving.cost_headers(len(body.inputs)) | compute_time_header(record) | timing_headers([record])
+        return web.Response(body=orjson.dumps(reply), content_type=JSON, headers=headers)
 
 
 def check_whole(parameters: GenerateParameters, limits: Limits) -> None:

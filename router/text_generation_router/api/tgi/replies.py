@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NotRequired
+from typing import Literal, NotRequired, TypeVar, cast
 
 import orjson
 from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import FinishReason
-from text_generation_router.api.core.serving import Collector
-from text_generation_router.api.http.bodies import ResponseBody, WrittenLogprob
+from text_generation_router.api.core.serving import Collector, paced
+from text_generation_router.api.http.fields import WrittenLogprob
 from text_generation_router.api.http.record import GenerationRecord
-from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.tgi.schemas import GenerateBody
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import GenerationResult, Sink, TokenOutput
 from text_generation_router.request import LogprobJson, Request, TokenId, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.web.bodies import ResponseBody, compact_json
+from text_generation_router.web.sse import EventStream
+
+T = TypeVar("T")
 
 
 class TokenAnswer(ResponseBody):
@@ -161,18 +164,17 @@ class TokenEvents(Sink):
         return details
 
 
-def whole_reply(
+async def whole_reply(
     body: GenerateBody, best: Collector, others: Sequence[Collector], tokenizer: Tokenizer, cached_tokens: int
 ) -> GenerateAnswer:
-    """The response of /generate."""
+    """The response of /generate. Its tokens are written: as objects they take five times as much."""
     reply: GenerateAnswer = {"generated_text": _generated_text(best.ended.result(), body)}
     if body.parameters.details or body.parameters.decoder_input_details:
-        outputs = list(best.take_outputs())
-        details = _details(best, outputs, tokenizer)
+        details, top_tokens = await _details(best, tokenizer)
         if others:
-            details["best_of_sequences"] = [_other(other, body, tokenizer) for other in others]
+            details["best_of_sequences"] = [_written(await _other(other, body, tokenizer)) for other in others]
         if best.request.logprobs.top_n:
-            details["top_tokens"] = [_top_tokens(output.top, tokenizer) for output in outputs]
+            details["top_tokens"] = top_tokens
         if cached_tokens:
             details["cached_tokens"] = cached_tokens
         reply["details"] = details
@@ -211,25 +213,37 @@ def _top_tokens(top: Iterable[TopToken], tokenizer: Tokenizer) -> list[TokenAnsw
     ]
 
 
-def _details(collected: Collector, outputs: Sequence[TokenOutput], tokenizer: Tokenizer) -> Details:
-    """Details of one sequence, without those that depend on others."""
+def _written(value: T) -> T:
+    """Return a part of a response as its JSON, which takes the place of the part."""
+    return cast("T", orjson.Fragment(compact_json(value)))
+
+
+async def _details(collected: Collector, tokenizer: Tokenizer) -> tuple[Details, list[list[TokenAnswer]]]:
+    """Details of one sequence, without those that depend on others; the most probable tokens of each position."""
     ending = collected.ended.result()
-    return {
+    prefill: list[PrefillToken] = []
+    async for token_id, logprob in paced(zip(collected.request.prompt, collected.prompt_logprobs, strict=False)):
+        text = tokenizer.token_text(token_id)
+        token: PrefillToken = {"id": token_id, "text": text, "logprob": orjson.Fragment(logprob)}
+        prefill.append(_written(token))
+    tokens: list[TokenAnswer] = []
+    top_tokens: list[list[TokenAnswer]] = []
+    async for output in paced(collected.take_outputs()):
+        tokens.append(_written(_token(output)))
+        top_tokens.append(_written(_top_tokens(output.top, tokenizer)))
+    details: Details = {
         "finish_reason": _REASONS[ending.reason],
         "generated_tokens": ending.generated_tokens,
         "seed": _reported_seed(collected.request),
-        "prefill": [
-            {"id": token_id, "text": tokenizer.token_text(token_id), "logprob": orjson.Fragment(logprob)}
-            for token_id, logprob in zip(collected.request.prompt, collected.prompt_logprobs, strict=False)
-        ],
-        "tokens": [_token(output) for output in outputs],
+        "prefill": prefill,
+        "tokens": tokens,
     }
+    return details, top_tokens
 
 
-def _other(collected: Collector, body: GenerateBody, tokenizer: Tokenizer) -> BestOfSequence:
+async def _other(collected: Collector, body: GenerateBody, tokenizer: Tokenizer) -> BestOfSequence:
     """A sequence of `best_of` that was not chosen."""
-    outputs = list(collected.take_outputs())
-    details = _details(collected, outputs, tokenizer)
+    details, top_tokens = await _details(collected, tokenizer)
     other: BestOfSequence = {
         "generated_text": _generated_text(collected.ended.result(), body),
         "finish_reason": details["finish_reason"],
@@ -239,5 +253,5 @@ def _other(collected: Collector, body: GenerateBody, tokenizer: Tokenizer) -> Be
         "tokens": details["tokens"],
     }
     if collected.request.logprobs.top_n:
-        other["top_tokens"] = [_top_tokens(output.top, tokenizer) for output in outputs]
+        other["top_tokens"] = top_tokens
     return other

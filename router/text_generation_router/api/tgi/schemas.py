@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from text_generation_router.api.http.bodies import MAX_STOPS, Float32, Int32, Name, StopText, UInt32, UInt64
 from text_generation_router.api.http.caller import QosFields
+from text_generation_router.api.http.fields import MAX_STOPS, Float32, Int32, Name, StopText, UInt32, UInt64
 
 
 class GenerateParameters(QosFields):
@@ -39,7 +39,7 @@ class GenerateParameters(QosFields):
     stop: Annotated[list[StopText], FailFast()] = Field(default=[], max_length=MAX_STOPS)
     """Stop at the first of these strings; it stays in the text."""
     truncate: UInt64 | None = None
-    """Keep so many tokens at the end of the prompt."""
+    """Keep this number of tokens at the end of the prompt."""
     watermark: bool = False
     """Watermark the text (A Watermark for Large Language Models)."""
     details: bool = False
@@ -49,7 +49,7 @@ class GenerateParameters(QosFields):
     seed: UInt64 | None = None
     """Seed of the sampling; random if absent."""
     top_n_tokens: UInt32 | None = None
-    """Report so many most probable tokens of every step."""
+    """Report this number of most probable tokens of every step."""
     grammar: dict[str, Any] | None = None
     """Constrain the text: `type` is `json`, `json_schema` or `regex`, `value` the schema or the expression."""
     adapter_id: Name | None = None

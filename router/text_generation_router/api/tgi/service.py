@@ -12,25 +12,25 @@ from pydantic import AliasChoices, FailFast, Field
 from text_generation_router.api.core.parameters import check_token_ids
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.tokens import answer_ids, answer_tokens
-from text_generation_router.api.http.bodies import (
+from text_generation_router.api.http.fields import UInt32
+from text_generation_router.api.http.keys import tenant_of
+from text_generation_router.api.tgi.schemas import GenerateBody
+from text_generation_router.cluster_interface import ClusterInterface
+from text_generation_router.discovery.source import UNABLE
+from text_generation_router.errors import Unhealthy
+from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS
+from text_generation_router.permits import ConcurrencyLimit
+from text_generation_router.stats import Stats
+from text_generation_router.text.tokenizer_pool import TokenizerPool
+from text_generation_router.web.bodies import (
     Body,
     ResponseBody,
-    UInt32,
     beside,
     json_response,
     parse_body,
     parse_json,
     validate,
 )
-from text_generation_router.api.http.tenant import tenant_of
-from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
-from text_generation_router.discovery.source import UNABLE
-from text_generation_router.errors import Unhealthy
-from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS
-from text_generation_router.overview import Overview
-from text_generation_router.permits import ConcurrencyLimit
-from text_generation_router.serving_cluster import ServingCluster
-from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 TGI_VERSION = "3.3.7"
 """The last release of TGI, whose clients are served."""
@@ -53,20 +53,8 @@ class PromptBody(Body):
     """Include the tokens that the tokenizer puts around a text."""
 
 
-class UnjudgedParameters(GenerateParameters):
-    """Parameters of which only the types are checked."""
-
-
-class InputsBody(GenerateBody):
-    """Body of /tokenize in TGI's form: that of /generate, of which only `inputs` is used."""
-
-    inputs: str
-    """The text."""
-    parameters: UnjudgedParameters = UnjudgedParameters()
-
-
-TokenizeBody = InputsBody | PromptBody
-"""Body of /tokenize: TGI's with `inputs`, vLLM's with `prompt`."""
+TokenizeBody = GenerateBody | PromptBody
+"""Body of /tokenize: TGI's, that of /generate (only `inputs` is used), or vLLM's with `prompt`."""
 
 
 class DetokenizeBody(Body):
@@ -168,22 +156,22 @@ class ModelInfo:
     chat_template: str | None = None
 
 
-class ServiceRoutes:
+class InfoRoutes:
     """Handlers that do not generate."""
 
     def __init__(
         self,
         tokenizer: TokenizerPool,
         permits: ConcurrencyLimit,
-        overview: Overview,
+        stats: Stats,
         healthy: Callable[[], bool],
         settings: Settings,
         info: ModelInfo,
-        cluster: ServingCluster,
+        cluster: ClusterInterface,
     ) -> None:
         self._tokenizer = tokenizer
         self._permits = permits
-        self._overview = overview
+        self._stats = stats
         self._healthy = healthy
         self._settings = settings
         self._limits = settings.limits
@@ -263,7 +251,7 @@ class ServiceRoutes:
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """GET /metrics: metrics in Prometheus' text format, or in OpenMetrics' if the client accepts that."""
         openmetrics = OPENMETRICS in request.headers.get(hdrs.ACCEPT, "")
-        body = await self._overview.metrics(openmetrics=openmetrics)
+        body = await self._stats.metrics(openmetrics=openmetrics)
         content_type = f"{OPENMETRICS}; version=1.0.0; charset=utf-8" if openmetrics else CONTENT_TYPE
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
 
@@ -271,7 +259,7 @@ class ServiceRoutes:
         """POST /tokenize: the tokens of a text, with the bytes that each stands for."""
         tenant = tenant_of(request)
         body = await parse_json(request, tokenize_body)
-        if isinstance(body, InputsBody):
+        if isinstance(body, GenerateBody):
             encoding = await self._tokenizer.encode(body.inputs, add_special_tokens=True, tenant=tenant)
             return await answer_tokens(request, body.inputs, encoding, self._tokenizer.slices)
         special = body.add_special_tokens
@@ -303,4 +291,4 @@ class ServiceRoutes:
 def tokenize_body(value: object) -> TokenizeBody:
     """Validate a body of /tokenize in either form. Raises InvalidBody."""
     vllm = isinstance(value, dict) and "prompt" in value and "inputs" not in value
-    return validate(value, PromptBody) if vllm else validate(value, InputsBody)
+    return validate(value, PromptBody) if vllm else validate(value, GenerateBody)

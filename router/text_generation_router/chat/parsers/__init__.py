@@ -18,24 +18,9 @@ from text_generation_router.chat.parsers import (
     sections,
     tagged,
 )
-from text_generation_router.chat.parsers.base import AnyTools, Tools
-from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, ReasoningParser
+from text_generation_router.chat.parsers.base import Tools
+from text_generation_router.chat.parsers.reasoning import END_THINK, THINK
 from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces
-
-__all__ = [
-    "END_THINK",
-    "FORMATS",
-    "NAMES",
-    "THINK",
-    "AnyTools",
-    "ReasoningParser",
-    "Tools",
-    "begun_answer",
-    "create_parser",
-    "detect_format",
-    "detect_reasoning",
-    "starts_in_reasoning",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Values of arguments that a model wrote as plain text, converted by the tool's JSON schema.
 
-A client's schema may be any JSON: a part that says nothing about the type of a value, or that is no schema, is skipped.
+A client's schema may be any JSON: a part that says nothing about the type of a value, or that is not a schema, is skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def types_of(schema: object, root: Schema, otherwise: frozenset[str] = STRING) -
 
 
 def member_schema(schema: object, root: Schema, name: str | None = None) -> object:
-    """Return the schema of a member of an object, without `name` that of the items of an array; None if there is none."""
+    """Return the schema of a member of an object, without `name` that of the items of an array; None without one."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping):
             return None

@@ -125,7 +125,9 @@ class CallParser:
             self._events.arguments(self._rest)
         elif self._phase == self._call:
             assert self._reader is not None, "a call is being read"
-            if not self._reader.started:
+            if self._reader.started:
+                self._events.arguments(self._reader.pending)
+            else:
                 self._events.text(self._reader.raw)
         elif self._phase != self._after and not self._is_bare(self._rest):
             self._events.text("".join(self._opening) + self._rest)
@@ -275,7 +277,7 @@ class CallParser:
 
 
 class ArrayParser(CallParser):
-    """Reads calls in a JSON array, or a single call. Brackets and commas around a call are no text."""
+    """Reads calls in a JSON array, or a single call. Brackets and commas around a call are not text."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)

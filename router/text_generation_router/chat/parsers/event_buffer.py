@@ -6,7 +6,7 @@ from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta,
 
 
 class EventBuffer:
-    """The events of one answer. Whitespace alone before, between or after calls is no text."""
+    """The events of one answer. Whitespace alone before, between or after calls is not text."""
 
     def __init__(self) -> None:
         self.calls = 0

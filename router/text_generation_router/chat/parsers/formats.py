@@ -8,7 +8,7 @@ from typing import Final
 from text_generation_router.chat.events import Event, TextDelta
 from text_generation_router.chat.parsers.base import ArrayParser, CallParser, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
-from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader, TgiCallReader
+from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader
 from text_generation_router.chat.parsers.syntax import CallSyntax, JsonCall, Pattern, Slot
 
 HERMES_START: Final = "<tool_call>"
@@ -101,7 +101,6 @@ class JsonAnswerParser(CallParser):
     Everything else is text, also after the call.
     """
 
-    READER = TgiCallReader
     CALLS = tuple(CallSyntax((JsonCall(arguments),)) for arguments in ("arguments", "parameters"))
 
     def __init__(self, tools: Tools) -> None:
@@ -136,10 +135,10 @@ class JsonAnswerParser(CallParser):
 
 
 class JsonCallsParser(ArrayParser):
-    """Calls alone, as a grammar forces them: an object or an array of objects, `{"name": …, "arguments": {…}}` or TGI's
-    `{"function": {"_name": …, …}}`. From anything else on, the answer is text."""
+    """Calls alone, as a grammar forces them: an object or an array of objects, `{"name": …, "arguments": {…}}`.
 
-    READER = TgiCallReader
+    From anything else on, the answer is text.
+    """
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)

@@ -125,7 +125,7 @@ class HarmonyParser(CallParser):
         self._phase = self._text
 
     def _is_message(self, header: str) -> bool:
-        """Read a header without `<|message|>`, after whose parts the content follows; False if there is none."""
+        """Read a header without `<|message|>` and the content behind its parts; False without content."""
         parts = _WHOLE_HEADER.match(header)
         body = header[parts.end() :] if parts else ""
         if not body or any(part.startswith(body) for part in _PARTS):

@@ -169,52 +169,20 @@ class ObjectScanner:
         return char in SPACE
 
 
-class StringUnwrapper:
-    """Decodes a JSON string that holds the text of one JSON object: `"{\\"a\\": 1}"` stands for `{"a": 1}`."""
+def unwrapped(written: str) -> str | None:
+    """Return the JSON object whose text a JSON string holds, by the characters between its quotes.
 
-    def __init__(self) -> None:
-        self._inner = ObjectScanner()
-        self._escape = ""
-        self._blank = True
-
-    @property
-    def pending(self) -> str:
-        """The part of the string, as written, that `push` has not returned: its quote, an incomplete escape."""
-        return ('"' if self._inner.depth == 0 and not self._inner.closed else "") + self._escape
-
-    @property
-    def complete(self) -> bool:
-        """The object is complete."""
-        return self._inner.closed
-
-    @property
-    def may_end(self) -> bool:
-        """The string may end here: after an object, or while it is blank."""
-        return self._blank or self._inner.closed
-
-    def push(self, char: str) -> str | None:
-        """Return the text that the next character of the string adds to the object; None if the text is no object."""
-        if not self._escape and char != "\\":
-            return self._through(char)
-        written = self._escape + char
-        if len(written) == 1 or (written[1] == "u" and len(written) < 6):
-            self._escape = written
-            return ""
-        decoded = str(json.loads(f'"{written}"'))
-        # Half of a surrogate pair is no text; as an escape in the strings of the object it has the same meaning.
-        added = self._through(written if "\ud800" <= decoded <= "\udfff" else decoded)
-        if added is not None:
-            self._escape = ""
-        return added
-
-    def _through(self, text: str) -> str | None:
-        added = []
-        for char in text:
-            if not self._inner.push(char):
-                return None
-            self._blank = self._blank and char in SPACE
-            if self._inner.in_string:
-                added.append(escaped(char))
-            elif self._inner.depth or char not in SPACE:
-                added.append(char)
-        return "".join(added)
+    The result is empty for a blank string, and None for any other string.
+    """
+    try:
+        inner = str(json.loads(f'"{written}"', strict=False)).strip(" \t\n\r")
+    except ValueError:
+        return None
+    scanner, parts = ObjectScanner(), list[str]()
+    for char in inner:
+        if not scanner.push(char):
+            return None
+        # Half of a surrogate pair is not text; as an escape it has the same meaning.
+        half = "\ud800" <= char <= "\udfff"
+        parts.append(json.dumps(char)[1:-1] if half else escaped(char) if scanner.in_string else char)
+    return "".join(parts) if scanner.closed or not inner else None

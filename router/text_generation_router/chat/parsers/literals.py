@@ -322,7 +322,7 @@ def literal_as_json(text: str) -> str | None:
 
 
 def json_text(text: str) -> str:
-    """Return `text` as it stands in a JSON string. Half of a surrogate pair, which is no text, becomes an escape."""
+    """Return `text` as it stands in a JSON string. Half of a surrogate pair, which is not text, becomes an escape."""
     try:
         return orjson.dumps(text).decode()[1:-1]
     except orjson.JSONEncodeError:

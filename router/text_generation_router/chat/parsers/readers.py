@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import ClassVar, Final, Protocol
 
 from text_generation_router.chat.parsers.event_buffer import EventBuffer
-from text_generation_router.chat.parsers.json_scanner import SPACE, ObjectScanner, StringUnwrapper, escaped
+from text_generation_router.chat.parsers.json_scanner import SPACE, ObjectScanner, escaped, unwrapped
 
 MAX_NAME: Final = 256
 """Characters of a tool's name, as written."""
@@ -58,11 +58,9 @@ class JsonCallReader:
         self._held: list[str] = []
         """Arguments before the name."""
         self._text: list[str] = []
-        """The current key or name."""
-        self._unwrap: StringUnwrapper | None = None
+        """The current key or name, or the string that holds the arguments."""
         self._scanner = ObjectScanner()
         self._route: Callable[[str], bool] = self._members
-        self._after_name: Callable[[str], bool] = self._members
 
     @property
     def raw(self) -> str:
@@ -70,7 +68,7 @@ class JsonCallReader:
 
     @property
     def pending(self) -> str:
-        return self._unwrap.pending if self._unwrap else ""
+        return '"' + "".join(self._text) if self._route == self._wrapped else ""
 
     def push(self, char: str) -> bool:
         if not self.started:
@@ -127,7 +125,7 @@ class JsonCallReader:
         if self._scanner.in_string:
             self._text.append(char)
             return len(self._text) <= MAX_NAME
-        self._route = self._after_name
+        self._route = self._members
         return self._start("".join(self._text))
 
     def _start(self, written: str) -> bool:
@@ -150,7 +148,7 @@ class JsonCallReader:
             self._add_arguments(char)
             self._route = self._object
         elif char == '"':
-            self._unwrap = StringUnwrapper()
+            self._text.clear()
             self._route = self._wrapped
         # null means no arguments.
         return char in '{"n'
@@ -163,15 +161,13 @@ class JsonCallReader:
         return True
 
     def _wrapped(self, char: str) -> bool:
-        assert self._unwrap is not None, "a string of arguments was opened"
         if self._scanner.in_string:
-            added = self._unwrap.push(char)
-            self._add_arguments(added or "")
-            return added is not None
-        if not self._unwrap.may_end:
+            self._text.append(char)
+            return True
+        if (arguments := unwrapped("".join(self._text))) is None:
             return False
-        self.complete = self._unwrap.complete
-        self._unwrap = None
+        self._add_arguments(arguments)
+        self.complete = bool(arguments)
         self._route = self._members
         return True
 
@@ -202,80 +198,4 @@ class ArgumentsReader:
         if scanner.depth or scanner.closed:
             self._events.arguments(escaped(char) if scanner.in_string else char)
         self.complete = self.closed = scanner.closed
-        return True
-
-
-class TgiCallReader(JsonCallReader):
-    """Reads also the form of TGI's grammar, `{"function": {"_name": "<tool>", <arguments…>}}`.
-
-    Its arguments are the members beside `_name`, each as written from the comma before it on, in one object.
-    """
-
-    def __init__(self, events: EventBuffer, names: Collection[str], opening: str) -> None:
-        super().__init__(events, names, opening)
-        self._member: list[str] = []
-        """The current member, while it may be `_name`."""
-        self._has_members = False
-
-    def _value(self, key: str, char: str) -> bool:
-        if key == "function" and char == "{" and not self.started and not self.complete:
-            self._after_name = self._after_member
-            self._route = self._before_member
-            return True
-        return super()._value(key, char)
-
-    def _before_member(self, char: str) -> bool:
-        if self._scanner.depth == 1:
-            return self._close()
-        self._member.append(char)
-        if self._scanner.in_string:
-            self._text.clear()
-            self._route = self._member_key
-        return True
-
-    def _member_key(self, char: str) -> bool:
-        self._member.append(escaped(char))
-        if self._scanner.in_string:
-            self._text.append(char)
-            return True
-        if "".join(self._text) == "_name":
-            self._route = self._before_member_name
-        else:
-            self._add_arguments(("," if self._has_members else "{") + "".join(self._member))
-            self._has_members = True
-            self._route = self._in_member
-        self._member.clear()
-        return True
-
-    def _in_member(self, char: str) -> bool:
-        if self._ends_member(char):
-            return self._after_member(char)
-        self._add_arguments(escaped(char) if self._scanner.in_string else char)
-        return True
-
-    def _before_member_name(self, char: str) -> bool:
-        if char == ":" or char in SPACE:
-            return True
-        if self.started:
-            self._route = self._after_member
-            return True
-        return self._open_name(char)
-
-    def _after_member(self, char: str) -> bool:
-        """After the name, and in a second `_name`."""
-        if not self._ends_member(char):
-            return True
-        self._route = self._before_member
-        return self._scanner.depth == 2 or self._close()
-
-    def _ends_member(self, char: str) -> bool:
-        scanner = self._scanner
-        return scanner.depth == 1 or (char == "," and scanner.depth == 2 and not scanner.in_string)
-
-    def _close(self) -> bool:
-        if not self.started:
-            return False
-        self._add_arguments("}" if self._has_members else "{}")
-        self.complete = True
-        self._route = self._members
         return True

@@ -1,11 +1,11 @@
-"""The parser of reasoning: `<think>…</think>` in front of the answer."""
+"""Parsers around that of a format: for `<think>…</think>` in front of the answer, and for the first call alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from text_generation_router.chat.events import Event, OutputParser, ReasoningDelta
+from text_generation_router.chat.events import Event, OutputParser, ReasoningDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.chat.parsers.base import Markers
 
 THINK: Final = "<think>"
@@ -116,3 +116,24 @@ class ReasoningParser:
     def _answer(self, text: str) -> list[Event]:
         self._answering = True
         return list(self._inner.feed(text)) if text else []
+
+
+class FirstCall:
+    """Drops all but the first tool call of `inner`."""
+
+    def __init__(self, inner: OutputParser) -> None:
+        self._inner = inner
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return self._inner.markers
+
+    def feed(self, text: str) -> Sequence[Event]:
+        return _without_further_calls(self._inner.feed(text))
+
+    def finish(self) -> Sequence[Event]:
+        return _without_further_calls(self._inner.finish())
+
+
+def _without_further_calls(events: Sequence[Event]) -> Sequence[Event]:
+    return [event for event in events if not isinstance(event, ToolCallStart | ToolCallArguments) or event.index == 0]

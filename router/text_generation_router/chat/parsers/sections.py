@@ -73,7 +73,7 @@ class SectionParser(CallParser):
         return super()._arguments_reader()
 
     def _after(self, text: str, at: int) -> int:
-        """Expect the end of the call, of which a fence is a part."""
+        """Expect the end of the call; a fence is a part of it."""
         char = text[at]
         if char in SPACE or char == _FENCE[0]:
             return self._skip(char, at)

@@ -11,28 +11,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import structlog
 
-from text_generation_proto.progress import phase
+from text_generation_common.progress import phase
 from text_generation_shard.adapters import LoraAdapter, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
-from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
 from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
-from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine
+from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine, check_engine
 from text_generation_shard.engines.tensorrt_llm.folder import (
     HuggingFaceModel,
     ModelFolder,
-    check_folder,
     inspect_folder,
     read_hugging_face_model,
 )
-from text_generation_shard.engines.tensorrt_llm.library import Library, explain, installed_version, load_library
+from text_generation_shard.engines.tensorrt_llm.library import LLM, Library, explain, installed_version, load_library
 from text_generation_shard.engines.tensorrt_llm.lora import lora_requests
-from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.options import (
+    WITHOUT_EFFECT,
+    adapt_options,
+    check_options,
+    read_options,
+)
 from text_generation_shard.engines.tensorrt_llm.parameters import MAX_LOGPROBS, Parameters
 
 FIRST_TOKEN_TIMEOUT_S = 600.0
@@ -56,12 +58,16 @@ def read_model(config: ShardConfig) -> ReadModel:
     """Read the folder of the model and the options. Raises EngineError if they cannot be served."""
     if config.quantize is not None:
         raise EngineError(
-            f"--quantize {config.quantize}: the tensorrt-llm engine serves checkpoints that are quantised already, "
+            f"--quantize {config.quantize}: the tensorrt-llm engine serves checkpoints that are quantized already, "
             "and needs no flag for it"
         )
     folder = inspect_folder(Path(config.model_path))
-    check_folder(folder, world_size=config.tensor_parallel, installed=installed_version())
-    options = read_options(config.trtllm_options) if config.trtllm_options else {}
+    if folder.engine is not None:
+        check_engine(folder.path, folder.engine, world_size=config.tensor_parallel, installed=installed_version())
+    given = read_options(config.trtllm_options)
+    for name in WITHOUT_EFFECT.keys() & given.keys():
+        log.info("an option has no effect here", option=name, reason=WITHOUT_EFFECT[name])
+    options = adapt_options(given)
     check_options(options, None)
     model = folder.engine or read_hugging_face_model(folder, options)
     return ReadModel(folder, options, model, read_adapters(config) if folder.engine is None else ())
@@ -109,7 +115,7 @@ def _build_llm(library: Library, construction: Construction) -> LLM:
             detail += "; without grammars: --trtllm-options 'guided_decoding_backend: null'"
         raise EngineError(f"TensorRT-LLM could not build the engine: {explain(error)}{detail}") from error
     log.info("engine built", seconds=round(time.monotonic() - started, 1))
-    return cast("LLM", llm)
+    return llm
 
 
 def _info(
@@ -119,7 +125,7 @@ def _info(
     model: HuggingFaceModel | CompiledEngine,
     adapters: Sequence[LoraAdapter],
 ) -> EngineInfo:
-    capabilities, keywords = construction.capabilities, construction.keywords
+    capabilities = construction.capabilities
     return EngineInfo(
         engine="tensorrt-llm",
         model_id=config.model_id or config.model_path,
@@ -138,7 +144,4 @@ def _info(
         unsupported=capabilities.unsupported,
         reserves_max_length=construction.reserves_max_length,
         adapters=tuple(adapter.name for adapter in adapters),
-        retains=library.calls_workers and library.retention is not None,
-        pipeline_parallel=keywords.get("pipeline_parallel_size", 1),
-        context_parallel=keywords.get("context_parallel_size", 1),
     )

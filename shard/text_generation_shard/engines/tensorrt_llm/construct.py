@@ -18,7 +18,7 @@ from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.lora import lora_keywords
 from text_generation_shard.engines.tensorrt_llm.options import FLAG, split_ranks
 from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, EngineCapabilities
-from text_generation_shard.engines.tensorrt_llm.speculation import NAME, Speculation, read_speculation
+from text_generation_shard.engines.tensorrt_llm.speculation import BESIDE_MODEL, NAME, read_speculation
 
 MAX_BATCH_SIZE = 256
 """Default number of sequences in a batch. TensorRT-LLM's default, 2048, allocates buffers and CUDA graphs that most machines
@@ -29,13 +29,12 @@ TOKENS_PER_BLOCK = 32
 """TensorRT-LLM's default."""
 FREE_MEMORY_FRACTION = 0.9
 """Default share of the memory left after the weights that the KV cache takes; TensorRT-LLM's default."""
-
+STAR_ATTENTION = "FLASHINFER_STAR_ATTENTION"
+"""The attention backend with which prompts are not computed in chunks (py_executor_creator.py near 1.2.1)."""
 LONGER = "TLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """TensorRT-LLM's variable (≥ 1.3): 1 allows sequences longer than the model was made for."""
-EVENT_BUFFER = 16384
-"""Default number of events of the KV cache that are kept for the gateway protocol until they are read."""
 
-FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len", "pipeline_parallel_size", NAME})
+FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len", "tensor_parallel_size", "pipeline_parallel_size", NAME})
 """Options refused for compiled engines: 1.2 would silently use the values of the build instead."""
 
 
@@ -58,9 +57,10 @@ class Construction:
     """Attention data parallel ranks. Each has a batch and a KV cache of its own, and TensorRT-LLM reports one of them."""
 
     @property
-    def keeps_events(self) -> bool:
-        """True if the KV cache makes events."""
-        return bool(self.keywords["kv_cache_config"].get("event_buffer_max_size"))
+    def windows(self) -> int:
+        """Sizes of attention windows: each has as many KV blocks as the others (calculateMaxNumBlocks, kvCacheManager.cpp)."""
+        given = self.keywords["kv_cache_config"].get("max_attention_window") or ()
+        return len({min(window, self.max_sequence_length) for window in given}) or 1
 
 
 def construct(
@@ -73,14 +73,19 @@ def construct(
     """Return the construction of an engine for a Hugging Face folder. `options` are the operator's. Raises EngineError."""
     folder = Path(config.model_path)
     speculation = read_speculation(library, options)
-    if speculation is not None and speculation.kind != "NGram" and options.get("sampler_type") == CXX_SAMPLER:
+    tensor_parallel, stages = split_ranks(config.tensor_parallel, options)
+    if speculation is not None and stages > 1:
+        # TensorRT-LLM refuses some drafters after the weights are loaded; its feature matrix excludes all of them.
+        raise EngineError(f"{FLAG}: pipeline_parallel_size and {NAME} ({speculation.kind}) exclude each other")
+    if speculation and speculation.kind not in BESIDE_MODEL and options.get("sampler_type") == CXX_SAMPLER:
         # TensorRT-LLM refuses it after the weights are loaded (validate_feature_combination).
         raise EngineError(f"{FLAG}: sampler_type {CXX_SAMPLER} and {NAME} ({speculation.kind}) exclude each other")
     longest = model.max_sequence_length * model.rope_factor
     if _count(options, "max_seq_len", 1) > longest and not (library.calls_workers and os.environ.get(LONGER) == "1"):
         # TensorRT-LLM would reduce it with a warning, and requests would end early.
         raise EngineError(f"{FLAG}: max_seq_len {options['max_seq_len']} exceeds the model's {longest:.0f} positions")
-    tensor_parallel, stages = split_ranks(config.tensor_parallel, options)
+    # Guided decoding needs a fast tokenizer, and slows down engines that draft.
+    has_guides = (folder / "tokenizer.json").exists() and not (speculation and speculation.has_draft_engine)
     keywords: dict[str, Any] = {
         "max_batch_size": config.max_batch_size or MAX_BATCH_SIZE,
         "max_num_tokens": MAX_NUM_TOKENS,
@@ -89,7 +94,11 @@ def construct(
         "enable_chunked_prefill": True,
         # The only source of the use of the KV cache and the length of the engine's queue.
         "enable_iter_perf_stats": True,
-        **({"guided_decoding_backend": "llguidance"} if _has_guides(folder, speculation) else {}),
+        # Otherwise generation_config.json fills in parameters that are left out here because they are neutral.
+        "generation_config": "trtllm",
+        # The engine makes no spans of requests without metrics.
+        **({"return_perf_metrics": True} if options.get("otlp_traces_endpoint") else {}),
+        **({"guided_decoding_backend": "llguidance"} if has_guides else {}),
         **({"load_format": "DUMMY"} if config.load_format == "dummy" else {}),
     }
     keywords = {name: value for name, value in keywords.items() if name in library.options} | dict(options)
@@ -106,6 +115,7 @@ def construct(
         **({NAME: speculation.argument} if speculation is not None else {}),
         **lora_keywords(adapters, options),
     }
+    splits = keywords.get("enable_chunked_prefill") and keywords.get("attn_backend") != STAR_ATTENTION
     kinds: tuple[GrammarKind, ...] = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
     if grammar_backend == "llguidance":
         kinds += (GrammarKind.LARK,)
@@ -118,7 +128,7 @@ def construct(
         logprobs=speculation is None,
         speculation=speculation,
         longest_prompt=None
-        if _splits(keywords, library, model)
+        if splits and library.splits_prompts(mla=model.has_latent_attention)
         else _count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
         grammar_kinds=() if grammar_backend is None else kinds,
         json_layout=grammar_backend == "llguidance",
@@ -181,18 +191,9 @@ def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, o
     if not isinstance(given, Mapping):
         raise EngineError(f"{FLAG}: kv_cache_config must be a mapping")
     fraction = FREE_MEMORY_FRACTION if config.cuda_memory_fraction == 1 else config.cuda_memory_fraction
-    events = {"event_buffer_max_size": EVENT_BUFFER} if config.gateway else {}
-    return {"free_gpu_memory_fraction": fraction, **events, **given}
-
-
-def _has_guides(folder: Path, speculation: Speculation | None) -> bool:
-    """Return True if guided decoding is on by default: it needs a fast tokenizer, and slows down engines that draft."""
-    return (folder / "tokenizer.json").exists() and not (speculation is not None and speculation.has_draft_engine)
-
-
-def _splits(keywords: Mapping[str, Any], library: Library, model: HuggingFaceModel) -> bool:
-    """Return True if the engine computes a long prompt in chunks."""
-    return bool(keywords.get("enable_chunked_prefill")) and library.splits_prompts(mla=model.has_latent_attention)
+    if given.get("event_buffer_max_size"):
+        raise EngineError(f"{FLAG}: kv_cache_config: event_buffer_max_size is not set here: nothing reads the events")
+    return {"free_gpu_memory_fraction": fraction, **given}
 
 
 def _reserves_max_length(options: Mapping[str, object]) -> bool:

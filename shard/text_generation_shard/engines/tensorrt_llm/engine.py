@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import structlog
 
@@ -33,12 +32,11 @@ from text_generation_shard.engine import (
     meant_for_steps,
     sequence_problem,
 )
-from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.construct import Construction
-from text_generation_shard.engines.tensorrt_llm.library import Library, explain
+from text_generation_shard.engines.tensorrt_llm.library import LLM, Library, explain
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop
-from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics, Totals
+from text_generation_shard.engines.tensorrt_llm.statistics import POLLS, IterationStatistics, Totals
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
 from text_generation_shard.threads import daemon_thread
@@ -48,6 +46,7 @@ STEP_WAIT_S = 1.0
 PROBE_TIMEOUT_S = 30.0
 """Time for the token of a probe while serving."""
 CAPACITY_TIMEOUT_S = 30.0
+CAPACITY_POLL_S = 0.05
 BROKEN_SHUTDOWN_S = 1.0
 
 log = structlog.get_logger()
@@ -76,6 +75,8 @@ class TensorRTEngine:
         self._parameters = parameters
         self._info = info
         self._ranks = construction.ranks
+        speculation = construction.capabilities.speculation
+        self._reserved_tokens = 0 if speculation is None else speculation.reserved_tokens
         self._streams: dict[int, Stream] = {}
         """Slot → stream."""
         self._broken: str | None = None
@@ -85,10 +86,8 @@ class TensorRTEngine:
         self._num_blocks = 0
         self._requests = RequestLoop(llm, (library.request_error,), self._set_broken)
         self._statistics = IterationStatistics(
-            llm, self._requests.loop, lambda: bool(self._streams), by_call=library.calls_workers
+            llm, self._requests.loop, windows=construction.windows, by_call=library.calls_workers
         )
-        if construction.keeps_events:
-            self._statistics.events = lambda entries: None  # they must be read: 1.2 keeps them all
         self._reported = Totals()
         """The part of the statistics' totals that is in reports."""
         self._watchdog = Watchdog(
@@ -135,7 +134,7 @@ class TensorRTEngine:
     def apply(self, orders: Orders) -> list[Failure]:
         for slot in orders.release:
             self._drop(slot)
-        failed = [failure for sequence in orders.admit if (failure := self._admit(sequence)) is not None]
+        failed = [failure for sequence in orders.placements if (failure := self._place(sequence)) is not None]
         failed += [self._refuse(slot, problem) for slot, problem in meant_for_steps(orders) if slot in self._streams]
         return failed
 
@@ -143,10 +142,12 @@ class TensorRTEngine:
         if self._broken is None and not self._streams:
             result = StepResult()
             self._report_totals(result)  # the statistics of the last iterations lag behind their tokens
-            return result if result.drafting is not None else None
+            return result if result.forward_ns or result.drafting is not None else None
+        self._statistics.polls_left = POLLS
         updates = self._requests.collect(STEP_WAIT_S)
-        if self._broken is None and self._all_failed(updates):
+        if self._broken is None and (self._requests.has_read_error or self._all_failed(updates)):
             # A failed step fails all its requests, and in some versions silently ends the engine's loop.
+            self._requests.has_read_error = False
             self._probe(PROBE_TIMEOUT_S)
         if self._broken is not None:
             raise EngineBroken(self._broken)
@@ -158,8 +159,8 @@ class TensorRTEngine:
 
     @property
     def used_blocks(self) -> int:
-        statistics = self._statistics
-        return self._to_blocks(statistics.used_blocks, statistics.block_size or self._info.block_size)
+        statistics, running = self._statistics, bool(self._streams)  # the last entry describes a busy iteration
+        return running * self._to_blocks(statistics.used_blocks, statistics.block_size or self._info.block_size)
 
     @property
     def queued(self) -> int:
@@ -176,12 +177,6 @@ class TensorRTEngine:
         self._broken_callback = tell
         if self._broken is not None:
             tell(self._broken)
-
-    def on_kv_events(self, tell: Callable[[Sequence[Any]], None]) -> bool:
-        if self._statistics.events is None:
-            return False
-        self._statistics.events = tell
-        return True
 
     def reset(self) -> None:
         for slot in list(self._streams):
@@ -207,7 +202,7 @@ class TensorRTEngine:
 
     # -------------------------------------------------------------------------------------------------------- requests
 
-    def _admit(self, sequence: NewSequence) -> Failure | None:
+    def _place(self, sequence: NewSequence) -> Failure | None:
         slot = sequence.slot
         if (problem := self._problem(sequence)) is not None:
             return self._refuse(slot, problem)
@@ -220,6 +215,7 @@ class TensorRTEngine:
             # Set before the stream is stored, because the watchdog may check at any time.
             self._began_at = time.monotonic()
         stream = self._streams[slot] = Stream(sequence, may_abort=self._parameters.may_abort(sequence))
+        self._statistics.polls_left = POLLS
         self._requests.start(stream, arguments)
         return None
 
@@ -231,7 +227,7 @@ class TensorRTEngine:
         problem = self._parameters.problem(sequence) or sequence_problem(sequence, self._info)
         # The last token is never computed, but the engine counts it and would end the sequence early.
         length = len(sequence.prompt) + sequence.stopping.max_new_tokens
-        pool = self._num_blocks // self._ranks * self._info.block_size
+        pool = self._num_blocks // self._ranks * self._info.block_size - self._reserved_tokens
         if problem is None and length > pool:
             return f"prompt and new tokens exceed the engine's KV pool of {pool} tokens"
         return problem
@@ -325,19 +321,13 @@ class TensorRTEngine:
             raise EngineBroken(self._broken)
 
     def _measure_pool(self) -> int:
-        """Return the KV blocks of the pool. Raises EngineBroken."""
-        try:
-            capacity = self._library.kv_capacity(self._llm)
-        except Exception as error:  # noqa: BLE001 - the statistics contain the same
-            log.warning("the size of the KV cache could not be read", reason=explain(error))
-            capacity = None
-        if capacity is not None:
-            return self._to_blocks(*capacity)
+        """Return the KV blocks of the pool: those that are free after the probes. Raises EngineBroken."""
         deadline = time.monotonic() + CAPACITY_TIMEOUT_S
         while time.monotonic() < deadline:
             self._statistics.poll()
             if self._statistics.num_blocks and self._statistics.block_size:
                 return self._to_blocks(self._statistics.num_blocks, self._statistics.block_size)
+            time.sleep(CAPACITY_POLL_S)
             self._probe(PROBE_TIMEOUT_S)  # some versions report only after a new request
         blocks = self._info.max_slots * -(-self._info.max_sequence_length // self._info.block_size)
         log.warning("the engine does not report the size of its KV cache; requests may wait in its own queue")

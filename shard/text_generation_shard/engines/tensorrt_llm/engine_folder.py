@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from reprlib import repr as shortened
 
-from text_generation_proto.model_files import ModelFileError, find_file
+from text_generation_common.model_files import ModelFileError, find_file
 from text_generation_shard.engine import EngineError
 from text_generation_shard.json_object import JsonObject, eos_token_ids
 
@@ -43,8 +43,6 @@ class CompiledEngine:
     tp_size: int
     pp_size: int
     cp_size: int
-    max_input_len: int
-    """Without effect if padding is removed and attention is fused, the default (`_init_max_seq_len` in builder.py)."""
     max_seq_len: int
     """Limit of prompt and new tokens together."""
     max_batch_size: int
@@ -77,7 +75,7 @@ def read_engine(config: JsonObject) -> CompiledEngine:
         quantization.optional_text(name)
     if (dtype := pretrained.text("dtype")) not in DTYPES:
         raise pretrained.error(f"pretrained_config.dtype is {shortened(dtype)}, not one of {', '.join(DTYPES)}")
-    engine = CompiledEngine(
+    return CompiledEngine(
         version=version,
         dtype=dtype,
         vocab_size=pretrained.count("vocab_size"),
@@ -85,7 +83,6 @@ def read_engine(config: JsonObject) -> CompiledEngine:
         tp_size=mapping.count("tp_size"),
         pp_size=mapping.count("pp_size", 1),
         cp_size=mapping.count("cp_size", 1),
-        max_input_len=build.count("max_input_len"),
         max_seq_len=build.count("max_seq_len"),
         max_batch_size=build.count("max_batch_size"),
         max_beam_width=build.count("max_beam_width"),
@@ -97,9 +94,6 @@ def read_engine(config: JsonObject) -> CompiledEngine:
         gather_generation_logits=build.flag("gather_generation_logits", default=False),
         eos_token_ids=eos_token_ids(config.path.parent, pretrained),
     )
-    if problem := _contradiction(engine):
-        raise config.error(problem)
-    return engine
 
 
 def check_engine(path: Path, engine: CompiledEngine, *, world_size: int, installed: str | None) -> None:
@@ -142,23 +136,6 @@ def _kv_cache_type(build: JsonObject, plugins: JsonObject) -> str:
     if kind not in ("PAGED", "CONTINUOUS", "DISABLED"):
         raise build.error(f"build_config.kv_cache_type is {shortened(kind)}, not PAGED")
     return "PAGED" if plugins.flag("paged_kv_cache") else kind
-
-
-def _contradiction(engine: CompiledEngine) -> str | None:
-    """Return the first contradiction between values, which no builder writes; None if there is none."""
-    tp, pp, cp = engine.tp_size, engine.pp_size, engine.cp_size
-    if engine.world_size != tp * pp * cp:
-        return f"world_size is {engine.world_size}, but tp_size × pp_size × cp_size is {tp} × {pp} × {cp}"
-    # The builder reduces max_input_len to max_seq_len and max_num_tokens to the tokens of all sequences, but not below a
-    # block (`_init_max_seq_len` in builder.py, `check_max_num_tokens` in _utils.py).
-    if engine.max_input_len > engine.max_seq_len:
-        return f"max_input_len {engine.max_input_len} is above max_seq_len {engine.max_seq_len}"
-    most = max(engine.max_seq_len * engine.max_batch_size, engine.tokens_per_block)
-    if engine.max_num_tokens > most:
-        return f"max_num_tokens {engine.max_num_tokens} is more than max_batch_size × max_seq_len, {most}"
-    if engine.paged_context_fmha and engine.max_num_tokens < engine.tokens_per_block:
-        return f"max_num_tokens {engine.max_num_tokens} is less than a KV block holds, {engine.tokens_per_block}"
-    return None
 
 
 def _check_files(path: Path, world_size: int) -> None:

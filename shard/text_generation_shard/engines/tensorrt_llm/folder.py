@@ -8,21 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any, cast
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.engine_folder import (
-    LAST_WITH_ENGINES,
-    REBUILD,
-    CompiledEngine,
-    check_engine,
-    read_engine,
-    release,
-)
+from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine, read_engine
 from text_generation_shard.json_object import MAX_COUNT, MAX_COUNTS, JsonObject, eos_token_ids
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "model_max_length")
@@ -32,25 +24,14 @@ SCALED_POSITIONS = ("su", "longrope", "llama3", "yarn")
 MAX_ROPE_FACTOR = 1 << 10
 
 
-class FolderKind(Enum):
-    """The kind of a model folder."""
-
-    HUGGING_FACE = "Hugging Face checkpoint"
-    ENGINE = "compiled engines"
-    CHECKPOINT = "TensorRT-LLM checkpoint"
-    """Converted weights, from which `trtllm-build` (≤ 1.2) builds engines."""
-    OLD_ENGINE = "compiled engines of TensorRT-LLM before 0.8"
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder with a model, and its kind."""
+    """A folder with a Hugging Face checkpoint, or with compiled engines."""
 
     path: Path
-    kind: FolderKind
     config: JsonObject
     engine: CompiledEngine | None = None
-    """The configuration of the build; only for ENGINE."""
+    """The configuration of the build of engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,47 +49,33 @@ class HuggingFaceModel:
     max_sequence_length: int
     eos_token_ids: tuple[int, ...]
     rope_factor: float = 1.0
-    """TensorRT-LLM allows sequences so many times as long."""
+    """Factor by which TensorRT-LLM extends the longest sequence."""
     has_latent_attention: bool = False
 
 
 def inspect_folder(path: Path) -> ModelFolder:
-    """Return the model folder at `path`. Raises EngineError if it holds no model, or config.json contradicts itself."""
+    """Return the model folder at `path`. Raises EngineError if it holds no model that can be served."""
     config = _read_config(path)
     marks = [mark in config for mark in ("pretrained_config", "build_config")]
     if all(marks) or (any(marks) and "architectures" not in config):
-        return ModelFolder(path, FolderKind.ENGINE, config, read_engine(config))
+        return ModelFolder(path, config, read_engine(config))
     if "architectures" in config:
         names = config.get("architectures")
         if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
             raise config.error("architectures must be a list of the model's class, such as LlamaForCausalLM")
-        return ModelFolder(path, FolderKind.HUGGING_FACE, config)
-    if "builder_config" in config:
-        return ModelFolder(path, FolderKind.OLD_ENGINE, config)
+        return ModelFolder(path, config)
     # Other libraries write `architecture` as well: require a second sign.
     if "architecture" in config and ("dtype" in config or _has(path, "rank*.safetensors")):
-        config.advising("convert the checkpoint again").text("architecture")
-        return ModelFolder(path, FolderKind.CHECKPOINT, config)
+        raise EngineError(
+            f"{path} is a TensorRT-LLM checkpoint, not built yet: serve the Hugging Face checkpoint it was converted from, or "
+            f"run trtllm-build --checkpoint_dir {path} --output_dir {path}-engine (tensorrt-llm <= 1.2) and serve {path}-engine"
+        )
     if "model_type" in config:
         raise config.error("architectures is missing: name the model's class there, such as LlamaForCausalLM")
     raise config.error(
         "describes no Hugging Face checkpoint (architectures) and no compiled engines (pretrained_config, build_config): "
         "name the folder of a model"
     )
-
-
-def check_folder(folder: ModelFolder, *, world_size: int, installed: str | None) -> None:
-    """Raise EngineError unless the `installed` TensorRT-LLM, if that is known, can serve `folder` on `world_size` GPUs."""
-    path = folder.path
-    if folder.kind is FolderKind.CHECKPOINT:
-        raise EngineError(f"{path} is a TensorRT-LLM checkpoint, not built yet: {_build_advice(path, installed)}")
-    if folder.kind is FolderKind.OLD_ENGINE:
-        raise EngineError(
-            f"{path} holds engines built by a TensorRT-LLM before 0.8, which no later version can run: {REBUILD} of "
-            f"tensorrt-llm <= 1.2, or serve the Hugging Face checkpoint itself"
-        )
-    if folder.engine is not None:
-        check_engine(path, folder.engine, world_size=world_size, installed=installed)
 
 
 def read_hugging_face_model(folder: ModelFolder, options: Mapping[str, object] | None = None) -> HuggingFaceModel:
@@ -167,17 +134,6 @@ def _rope_factor(scaling: object) -> float:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
-
-
-def _build_advice(path: Path, installed: str | None) -> str:
-    command = f"trtllm-build --checkpoint_dir {path} --output_dir {path}-engine"
-    version = release(installed)
-    if version is None or version <= LAST_WITH_ENGINES:
-        return f"run {command} (tensorrt-llm <= 1.2) and serve {path}-engine"
-    return (
-        f"serve the Hugging Face checkpoint it was converted from; TensorRT-LLM {installed} builds no engines, "
-        f"tensorrt-llm <= 1.2 does: {command}"
-    )
 
 
 def _read_config(path: Path) -> JsonObject:

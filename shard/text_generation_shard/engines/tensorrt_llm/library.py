@@ -16,14 +16,15 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, cast
 
-from text_generation_proto.one_line import typed_line
+from text_generation_common.one_line import typed_line
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.api import LLM
 
+LLM = Any
+"""TensorRT-LLM's LLM, which is not typed here."""
 MLA_CHUNKS = frozenset({(9, 0), (10, 0), (10, 3), (12, 0)})
 """Compute capabilities of the GPUs on which prompts of models with multi-head latent attention are computed in chunks."""
-DECODING_CONFIGS = ("MTP", "Eagle", "Eagle3", "NGram", "DraftTarget")
-"""The drafters that are served. Others need the backend for compiled engines or a Python object."""
+DECODING_CONFIGS = ("MTP", "Eagle", "Eagle3", "NGram", "DraftTarget", "Auto", "SA", "PARD", "DFlash", "DSpark")
+"""The drafters that are served, where the release has them. Others need the backend for compiled engines or a Python object."""
 NESTED_OPTIONS = {
     "kv_cache_config": "KvCacheConfig",
     "scheduler_config": "SchedulerConfig",
@@ -45,24 +46,18 @@ class Library:
     guided_decoding_params: type[Any]
     request_error: type[Exception]
     options: Mapping[str, Collection[str] | None]
-    """Keywords of `LLM` → the fields of a nested model; None if there is none or it is unknown."""
+    """Keywords of `LLM` → the fields of a nested model; None if it has none or they are unknown."""
     engine_options: Mapping[str, Collection[str] | None] | None
     """The same for compiled engines; None if there is no such backend."""
     sampling_fields: frozenset[str]
     lora_request: type[Any]
     """The class LoRARequest."""
-    retention: type[Any] | None
-    """The class KvCacheRetentionConfig."""
     decoding_configs: Mapping[str, type[Any]]
     """The classes of speculative_config that the package exports, by the name before `DecodingConfig`."""
 
     @property
     def has_sampler_choice(self) -> bool:
-        """True if `sampler_type` selects one of two samplers, of which the default ignores penalties, filters and seeds.
-
-        True in 1.2 (issue #9442, PRs #16485, #16590, #17172). PR #18232 removed the second sampler after the first supported
-        them all.
-        """
+        """True in 1.2: `sampler_type` selects one of two samplers; the default ignores penalties, filters and seeds (PR #18232)."""
         return "sampler_type" in self.options
 
     @property
@@ -86,15 +81,6 @@ class Library:
             return True
         cuda = import_module("torch").cuda
         return not cuda.is_available() or cuda.get_device_capability() in MLA_CHUNKS
-
-    def kv_capacity(self, llm: LLM) -> tuple[int, int] | None:
-        """Return (blocks, tokens per block) of the KV cache; None if the engine cannot report it before it has run (< 1.3)."""
-        get_capacity = getattr(llm, "get_kv_cache_capacity", None)
-        capacity = get_capacity() if get_capacity is not None else None
-        if not capacity:
-            return None
-        blocks, size = capacity.get("maxNumBlocks", 0), capacity.get("tokensPerBlock", 0)
-        return (int(blocks), int(size)) if blocks and size else None
 
     def is_healthy(self, llm: LLM) -> bool:
         """True unless the engine itself has noticed a failure."""
@@ -139,7 +125,6 @@ def load_library() -> Library:
             options=_options(llmapi, llmapi.TorchLlmArgs),
             engine_options=_options(llmapi, llmapi.TrtLlmArgs) if compiled else None,
             lora_request=llmapi.LoRARequest,
-            retention=getattr(llmapi, "KvCacheRetentionConfig", None),
             sampling_fields=frozenset(field.name for field in dataclasses.fields(package.SamplingParams)),
             decoding_configs={
                 kind: cls for kind in DECODING_CONFIGS if (cls := getattr(llmapi, f"{kind}DecodingConfig", None))

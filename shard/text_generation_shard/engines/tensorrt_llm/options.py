@@ -6,39 +6,57 @@ values. Their names are checked here, so that the error can suggest the nearest 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import json
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shortened
+from typing import Any, TypeGuard
+
+import yaml
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.strict_yaml import Malformed, parse_mapping, read_text
 
 FLAG = "--trtllm-options"
+MAX_BYTES = 1 << 20
+"""Largest file that is read."""
 _RESERVED: Mapping[str, str] = {
     "model": "use --model-id",
     "revision": "use --revision",
     "dtype": "use --dtype",
     "load_format": "use --load-format",
-    "tensor_parallel_size": "use --num-shard",
     "context_parallel_size": "a replica splits each layer over the GPUs of --num-shard",
-    "trust_remote_code": "code in model folders is never run",
     "backend gather_generation_logits": "the model folder decides",
     "tokenizer tokenizer_mode tokenizer_revision custom_tokenizer skip_tokenizer_init": "the router tokenizes, with the "
     "tokenizer of --model-id",
-    "num_postprocess_workers postprocess_tokenizer_dir": "the router converts tokens to text",
+    "postprocess_tokenizer_dir": "the router converts tokens to text",
     "reasoning_parser": "use --split-reasoning",
     "max_beam_width": "a request is one sequence",
     "enable_iter_perf_stats": "always on: sequence and metrics depend on the statistics",
-    "cache_transceiver_config": "prefill and decoding are not split between servers here",
     "orchestrator_type gpus_per_node mpi_session ray_placement_config ray_worker_extension_cls": "the launcher chooses "
     "the GPUs and starts the processes",
     "mm_encoder_only encode_only": "the server generates text",
     "decoding_config": "use speculative_config",
     "enable_lora": "use --lora-adapters",
+    "generation_config": "requests have all their parameters",
+    "post_processor_hook batched_logits_processor kv_connector_config": "no Python code is loaded that an option names",
+    "sleep_config": "nothing puts the engine to sleep",
 }
 RESERVED = {name: instead for names, instead in _RESERVED.items() for name in names.split()}
 """Options that the server sets itself → the flag to use instead, or the reason."""
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "trust_remote_code": "code in model folders is never run",
+    "num_postprocess_workers": "the router converts tokens to text",
+    "cache_transceiver_config": "prefill and decoding are not split between servers here",
+    **dict.fromkeys(
+        ("num_serve_frontends", "prometheus_metrics_config", "perf_metrics_output_dir"),
+        "it is for trtllm-serve's own server",
+    ),
+}
+"""Options of NVIDIA's files for `trtllm-serve` that may be left out → the reason."""
+_NEUTRAL = {"backend": "pytorch", "generation_config": "trtllm"}
+"""Options of RESERVED with the value that the server sets."""
+_FRACTION = "free_gpu_memory_fraction"
 
 
 def read_options(text: str) -> dict[str, object]:
@@ -51,9 +69,91 @@ def read_options(text: str) -> dict[str, object]:
     inline = text.lstrip().startswith("{") or "\n" in text or ": " in text
     source = FLAG if inline else f"{FLAG}: {text if text.isprintable() else repr(text)}"
     try:
-        return parse_mapping(text if inline else read_text(Path(text)))
-    except Malformed as malformed:
-        raise EngineError(f"{source}: {malformed}") from None
+        options = _parse(text if inline else _read(Path(text)))
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
+        problem = where + ", ".join(filter(None, (error.context, error.problem)))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError, _Malformed) as error:
+        problem = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        # Raised by PyYAML's constructors for values that do not fit their tag, such as `2026-02-30` or `!!int ''`.
+        problem = f"a value does not fit its type ({type(error).__name__}: {error})".partition("\n")[0]
+    except RecursionError:
+        problem = "is nested too deeply"
+    else:
+        return options
+    raise EngineError(f"{source}: {problem}")
+
+
+class _Malformed(Exception):
+    """The options cannot be used."""
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        example = "'{max_num_tokens: 4096}'"
+        raise _Malformed(f"there is no such file (options can also be given inline: {example})") from None
+    if len(data) > MAX_BYTES:
+        raise _Malformed(f"is longer than {MAX_BYTES} bytes")
+    return data.decode()
+
+
+def _parse(text: str) -> dict[str, object]:
+    """Return the names and values in `text`; empty if it has only comments."""
+    try:
+        # JSON is not always YAML: `1e-3` is a string in YAML 1.1, and tabs are refused.
+        options = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError:
+        options = yaml.load(text, _StrictLoader)
+    if options is None:
+        return {}  # only comments
+    if not isinstance(options, dict):
+        raise _Malformed(f"must be names with values, as in `max_num_tokens: 4096`, not {shortened(options)}")
+    for name in options:
+        if not isinstance(name, str):
+            raise _Malformed(f"the name {shortened(name)} is not read as text: put it in quotes")
+    return options
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON without duplicate names, of which the parser would keep the last."""
+    names = [name for name, _ in pairs]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise _Malformed(f"{shortened(repeated)} is there twice")
+    return dict(pairs)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses duplicate names, and anchors: a few of these stand for a huge value, or for one that contains itself."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="anchors are not supported: repeat the value", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for at, key in enumerate(keys):
+            if any(key.value == earlier.value for earlier in keys[:at]):
+                raise yaml.MarkedYAMLError(
+                    problem=f"{shortened(key.value)} is there twice", problem_mark=key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def adapt_options(options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of `trtllm-serve` as those of `LLM`, without those that have no effect here."""
+    neutral = {*WITHOUT_EFFECT, *(name for name, value in _NEUTRAL.items() if options.get(name) == value)}
+    adapted = {name: value for name, value in options.items() if name not in neutral}
+    cache = adapted.get("kv_cache_config") or {}
+    if isinstance(cache, Mapping) and (fraction := adapted.pop(f"kv_cache_{_FRACTION}", None)) is not None:
+        adapted["kv_cache_config"] = {_FRACTION: fraction, **cache}
+    return adapted
 
 
 def check_options(options: Mapping[str, object], known_fields: Mapping[str, Collection[str] | None] | None) -> None:
@@ -62,38 +162,44 @@ def check_options(options: Mapping[str, object], known_fields: Mapping[str, Coll
     `known_fields` maps the keywords of the installed version to the field names of their nested models, or to None. If
     `known_fields` itself is None, only names in RESERVED are refused.
     """
-    for name, value in options.items():
-        if name in RESERVED:
-            raise EngineError(f"{FLAG}: {name} is not set here: {RESERVED[name]}")
-        if known_fields is None:
-            continue
-        if name not in known_fields:
-            nearest = _nearest(name, {*known_fields, *RESERVED})
-            instead = f", the nearest is {nearest}" if nearest else ""
-            instead += f" ({RESERVED[nearest]})" if nearest in RESERVED else ""
-            raise EngineError(f"{FLAG}: the installed TensorRT-LLM has no option {shortened(name)}{instead}")
-        fields = known_fields[name]
-        if fields is not None and isinstance(value, Mapping):
-            _check_fields(name, value, fields)
+    if problems := [problem for name, value in options.items() for problem in _problems(name, value, known_fields)]:
+        raise EngineError(f"{FLAG}: {'; '.join(problems)}")
 
 
-def split_ranks(gpus: int, options: Mapping[str, object]) -> tuple[int, int]:
-    """Return (tensor, pipeline) parallel sizes for so many GPUs. Raises EngineError."""
+def _problems(name: str, value: object, known_fields: Mapping[str, Collection[str] | None] | None) -> Iterator[str]:
+    if name in RESERVED:
+        yield f"{name} is not set here: {RESERVED[name]}"
+    elif known_fields is None:
+        return
+    elif name not in known_fields:
+        nearest = _nearest(name, {*known_fields, *RESERVED}, RESERVED)
+        yield f"the installed TensorRT-LLM has no option {shortened(name)}{nearest}"
+    elif isinstance(value, Mapping) and (fields := known_fields[name]) is not None:
+        for field in value:
+            if field not in fields:
+                yield f"{name} has no field {shortened(field)}{_nearest(str(field), fields, {})}"
+
+
+def split_ranks(gpus: int | None, options: Mapping[str, object]) -> tuple[int, int]:
+    """Return (tensor, pipeline) parallel sizes for this number of GPUs; None: for as many as they need. Raises EngineError."""
     stages = options.get("pipeline_parallel_size", 1)
-    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1 or gpus % stages:
+    given = "" if gpus is None else f" ({gpus}, --num-shard)"
+    if not _is_count(stages) or (gpus or 0) % stages:
         raise EngineError(
-            f"{FLAG}: pipeline_parallel_size must divide the number of GPUs ({gpus}, --num-shard), not {shortened(stages)}"
+            f"{FLAG}: pipeline_parallel_size must divide the number of GPUs{given}, not {shortened(stages)}"
         )
-    return gpus // stages, stages
+    fitting = None if gpus is None else gpus // stages
+    tensor = options.get("tensor_parallel_size", fitting or 1)
+    if not _is_count(tensor) or fitting not in (None, tensor):
+        raise EngineError(f"{FLAG}: tensor_parallel_size {shortened(tensor)} does not fit the number of GPUs{given}")
+    return tensor, stages
 
 
-def _check_fields(option: str, value: Mapping[object, object], fields: Collection[str]) -> None:
-    for name in value:
-        if name not in fields:
-            nearest = _nearest(str(name), fields)
-            instead = f", the nearest is {nearest}" if nearest else ""
-            raise EngineError(f"{FLAG}: {option} has no field {shortened(name)}{instead}")
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    return next(iter(get_close_matches(name, sorted(names), n=1)), "")
+def _nearest(name: str, names: Iterable[str], reasons: Mapping[str, str]) -> str:
+    if not (found := get_close_matches(name, sorted(names), n=1)):
+        return ""
+    return f", the nearest is {found[0]}" + (f" ({reasons[found[0]]})" if found[0] in reasons else "")

@@ -22,7 +22,6 @@
     grammar                      guided_decoding
     cache_salt                   cache_salt
     adapter                      lora_request
-    retention                    kv_cache_retention_config, from 1.3 on
     priority                     priority, from 1.3 on; it orders the queue with waiting_queue_policy: priority
     trace                        trace_headers; the engine makes spans if --trtllm-options have otlp_traces_endpoint
 
@@ -34,16 +33,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from text_generation_proto.grammar_options import JSON_OPTIONS
+from text_generation_common.grammar_options import JSON_OPTIONS
 from text_generation_proto.values import Grammar, GrammarKind, Sampling, TraceContext
-from text_generation_shard.engine import NewSequence, Retention
+from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.speculation import Speculation
 
@@ -196,23 +194,9 @@ class Parameters:
             arguments["priority"] = _PRIORITIES[min(sequence.priority, len(_PRIORITIES) - 1)]
         if sequence.trace is not None and "trace_headers" in self._taken:
             arguments["trace_headers"] = _trace_headers(sequence.trace)
-        if sequence.retention is not None:
-            arguments["kv_cache_retention_config"] = self._retention(sequence.retention)
         if sequence.adapter:
             arguments["lora_request"] = self._adapters[sequence.adapter]
         return arguments
-
-    def _retention(self, retention: Retention) -> object:
-        kind = self._library.retention
-        assert kind is not None
-        return kind(
-            token_range_retention_configs=[
-                kind.TokenRangeRetentionConfig(start, end, priority, _milliseconds(duration))
-                for start, end, priority, duration in retention.ranges
-            ],
-            decode_retention_priority=retention.decode_priority,
-            decode_duration_ms=_milliseconds(retention.decode_ms),
-        )
 
     def sampling(self, sequence: NewSequence) -> dict[str, Any]:
         """Return the keywords of SamplingParams."""
@@ -297,10 +281,6 @@ class Parameters:
             # Tokens generated before a move are part of the prompt here, but count as output.
             keywords["prompt_ignore_length"] = len(sequence.prompt) - sequence.generated_tokens
         return keywords
-
-
-def _milliseconds(value: int | None) -> timedelta | None:
-    return None if value is None else timedelta(milliseconds=value)
 
 
 def _trace_headers(trace: TraceContext) -> dict[str, str]:

@@ -7,7 +7,7 @@ here runs a loop. The engine's thread starts streams and collects their updates:
     drop(stream)      ─► loop: abort(), not before the first output; later output is discarded
     collect(timeout)  ◄─ loop: all updates of one turn of the loop, handed over at once
 
-A request that is aborted before its first output harms the library: in the engine's queue its entries stay in memory for ever, and
+A request that is aborted before its first output harms the library: in the engine's queue its entries stay in memory forever, and
 with log-probabilities of the prompt ≥ 1.3 delivers nothing more to any request.
 
 All tokens of one engine iteration wake the loop together, so one turn of the loop is one iteration and makes one report.
@@ -25,8 +25,7 @@ from typing import Any
 import structlog
 
 from text_generation_proto.values import FailureCode
-from text_generation_shard.engines.tensorrt_llm.api import LLM
-from text_generation_shard.engines.tensorrt_llm.library import explain
+from text_generation_shard.engines.tensorrt_llm.library import LLM, explain
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.threads import daemon_thread
 
@@ -34,12 +33,14 @@ JOIN_TIMEOUT_S = 5.0
 """Time for the thread of the loop to end."""
 PROBE_POLL_S = 0.2
 """Interval at which a waiting probe checks for a broken engine."""
+READ_ERRORS = (AssertionError, ValueError, IndexError, TypeError)
+"""Errors of the library's reader about an output of one request: 1.2.1 asserts that every token has log-probabilities."""
 
 log = structlog.get_logger()
 
 
 class RequestLoop:
-    """Runs requests on an event loop of its own. Errors other than `request_errors` mean that the engine is broken."""
+    """Runs requests on an event loop of its own. Errors other than `request_errors` and READ_ERRORS mean a broken engine."""
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class RequestLoop:
         """The updates of this turn of the loop; used on its thread only."""
         self.last_output_at = time.monotonic()
         """Time of the last output of any request."""
+        self.has_read_error = False
+        """An output could not be read: the engine may be broken. Reset when that is checked."""
         self._thread = daemon_thread(self._run, "tensorrt-llm requests")
         self._thread.start()
 
@@ -157,8 +160,11 @@ class RequestLoop:
 
     def _fail(self, stream: Stream, error: Exception, *, submitted: bool) -> None:
         refused = not submitted and isinstance(error, (ValueError, TypeError))
-        # Aborting may itself raise in a request (1.2.1 asserts that every token has log-probabilities).
-        if not refused and not stream.dropped:
+        if submitted and isinstance(error, READ_ERRORS):
+            self.has_read_error |= not stream.dropped  # aborting may itself raise
+            stream.waiting = False  # an output has arrived
+            self._abort(stream)
+        elif not refused and not stream.dropped:
             log.error("the engine failed", exc_info=error)
             self._on_broken(f"{type(error).__name__}: {explain(error)}")
         self._deliver(stream, stream.fail(FailureCode.INVALID if refused else FailureCode.STEP, explain(error)))

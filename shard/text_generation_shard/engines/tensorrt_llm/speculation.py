@@ -19,8 +19,13 @@ IN_MODEL = {
     "MTP": "mtp_eagle_one_model",
     "Eagle": "eagle3_one_model",
     "Eagle3": "eagle3_one_model",
+    **dict.fromkeys(("SA", "PARD", "DFlash", "DSpark"), ""),
 }
-"""decoding_type → the field that decides whether the drafter is part of the model; by default it is."""
+"""Drafters that are part of the model → the field that may say otherwise."""
+BESIDE_MODEL = ("NGram", "Auto")
+"""Drafters without a model. Auto is NGram, where the batch is small."""
+_SPELLED = {"DraftTarget": "Draft_Target", "Auto": "AUTO"}
+"""decoding_type as the library spells it, where that differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class Speculation:
     """The drafter is part of the model. Its sampler scales and filters, and ignores all other parameters."""
     has_draft_engine: bool
     """A second engine drafts. 1.2 makes it slower if guided decoding is on (py_executor_creator.py, use_chain_drafter)."""
+    reserved_tokens: int
+    """Tokens that a sequence needs more in the KV cache: two drafts, as the next step begins before the last one is accepted."""
 
 
 def read_speculation(library: Library, options: Mapping[str, object]) -> Speculation | None:
@@ -45,24 +52,23 @@ def read_speculation(library: Library, options: Mapping[str, object]) -> Specula
     if not isinstance(given, Mapping):
         raise EngineError(f"{FLAG}: {NAME} must be a mapping with decoding_type, one of {kinds}")
     kind = str(given.get("decoding_type")).replace("_", "")  # 1.2: DraftTarget, 1.3: Draft_Target
+    kind = "Auto" if kind == "AUTO" else kind
     if kind not in DECODING_CONFIGS:
         raise EngineError(f"{FLAG}: {NAME}: decoding_type must be one of {kinds}, not {kind[:80]!r}")
     fields: dict[str, Any] = {str(name): value for name, value in given.items()}
-    # 1.2 has one class for Eagle and Eagle3.
-    cls = library.decoding_configs.get(kind) or library.decoding_configs.get("Eagle")
-    typed = cls is None or "decoding_type" in cls.model_fields
-    flag = IN_MODEL.get(kind)
-    in_model = bool(fields.get(flag, True)) if flag is not None else kind == "DraftTarget" and typed
-    if typed or cls is None:
-        fields["decoding_type"] = "Draft_Target" if kind == "DraftTarget" else kind
-    else:
+    configs = library.decoding_configs
+    typed = all("decoding_type" in each.model_fields for each in configs.values())
+    in_model = bool(fields.get(IN_MODEL[kind], True)) if kind in IN_MODEL else kind == "DraftTarget" and typed
+    argument: object = fields | {"decoding_type": _SPELLED.get(kind, kind)}
+    if not typed:
+        # 1.2 has one class for Eagle and Eagle3.
+        if (cls := configs.get("Eagle" if kind == "Eagle3" else kind)) is None:
+            raise EngineError(f"{FLAG}: {NAME}: the installed TensorRT-LLM has no drafter {kind}")
         del fields["decoding_type"]
-    return Speculation(
-        argument=fields if typed or cls is None else _construct(cls, fields, in_model=in_model),
-        kind=kind,
-        in_model=in_model,
-        has_draft_engine=not in_model and kind != "NGram",
-    )
+        argument = _construct(cls, fields, in_model=in_model)
+    lengths = [given.get(name) for name in ("max_draft_len", "max_total_draft_tokens", "num_nextn_predict_layers")]
+    reserved = 2 * max(length for length in (*lengths, 1) if isinstance(length, int))
+    return Speculation(argument, kind, in_model, not in_model and kind not in BESIDE_MODEL, reserved)
 
 
 def _construct(cls: type[Any], fields: dict[str, Any], *, in_model: bool) -> object:

@@ -1,7 +1,8 @@
 """Stream: turn the cumulative outputs of one request into updates.
 
-TensorRT-LLM yields the same object after each update, with all tokens so far. The stream counts the reported tokens itself: the
-library's own difference is unreliable, and the list may shrink when a matched stop sequence is removed.
+TensorRT-LLM yields the same RequestOutput after each update, with all tokens so far. The stream counts the reported tokens itself:
+the library's own difference is unreliable, and the list may shrink when a matched stop sequence is removed. The list of
+log-probabilities is not cut then; it has an entry for each token, {id: Logprob} with the chosen token among them, or a float.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any, cast
 
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_shard.engine import NewSequence, PromptScores
-from text_generation_shard.engines.tensorrt_llm.api import RequestOutput
 
+RequestOutput = Any
+"""TensorRT-LLM's RequestOutput, which is not typed here."""
 Top = tuple[tuple[int, ...], tuple[float, ...]]
 """The most probable tokens at a position, and their log-probabilities, best first."""
 _UNEXPLAINED_ENDS = {
@@ -37,7 +39,7 @@ class StreamUpdate:
     """One for each token; empty unless requested."""
     prompt_scores: PromptScores | None = None
     cached_tokens: int = 0
-    """Prompt tokens found in the engine's prefix cache; 0 unless more are known than before."""
+    """Prompt tokens found in the engine's prefix cache; told with the first tokens."""
     finish: FinishReason | None = None
     failure: tuple[FailureCode, str] | None = None
 
@@ -59,28 +61,12 @@ class StreamUpdate:
 class Stream:
     """One request, from submission to end. `read` runs on the event loop; the engine's thread reads attributes."""
 
-    __slots__ = (
-        "_cached",
-        "_max_tokens",
-        "_prompt_reported",
-        "_reported",
-        "_scored",
-        "aborted",
-        "dropped",
-        "ended",
-        "ended_by_engine",
-        "may_abort",
-        "result",
-        "sequence",
-        "waiting",
-    )
-
     def __init__(self, sequence: NewSequence, *, may_abort: bool = True) -> None:
         self.sequence = sequence
         self.may_abort = may_abort
         """False: the request must run to its end."""
         self.aborted = False
-        self.result: RequestOutput | None = None
+        self.result: RequestOutput = None
         """The return value of `generate_async`; None before the call."""
         self.dropped = False
         """The sequence was released; later output is discarded."""
@@ -90,7 +76,6 @@ class Stream:
         self.waiting = True
         """No token has arrived yet."""
         self._reported = 0
-        self._cached = 0
         self._max_tokens = sequence.stopping.max_new_tokens
         self._prompt_reported = not sequence.logprobs.prompt
         self._scored = sequence.logprobs.tokens or sequence.logprobs.top_n > 0
@@ -119,9 +104,8 @@ class Stream:
         self.ended_by_engine = completion.finish_reason is not None
         if not update.token_ids and not update.is_end:
             return None
-        # The first response may come by a shortcut that does not count them.
-        if (cached := getattr(output, "cached_tokens", 0) or 0) > self._cached:
-            self._cached = update.cached_tokens = cached
+        if first == 0:  # every output has them
+            update.cached_tokens = getattr(output, "cached_tokens", 0) or 0
         return update
 
     def fail(self, code: FailureCode, message: str) -> StreamUpdate | None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from text_generation_proto.heartbeat import CHECK_EVERY_S, Silence
+from text_generation_common.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_shard.processes import Process, command, descendants
 from text_generation_shard.threads import daemon_thread
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -35,14 +35,19 @@ class Limits:
     max_num_tokens: int
     max_seq_len: int
     vocab_size: int
-    num_blocks: int
-    """KV blocks of one attention data parallel rank; the statistics are those of the first rank."""
+    windows: Mapping[int, int]
+    """Attention window → KV blocks on the GPU of one attention data parallel rank; the statistics are those of the first rank."""
     block_size: int
+    host_blocks: int = 0
+    """KV blocks in host memory, of each window."""
     ranks: int = 1
     """Attention data parallel ranks: each has its own batch and KV cache."""
     reuses_blocks: bool = True
-    event_buffer: int = 0
-    """KV cache events that are kept until they are read; 0: none."""
+
+    @property
+    def max_num_blocks(self) -> int:
+        """The figure that the library calls so: all windows, host memory too (kvCacheManager.h, BlockManager::getMaxNumBlocks)."""
+        return sum(self.windows.values()) + self.host_blocks * len(self.windows)
 
 
 class Engine:
@@ -79,8 +84,8 @@ class Engine:
         self._items: list[tuple[RequestOutput, Any]] = []
         """The items of this iteration."""
         self._loop: asyncio.AbstractEventLoop
-        self._used_blocks = 0
-        self.prefixes = PrefixCache(limits.block_size, limits.event_buffer)
+        self._used_blocks = dict.fromkeys(limits.windows, 0)
+        self.prefixes = PrefixCache(limits.block_size)
         self._iteration = 0
         self._is_stopping = False
         self._is_frozen = False
@@ -185,10 +190,16 @@ class Engine:
             if sequence.is_generating:
                 continue
             if not sequence.blocks:
-                blocks = -(-(len(sequence.prompt) + sequence.limit) // self.limits.block_size)
-                if self._used_blocks + blocks > self.limits.num_blocks * self.limits.ranks:
+                length, used = len(sequence.prompt) + sequence.limit, self._used_blocks
+                if self._speculation is not None:
+                    # py_executor_creator.py, model_engine_max_seq_len: the drafts of this step and of the next one.
+                    length += 2 * self._speculation.draft_tokens
+                blocks = {window: -(-min(length, window) // self.limits.block_size) for window in used}
+                if any(used[w] + blocks[w] > most * self.limits.ranks for w, most in self.limits.windows.items()):
+                    self._note_wait(sequence)
                     break  # the capacity scheduler stops at the first that does not fit
-                self._used_blocks += blocks
+                for window in used:
+                    used[window] += blocks[window]
                 sequence.blocks = blocks
                 if self.limits.reuses_blocks:
                     sequence.cached = sequence.prefilled = self.prefixes.match(sequence.root, sequence.prompt)
@@ -199,6 +210,11 @@ class Engine:
                 sampling.append(sequence)
                 self.prefixes.store(sequence.root, sequence.prompt)
         return sampling, limit - budget
+
+    def _note_wait(self, sequence: Sequence) -> None:
+        if not sequence.waited:
+            sequence.waited = True
+            self._recorder.write("wait", id=sequence.id)
 
     def _handle_cancels(self) -> bool:
         """Cancel after the step; a sequence that ended in it has ended by itself. Return False if the engine died.
@@ -226,7 +242,8 @@ class Engine:
 
     def _end(self, sequence: Sequence, finish: FinishReason | None) -> None:
         """Free the blocks of a sequence; `finish` is None after an error."""
-        self._used_blocks -= sequence.blocks
+        for window, blocks in sequence.blocks.items():
+            self._used_blocks[window] -= blocks
         self.active.remove(sequence)
         self._ended(sequence.id)
         reason = "error" if finish is None else finish.value.partition(" ")[0]
@@ -254,13 +271,20 @@ class Engine:
     def _measure(self) -> None:
         """Add the statistics of an iteration, with the library's keys (cpp/tensorrt_llm/executor/jsonSerialization.cpp)."""
         self._iteration += 1
+        limits = self.limits
+        free = {w: most - -(-self._used_blocks[w] // limits.ranks) for w, most in limits.windows.items()}
         cache = {
-            "maxNumBlocks": self.limits.num_blocks,
-            "usedNumBlocks": -(-self._used_blocks // self.limits.ranks),
-            "tokensPerBlock": self.limits.block_size,
+            "maxNumBlocks": limits.max_num_blocks,
+            "freeNumBlocks": sum(free.values()),
+            "usedNumBlocks": limits.max_num_blocks - sum(free.values()),
+            "tokensPerBlock": limits.block_size,
         }
         # Waiting sequences are not counted (py_executor.py near 1.2.1).
         entry = {"iter": self._iteration, "numQueuedRequests": self._inbox.qsize(), "kvCacheStats": cache}
+        if self._release.tells_windows:
+            entry["kvCacheIterationStats"] = {
+                str(w): {"primaryMaxNumBlocks": limits.windows[w], "primaryFreeNumBlocks": free[w]} for w in free
+            }
         entry["iterLatencyMS"] = self._settings.step_ms
         if self._drafting:
             entry["specDecodingStats"] = {

@@ -11,13 +11,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from trtllm_standin.engine import Engine, put
 from trtllm_standin.inspection import Recorder
 from trtllm_standin.release import Release
-from trtllm_standin.results import EngineDeadError, ErrorResponse, RequestError, RequestOutput
+from trtllm_standin.results import EngineDeadError, ErrorResponse, IterationResult, RequestError, RequestOutput
 from trtllm_standin.sequences import Sequence
 from trtllm_standin.settings import Settings
 from trtllm_standin.workers import Workers
@@ -37,7 +37,6 @@ class GenerationExecutor:
         recorder: Recorder,
         *,
         ranks: int,
-        keeps_events: bool = False,
     ) -> None:
         self.is_known_dead = False
         """The engine has died, and this release notices."""
@@ -51,13 +50,11 @@ class GenerationExecutor:
         self._ids = itertools.count(1)
         # A request that was cancelled while it waited stays here forever (proxy.py).
         self._results: dict[int, RequestOutput] = {}
-        self.events: list[int] = []
-        self._keeps_events = keeps_events
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
         """The thread that makes requests."""
         self._is_dead = False
-        self._has_stats = False
+        self._stats: IterationResult | None = None
         self._shutdown_lock = threading.Lock()
         has_workers = settings.workers and not settings.single_process
         self._workers = Workers(ranks, self._lose_worker) if has_workers else None
@@ -78,9 +75,8 @@ class GenerationExecutor:
         result = RequestOutput(request_id, keeps_stop, self._abort, self._raise_background_error)
         self._results[request_id] = result
         self._recorder.write("request", id=request_id, prompt=prompt, **description)
-        self._has_stats = True
-        if self._release.keeps_events and self._keeps_events:
-            self.events.append(request_id)
+        if not self._release.blocks_for_stats:
+            self._expect_stats()
         try:
             sequence = make(result)
         except Exception as error:
@@ -116,38 +112,36 @@ class GenerationExecutor:
             time.sleep(REMOTE_POLL_S)
         return [entries.popleft() for _ in range(len(entries))]
 
-    async def stats(self, timeout: float) -> AsyncIterator[dict[str, Any]]:
-        """Yield the statistics there are. At first, and once none has come for `timeout` seconds, none until the next request."""
+    def stats(self, timeout: float) -> AsyncIterator[dict[str, Any]]:
+        """Return the statistics: 1.2.1 has none before the first request (executor.py, aget_stats)."""
         if self._release.blocks_for_stats:
-            for entry in self.fetch_stats():
-                yield entry
-            return
+            return _each(self.fetch_stats())
+        if self._stats is None:
+            return _each(())
+        self._stats.set_timeout(timeout)
+        return self._stats
+
+    def _expect_stats(self) -> None:
+        """Called for each request (_maybe_initialize_iteration_results; the thread is started with the first, proxy.py)."""
+        if self._stats is None:
+            self._stats = IterationResult()
+            threading.Thread(target=self._dispatch_stats, args=(self._stats,), daemon=True).start()
+        self._stats.mark_undone()
+
+    def _dispatch_stats(self, result: IterationResult) -> None:
+        """Hand the entries over in batches, as they are not urgent (proxy.py, _iteration_result_task)."""
         entries = self._engine.statistics
-        if self._has_stats:
-            for _ in range(len(entries)):
-                yield entries.popleft()
-            await asyncio.sleep(timeout)
-            self._has_stats = bool(entries)
-
-    def fetch_events(self) -> list[Any]:
-        """Take the events of the KV cache. Near 1.2.1 each is in a list of its own (test_llm_multi_gpu.py)."""
-        if self._release.blocks_for_stats and threading.current_thread() is self._thread:
-            self._recorder.write("blocked")
-        self.events.clear()
-        found = self._engine.prefixes.events
-        if taken := [found.popleft() for _ in range(len(found))]:
-            self._recorder.write("events", number=len(taken))
-        return [[event] for event in taken] if self._release.keeps_events else taken
-
-    async def kv_events(self, timeout: float) -> AsyncIterator[Any]:
-        """Yield the events of the KV cache there are."""
-        for event in self.fetch_events():
-            yield event
-        await asyncio.sleep(timeout)
+        while not self._doing_shutdown:
+            time.sleep(self._settings.stats_ms / 1e3)
+            batch = [entries.popleft() for _ in range(len(entries))]
+            try:
+                self._loop.call_soon_threadsafe(lambda batch=batch: [result.queue.put_nowait(each) for each in batch])
+            except RuntimeError:  # the loop is closed
+                return
 
     def get_kv_cache_capacity(self) -> dict[str, int]:
         """Return the size of the KV cache."""
-        blocks, size = self._engine.limits.num_blocks, self._engine.limits.block_size
+        blocks, size = self._engine.limits.max_num_blocks, self._engine.limits.block_size
         return {"maxNumBlocks": blocks, "tokensPerBlock": size, "maxNumTokens": blocks * size}
 
     def shutdown(self) -> None:
@@ -187,3 +181,8 @@ class GenerationExecutor:
         self._engine.freeze()
         if self._release.announces_death:
             self._die(RuntimeError(f"worker rank {rank} died"))
+
+
+async def _each(entries: Iterable[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    for entry in entries:
+        yield entry

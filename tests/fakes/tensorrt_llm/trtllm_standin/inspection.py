@@ -1,7 +1,10 @@
 """Reports to a test, also in another process, what reached the stand-in: one line of JSON per event.
 
+{"event": "start", …}                         some arguments of LLM
 {"event": "request", "id", "prompt", "sampling", "cache_salt"}    generate_async: `sampling` has the fields of SamplingParams
                                                                   that differ from their defaults
+{"event": "wait", "id"}                       the engine had too few KV blocks for a request that it had taken
+{"event": "span", …}                          the engine made a span of a request, with these trace headers
 {"event": "abort", "id"}
 {"event": "end", "id", "reason", "tokens"}    stop, length, cancelled, error; `dropped`: cancelled while it waited, never answered
 {"event": "shutdown"}                         shutdown began

@@ -23,6 +23,7 @@ from trtllm_standin.speculation import read_speculation, unsupported_sampling
 
 KV_TOKENS = 65536
 """Size of the KV cache unless kv_cache_config.max_tokens is set."""
+BYTES_PER_BLOCK = 1 << 20
 
 
 class StandInLLM:
@@ -46,6 +47,12 @@ class StandInLLM:
         self.args = self.args_class(**arguments, **kwargs)
         self._settings = Settings.read()
         self._recorder = Recorder(self._settings.log)
+        names = ("tensor_parallel_size", "trust_remote_code", "num_postprocess_workers")
+        fraction = self.args.kv_cache_config.free_gpu_memory_fraction
+        self._recorder.write(
+            "start", free_gpu_memory_fraction=fraction, **{name: getattr(self.args, name) for name in names}
+        )
+        self._generation_config = read_json(Path(self.args.model) / "generation_config.json")
         try:
             self._speculation = read_speculation(
                 self.args.speculative_config, self.classes, by_type=self.release.types_speculation
@@ -75,7 +82,6 @@ class StandInLLM:
             self._settings,
             self._recorder,
             ranks=ranks,
-            keeps_events=self.args.kv_cache_config.event_buffer_max_size > 0,
         )
         atexit.register(_shut_down, weakref.ref(self))
 
@@ -85,6 +91,9 @@ class StandInLLM:
         kind = "" if self._speculation is None else self._speculation.kind
         if getattr(sampler, "value", sampler) == "TRTLLMSampler" and kind.startswith(("MTP", "Eagle")):
             raise ValueError("TRTLLMSampler is not supported with MTP or EAGLE3")
+        if self._speculation is not None and self.args.pipeline_parallel_size > 1:
+            # py_executor.py, after the weights are loaded; drafters in the model are not checked (feature-combination-matrix.md).
+            raise NotImplementedError("Drafting is not supported for selected executor loop")
 
     def _read_limits(self) -> Limits:
         """max_seq_len is reduced to the KV cache with a warning (pyexecutor, _util.py)."""
@@ -93,19 +102,21 @@ class StandInLLM:
             raise NotImplementedError("the stand-in imitates the capacity policy GUARANTEED_NO_EVICT only")
         cache = args.kv_cache_config
         blocks = -(-(cache.max_tokens or KV_TOKENS) // cache.tokens_per_block)
+        # A larger one than the model's is clamped with a warning (_init_max_seq_len).
+        longest = min(args.max_seq_len or facts.max_positions, facts.max_positions, blocks * cache.tokens_per_block)
+        # Windows are cut to the longest sequence (resource_manager.py, is_vswa), and have as many blocks each (kvCacheManager.cpp,
+        # note at calculateWindowSizeToShare).
+        windows = {min(window, longest) for window in cache.max_attention_window or [longest]}
         return Limits(
             max_batch_size=args.max_batch_size or 2048,
             max_num_tokens=args.max_num_tokens,
-            # A larger one than the model's is clamped with a warning (_init_max_seq_len).
-            max_seq_len=min(
-                args.max_seq_len or facts.max_positions, facts.max_positions, blocks * cache.tokens_per_block
-            ),
+            max_seq_len=longest,
             vocab_size=facts.vocab_size,
-            num_blocks=blocks,
+            windows=dict.fromkeys(windows, blocks),
             block_size=cache.tokens_per_block,
+            host_blocks=(cache.host_cache_size or 0) // BYTES_PER_BLOCK,
             ranks=args.tensor_parallel_size if args.enable_attention_dp else 1,
             reuses_blocks=cache.enable_block_reuse,
-            event_buffer=cache.event_buffer_max_size,
         )
 
     def shutdown(self) -> None:
@@ -125,16 +136,6 @@ class StandInLLM:
             raise NotImplementedError("the stand-in imitates get_stats of 1.3: that of 1.2 reads the queue of a loop")
         return self._executor.fetch_stats()
 
-    def _get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
-        assert self._executor is not None
-        if not self.release.blocks_for_stats:
-            raise NotImplementedError("the stand-in imitates get_kv_cache_events of 1.3")
-        return self._executor.fetch_events()
-
-    def _get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[Any]:
-        assert self._executor is not None
-        return self._executor.kv_events(timeout or 0)
-
     def _check_health(self) -> bool:
         """1.2.1: False only after shutdown. Main: False as well if the engine is dead (PR #12718)."""
         executor = self._executor
@@ -152,6 +153,7 @@ class StandInLLM:
         cache_salt: str | None,
         lora_request: Any = None,  # noqa: ANN401 - LoRARequest
         priority: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         **_: Any,  # noqa: ANN401 - arguments of some releases
     ) -> RequestOutput:
         if self._executor is None or self._executor.is_shutdown():
@@ -168,6 +170,8 @@ class StandInLLM:
         if not streaming or sampling_params.end_id is None:
             raise NotImplementedError("the stand-in streams, and takes no end_id from a tokenizer")
         prompt = inputs["prompt_token_ids"]
+        self._trace(trace_headers)
+        self._fill_in(sampling_params)
         description = {}
         if self._recorder.is_on:
             description = {"sampling": changed_fields(sampling_params), "cache_salt": cache_salt}
@@ -181,6 +185,16 @@ class StandInLLM:
             keeps_stop=sampling_params.include_stop_str_in_output,
             description=description,
         )
+
+    def _trace(self, headers: Mapping[str, str] | None) -> None:
+        """Make a span of a request: result.py, do_tracing makes none without metrics of the request."""
+        if self.args.otlp_traces_endpoint and self.args.return_perf_metrics and headers is not None:
+            self._recorder.write("span", **headers)
+
+    def _fill_in(self, params: Any) -> None:  # noqa: ANN401 - SamplingParams
+        """Take what a request leaves out from generation_config.json (1.3.0rc29)."""
+        if getattr(self.args, "generation_config", "trtllm") == "auto" and params.top_k is None:
+            params.top_k = self._generation_config.get("top_k")
 
     def _sequence(
         self,
@@ -231,8 +245,6 @@ StandInLLM.RECORDED_METHODS = {
     "generate_async": StandInLLM._generate_async,
     "get_kv_cache_capacity": StandInLLM._get_kv_cache_capacity,
     "get_stats": StandInLLM._get_stats,
-    "get_kv_cache_events": StandInLLM._get_kv_cache_events,
-    "get_kv_cache_events_async": StandInLLM._get_kv_cache_events_async,
 }
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from trtllm_standin.executor import GenerationExecutor
 from trtllm_standin.llm import CompiledLLM, StandInLLM
 from trtllm_standin.lora import LoRARequestMethods
-from trtllm_standin.prefix_cache import KvCacheRetentionConfig
 from trtllm_standin.recorded import ENUMS, Recorded
 from trtllm_standin.release import RELEASES
 from trtllm_standin.results import (
@@ -53,7 +52,6 @@ BEHAVIOUR: dict[str, type] = {
 }
 """Recorded classes → the class that adds their behaviour."""
 OWN = (
-    KvCacheRetentionConfig,
     CompletionOutput,
     EngineDeadError,
     ErrorResponse,

@@ -36,8 +36,8 @@ class Release:
     """
     blocks_for_stats: bool
     """get_stats and get_stats_async are remote calls that block their thread, 0.1 s if there are none (rpc_worker_mixin.py)."""
-    keeps_events: bool
-    """KV cache events go to a queue that grows until somebody reads it (proxy.py near 1.2.1). Main fetches them on demand."""
+    tells_windows: bool
+    """Entries of the statistics have the blocks on the GPU by attention window (kv_cache_iteration_stats_to_dict, main in 2026)."""
     reports_usage: bool
     """LLM() reports usage to NVIDIA unless TRTLLM_NO_USAGE_STATS=1 (usage_lib.py, main)."""
     graphs_have_adapters: bool
@@ -54,7 +54,7 @@ RELEASES = {
         refuses_speculative_logprobs=False,
         asserts_scored_prompts=False,
         blocks_for_stats=False,
-        keeps_events=True,
+        tells_windows=False,
         reports_usage=False,
         graphs_have_adapters=False,
     ),
@@ -67,7 +67,7 @@ RELEASES = {
         refuses_speculative_logprobs=True,
         asserts_scored_prompts=True,
         blocks_for_stats=True,
-        keeps_events=False,
+        tells_windows=True,
         reports_usage=True,
         graphs_have_adapters=True,
     ),

@@ -94,7 +94,8 @@ class CompletionOutput:
         if response.logprobs is not None:
             logprobs += response.logprobs  # type: ignore[arg-type]
             # 1.2.1 asserts so for every item. The last item of a cancelled request may hold a token without
-            # log-probabilities: an error of this request that is not a RequestError.
+            # log-probabilities, and the worker may change the list before it is sent: errors of this request that are no
+            # RequestErrors.
             assert len(logprobs) == len(tokens), f"logprobs length: {len(logprobs)} != output.length: {len(tokens)}"
         if response.prompt_logprobs is not None:
             self.prompt_logprobs = response.prompt_logprobs
@@ -165,3 +166,37 @@ class RequestOutput:
         # utils.py, print_traceback_on_error: errors are printed as well.
         traceback.print_exception(error)
         raise error
+
+
+class IterationResult:
+    """The entries of the statistics, one object for all readers (executor/result.py, 1.2.1).
+
+    Once none has come within the timeout it ends, and stays so until the next request is submitted (mark_undone).
+    """
+
+    __module__ = "tensorrt_llm.executor.result"
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._done = False
+        self._timeout = 2.0
+
+    def set_timeout(self, timeout: float) -> None:
+        """Set the time to wait for an entry."""
+        self._timeout = timeout
+
+    def mark_undone(self) -> None:
+        """Expect more entries."""
+        self._done = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        if self._done:
+            raise StopAsyncIteration
+        try:
+            return await asyncio.wait_for(self.queue.get(), self._timeout)
+        except TimeoutError:
+            self._done = True
+            raise StopAsyncIteration from None

@@ -61,7 +61,10 @@ class Sequence:
     generated: int = 0
     prefilled: int = 0
     """Computed prompt tokens."""
-    blocks: int = 0
+    blocks: Mapping[int, int] = field(default_factory=dict)
+    """Attention window → KV blocks."""
+    waited: bool = False
+    """It was active, and there were too few KV blocks for it."""
     expected: cycle[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,19 +81,19 @@ class Sequence:
 
     def step(self, count: int) -> Response:
         """Generate up to `count` tokens. Raises RequestFault or StepFault."""
-        # The response of the first token takes a shortcut without them (py_executor.py, main).
-        response = Response([], None if self.top is None else [], cached_tokens=self.cached if self.generated else 0)
+        # On every response, the first included (py_executor.py, _handle_responses).
+        response = Response([], None if self.top is None else [], cached_tokens=self.cached)
         while response.finish is None and len(response.tokens) < count:
             token = next(self.expected)
             if self.guide is not None:
                 token = self.guide.choose(token)
             if (fault := self.faults.get(token)) is Fault.REQUEST:
                 raise RequestFault(f"token {token} fails its request, as the environment sets it")
-            if fault is not None:
+            if fault is not None and fault is not Fault.UNSCORED:
                 raise StepFault(fault, f"token {token} causes the fault {fault.name}, as the environment sets it")
             self.generated += 1
             response.tokens.append(token)
-            if response.logprobs is not None:
+            if response.logprobs is not None and fault is None:
                 response.logprobs.append(self._logprobs(token, self.top))
             response.finish = self._finish(token)
         if self.prompt_top is not None:

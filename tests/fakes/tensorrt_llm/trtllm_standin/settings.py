@@ -17,6 +17,8 @@ class Fault(Enum):
 
     REQUEST = "FAIL_TOKEN"
     """The request fails."""
+    UNSCORED = "UNSCORED_TOKEN"
+    """The token comes without its log-probability, against which the reader of the request asserts (result.py)."""
     STEP = "STEP_FAIL_TOKEN"
     """The step fails, and every active request with it."""
     HANG = "HANG_STEP_TOKEN"
@@ -33,6 +35,8 @@ class Settings:
     """Duration of a step."""
     prefill_us: float
     """Additional duration per prompt token computed."""
+    stats_ms: float
+    """1.2: interval at which statistics are handed over."""
     tokens_per_step: int
     """Tokens that arrive at once, as with speculative decoding."""
     hang_shutdown: bool
@@ -55,6 +59,7 @@ class Settings:
         return cls(
             step_ms=float(_variable("STEP_MS", "1")),
             prefill_us=float(_variable("PREFILL_US", "0")),
+            stats_ms=float(_variable("STATS_MS", "200")),
             tokens_per_step=int(_variable("TOKENS_PER_STEP", "1")),
             hang_shutdown=_flag("HANG_SHUTDOWN"),
             step_fail_ends=_flag("STEP_FAIL_ENDS"),

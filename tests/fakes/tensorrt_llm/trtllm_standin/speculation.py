@@ -16,7 +16,14 @@ KINDS = (
     "Eagle3DecodingConfig",
     "NGramDecodingConfig",
     "DraftTargetDecodingConfig",
+    "AutoDecodingConfig",
+    "SADecodingConfig",
+    "PARDDecodingConfig",
+    "DFlashDecodingConfig",
+    "DSparkDecodingConfig",
 )
+AUTO_DRAFT = 3
+"""Tokens that AutoDecodingConfig drafts with few sequences: it chooses NGram by the batch size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +72,22 @@ def read_speculation(config: Any, classes: Mapping[str, Any], *, by_type: bool) 
             else draft
         )
         draft = draft or (1 if by_type else None)
+    if kind == "AutoDecodingConfig":
+        draft = AUTO_DRAFT
     if not draft:
         raise ValueError(f"max_draft_len must be > 0 for {kind}")
-    if kind.startswith(("Eagle", "DraftTarget")) and config.speculative_model is None:
+    if kind.startswith(("Eagle", "DraftTarget", "PARD", "DFlash", "DSpark")) and config.speculative_model is None:
         raise ValueError(
             "Draft model must be provided for EAGLE" if kind[0] == "E" else "speculative_model must be specified"
         )
     one_model = {
         "MTPDecodingConfig": getattr(config, "mtp_eagle_one_model", False),
         "NGramDecodingConfig": False,
+        "AutoDecodingConfig": False,
+        # Their drafts are made in the forward pass of the target model (llm_args.py, use_one_engine).
+        **dict.fromkeys(
+            ("SADecodingConfig", "PARDDecodingConfig", "DFlashDecodingConfig", "DSparkDecodingConfig"), True
+        ),
         "DraftTargetDecodingConfig": by_type,
     }.get(kind, getattr(config, "eagle3_one_model", False))
     return Speculation(kind, draft, one_model, samples=by_type or not one_model or config.allow_advanced_sampling)

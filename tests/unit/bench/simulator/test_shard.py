@@ -120,21 +120,25 @@ class BothShards:
     def random_orders(self, random: Random, number: int) -> SchedulerOutput:
         held = {sequence.slot: sequence for sequence in self.simulated.held}
         release = tuple(slot for slot in held if random.random() < 0.05)
-        admit, grants, prefill = [], [], []
+        placements, allocations, prefill = [], [], []
         for slot in range(SLOTS):
             if slot in release:
                 continue
             if (sequence := held.get(slot)) is not None:
                 if random.random() < 0.5:
-                    grants.append((slot, tuple(random.sample(range(BLOCKS), random.randint(1, 3)))))
+                    allocations.append((slot, tuple(random.sample(range(BLOCKS), random.randint(1, 3)))))
                 if sequence.computed < sequence.prompt_length and random.random() < 0.7:
                     prefill.append((slot, random.randint(1, sequence.prompt_length - sequence.computed)))
             elif random.random() < 0.5:
-                admit.append(self.random_placement(random, slot))
+                placements.append(self.random_placement(random, slot))
                 if random.random() < 0.7:
-                    rest = len(admit[-1].request.prompt) + len(admit[-1].generated) - admit[-1].cached_tokens
+                    rest = (
+                        len(placements[-1].request.prompt)
+                        + len(placements[-1].generated)
+                        - placements[-1].cached_tokens
+                    )
                     prefill.append((slot, random.randint(1, rest)))
-        return SchedulerOutput(number, release, tuple(admit), tuple(grants), tuple(prefill))
+        return SchedulerOutput(number, release, tuple(placements), tuple(allocations), tuple(prefill))
 
     def random_placement(self, random: Random, slot: int) -> Placement:
         most = random.randint(1, 60)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args, get_origin
 
 import orjson
@@ -12,22 +13,26 @@ from api_settings import api_settings
 from pydantic import BaseModel, ValidationError
 from typing_extensions import TypeAliasType
 
+from text_generation_router.api.anthropic import input as messages_input
 from text_generation_router.api.anthropic.messages import MessagesRoutes
-from text_generation_router.api.anthropic.models import ModelPageRoutes
+from text_generation_router.api.anthropic.schemas import MessagesBody
 from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.http.bodies import Body, validate
-from text_generation_router.api.http.body_errors import InvalidBody
+from text_generation_router.api.models import ModelRoutes
+from text_generation_router.api.openai import chat_messages, responses_input
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
-from text_generation_router.api.openai.models import ModelRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
+from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
-from text_generation_router.api.tgi.service import ServiceRoutes
+from text_generation_router.api.tgi.service import InfoRoutes
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.web.bodies import Body, validate
+from text_generation_router.web.body_errors import InvalidBody
 
 LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
 LARGE = 1_800_000
@@ -41,7 +46,7 @@ Path = tuple[tuple[type[BaseModel], str], ...]
 
 def bodies() -> list[type[Body]]:
     """Return the body types in the route table. No handler is called."""
-    service, generate = ServiceRoutes.__new__(ServiceRoutes), GenerateRoutes.__new__(GenerateRoutes)
+    service, generate = InfoRoutes.__new__(InfoRoutes), GenerateRoutes.__new__(GenerateRoutes)
     chat, completions = ChatRoutes.__new__(ChatRoutes), CompletionRoutes.__new__(CompletionRoutes)
     table = [
         *service_routes(service, api_settings(LIMITS)),
@@ -51,7 +56,6 @@ def bodies() -> list[type[Body]]:
             completions,
             ResponsesRoutes.__new__(ResponsesRoutes),
             ModelRoutes.__new__(ModelRoutes),
-            ModelPageRoutes.__new__(ModelPageRoutes),
         ),
         *anthropic_routes(MessagesRoutes.__new__(MessagesRoutes)),
         *cloud_routes(
@@ -205,7 +209,7 @@ NAMES = [
 
 def test_all_bodies_are_looked_at() -> None:
     assert {"CompletionBody-prompt-list", "MessagesBody-messages.0.content.0.content-list"} <= {*NAMES}
-    assert {"InferBody-inputs.0.data-list", "ResponsesBody-metadata-dict", "InputsBody-parameters.stop-list"} <= {
+    assert {"InferBody-inputs.0.data-list", "ResponsesBody-metadata-dict", "GenerateBody-parameters.stop-list"} <= {
         *NAMES
     }
 
@@ -234,3 +238,24 @@ def test_metadata_is_counted_before_it_is_checked() -> None:
         validate(body | {"metadata": few}, model)
         with pytest.raises(InvalidBody, match=r"metadata.*at most 16 keys"):
             validate(body | {"metadata": few | {"one more": "a"}}, model)
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "convert"),
+    [
+        (ChatBody, "messages", lambda body: chat_messages.to_conversation(body, None)),
+        (ResponsesBody, "input", responses_input.to_conversation),
+        (MessagesBody, "messages", messages_input.to_conversation),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_a_body_does_not_keep_messages_that_were_read(
+    model: type[Body], field: str, convert: Callable[[Any], Conversation]
+) -> None:
+    message = {"role": "user", "content": [{"type": "input_text" if field == "input" else "text", "text": "Hi"}]}
+    body: Any = validate(
+        {"max_tokens": 1, field: [message, message]} if field == "messages" else {field: [message]}, model
+    )
+    kept = [weakref.ref(entry) for entry in getattr(body, field)]
+    assert convert(body).messages[0] == {"role": "user", "content": "Hi"}
+    assert [entry() for entry in kept] == [None] * len(kept)

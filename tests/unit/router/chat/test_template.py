@@ -10,7 +10,7 @@ import pytest
 from text_generation_router.chat.conversation import Conversation, Json
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
-from text_generation_router.errors import TemplateError
+from text_generation_router.errors import InvalidRequest, TemplateError
 
 LONG_TIMEOUT_S = 60.0
 SHORT_TIMEOUT_S = 0.5
@@ -20,11 +20,9 @@ def says(text: str, **more: object) -> Conversation:
     return Conversation([{"role": "user", "content": text, **more}])
 
 
-def a_renderer(
-    template: str, *, workers: int = 1, timeout_s: float = LONG_TIMEOUT_S, max_characters: int = 2_000_000
-) -> TemplateRenderer:
+def a_renderer(template: str, *, workers: int = 1, timeout_s: float = LONG_TIMEOUT_S) -> TemplateRenderer:
     templates = ChatTemplates.load(Path("nowhere"), override=template + "\n")
-    return TemplateRenderer(templates, workers=workers, timeout_s=timeout_s, max_characters=max_characters)
+    return TemplateRenderer(templates, workers=workers, timeout_s=timeout_s)
 
 
 async def refusal(template: str, *, timeout_s: float = LONG_TIMEOUT_S) -> str:
@@ -59,6 +57,26 @@ async def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:
             await renderer.render(Conversation(messages))
 
 
+@pytest.mark.parametrize(
+    ("template", "length", "limit"),
+    [
+        ("{{ ('a' * 2500) * 1000 }}", 1, "2000000 characters as a text"),
+        ("{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", 1, "2000000 characters as a text"),
+        ("{{ messages[0].content }}", 2_000_001, "2000000 characters as a text"),
+        ("{{ messages[0].content }}", 8_000_000, "8000000 bytes as JSON"),
+    ],
+)
+async def test_a_conversation_that_is_too_long_is_refused_with_the_limit(
+    template: str, length: int, limit: str
+) -> None:
+    async with a_renderer(template) as renderer:
+        with pytest.raises(
+            InvalidRequest, match=f"prompt is too long: messages and tools .* at most {limit}$"
+        ) as caught:
+            await renderer.render(says("a" * length))
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
 async def test_a_folder_without_a_template_starts_and_refuses(tmp_path: Path) -> None:
     async with TemplateRenderer(ChatTemplates.load(tmp_path)) as renderer:
         with pytest.raises(TemplateError, match=r"^Template error: template not found$"):
@@ -77,8 +95,6 @@ async def test_a_folder_without_a_template_starts_and_refuses(tmp_path: Path) ->
         ("{{ range(100001) | list }}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "the template recurses too deeply"),
         ("{{ 'a' * 10 ** 10 }}", "the template needs too much memory"),
-        ("{{ ('a' * 2500) * 1000 }}", "the text is longer than 2000000 characters"),
-        ("{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "the text is longer than 2000000 characters"),
         ("{{ '\\ud800' }}", "the text is not valid Unicode"),
         ("{% include 'passwd' %}", "no loader for this environment specified"),
         ("{{ 1 / 0 }}", "division by zero"),

@@ -12,7 +12,7 @@ from http_stack import until
 
 from text_generation_router.api.starting import create_starting_app
 from text_generation_router.discovery.peers import SharedShards
-from text_generation_router.discovery.static import StaticSource
+from text_generation_router.discovery.source import StaticSource
 
 SHARDS = tuple(f"10.0.0.{number}:50051" for number in range(4))
 

@@ -18,11 +18,11 @@ from text_generation_router.discovery.source import known
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("10.0.0.1", "'10.0.0.1' is no address"),
-        ("10.0.0.1:0", "is no address"),
-        ("::1:50", "is no address"),
-        ("a b:50", "is no address"),
-        ("dns://shards", "is no address"),
+        ("10.0.0.1", "'10.0.0.1' is not an address"),
+        ("10.0.0.1:0", "is not an address"),
+        ("::1:50", "is not an address"),
+        ("a b:50", "is not an address"),
+        ("dns://shards", "is not an address"),
         ("file://shards.yaml", "expected file:///path"),
         ("kubernetes://shards:50051", "expected kubernetes://namespace/service:port"),
         ("kubernetes://ns/shards/../x:50051", "expected kubernetes://namespace/service:port"),

@@ -13,7 +13,7 @@ from llguidance import LLTokenizer
 from model_answers import HARMONY_LOOK, TABLES, V3_LOOK, V31_LOOK
 from tokenizers import Tokenizer
 
-from text_generation_proto.grammar_tokenizer import load_tokenizer
+from text_generation_common.grammar_tokenizer import load_tokenizer
 from text_generation_proto.values import Grammar
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.chat.parsers import FORMATS

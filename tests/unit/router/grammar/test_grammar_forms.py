@@ -108,3 +108,9 @@ def test_a_form_that_is_no_grammar_is_refused_in_tgis_words(
 ) -> None:
     with pytest.raises(InvalidRequest, match="^Input validation error: " + message):
         read(form)
+
+
+def test_the_error_for_an_unknown_option_names_its_field() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        guided({"structured_outputs": {"regexp": "a"}})
+    assert caught.value.param == "structured_outputs.regexp"

@@ -93,7 +93,7 @@ def optional(depth: int) -> Json:
     [
         (ebnf_grammar("root ::= x"), "Rule 'x' not found"),
         (ebnf_grammar('root ::= "a'), "Unexpected end"),
-        (ebnf_grammar(r'root ::= "\ud800"'), "no character"),
+        (ebnf_grammar(r'root ::= "\ud800"'), "invalid character"),
         (ebnf_grammar("root ::= root"), "no text satisfies it"),
         (ebnf_grammar(f'root ::= {"(" * 20_000}"a"{")" * 20_000}'), "nested too deeply"),
         (ebnf_grammar("root ::= " + '("a" | "aa")* ' * 30), "Current row has"),

@@ -7,7 +7,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from text_generation_proto.values import FinishReason
-from text_generation_router.metrics import Metrics, Spent
+from text_generation_router.metrics import Latencies, Metrics
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 
@@ -108,10 +108,12 @@ def test_buckets_are_tgis() -> None:
 def test_further_names_show_the_same_figures_with_the_labels_of_their_dashboards() -> None:
     metrics = some_metrics()
     metrics.add_names(("tgi", "vllm", "trtllm"), 'a "model"')
-    spent = Spent(total_s=2.0, validation_s=0.1, queue_s=0.2, inference_s=1.7, generated_tokens=9, prefill_s=0.5)
+    latencies = Latencies(
+        total_s=2.0, validation_s=0.1, queue_s=0.2, inference_s=1.7, generated_tokens=9, prefill_s=0.5
+    )
     for reason in (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LENGTH):
         metrics.requests.started()
-        metrics.requests.succeeded(spent, reason)
+        metrics.requests.succeeded(latencies, reason)
     families = {family.name: family for family in text_string_to_metric_families(metrics.exposition().decode())}
     further = {name for name in families if not name.startswith(("text_generation_", "tgi_"))}
     vllm, trtllm = {f"vllm:{name}" for name in VLLM_HISTOGRAMS | VLLM_OTHERS}, {f"trtllm_{name}" for name in TRTLLM}
@@ -134,9 +136,9 @@ def test_further_names_show_the_same_figures_with_the_labels_of_their_dashboards
 def test_openmetrics_has_exemplars_with_trace_ids() -> None:
     metrics = some_metrics()
     metrics.add_names(("vllm",), "model")
-    spent = Spent(total_s=2.0, validation_s=0.1, queue_s=0.2, inference_s=1.7, generated_tokens=9)
-    metrics.requests.succeeded(spent, FinishReason.LENGTH, "ab" * 16)
-    metrics.requests.succeeded(spent, FinishReason.LENGTH)
+    latencies = Latencies(total_s=2.0, validation_s=0.1, queue_s=0.2, inference_s=1.7, generated_tokens=9)
+    metrics.requests.succeeded(latencies, FinishReason.LENGTH, "ab" * 16)
+    metrics.requests.succeeded(latencies, FinishReason.LENGTH)
     written = "".join(metrics.texts(openmetrics=True))
     families = {family.name: family for family in openmetrics.text_string_to_metric_families(written)}
     for name in ("tgi_request_duration", "vllm:e2e_request_latency_seconds"):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from text_generation_router.metrics.instruments import Counter, Histogram, Reading
+from text_generation_router.metrics.instruments import Counter, Histogram
 
 
 def test_a_histogram_is_cumulative_and_its_bounds_inclusive() -> None:
@@ -35,20 +34,3 @@ def test_a_label_value_that_was_not_agreed_on_is_refused() -> None:
         Counter("c", "", "err", ["one"]).add("from a client")
     with pytest.raises(KeyError):
         Histogram("h", "", [1], "method", ["prefill"]).of("from a client")
-
-
-def test_a_reading_is_read_when_it_is_written() -> None:
-    values = iter((3, 0.25))
-    reading = Reading("g", "", lambda: next(values))
-    assert [reading.text().splitlines()[-1], reading.text().splitlines()[-1]] == ["g 3.0", "g 0.25"]
-
-
-def test_prometheus_parser_reads_the_same_numbers() -> None:
-    histogram = Histogram("h", "Help; with words", [0.00015, 2.5], "method", ["prefill", "decode"])
-    histogram.of("prefill").observe(0.001, 2)
-    [family] = text_string_to_metric_families(histogram.text())
-    assert (family.name, family.type, family.documentation) == ("h", "histogram", "Help; with words")
-    read = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in family.samples}
-    assert read["h_bucket", ("le", "2.5"), ("method", "prefill")] == 2
-    assert read["h_sum", ("method", "prefill")] == 0.002
-    assert read["h_count", ("method", "decode")] == 0

@@ -23,9 +23,9 @@ from text_generation_router.errors import (
     error_classes,
 )
 from text_generation_router.metrics.instruments import Registry
-from text_generation_router.metrics.requests import RequestMetrics, Spent
+from text_generation_router.metrics.requests import Latencies, RequestMetrics
 
-SPENT = Spent(total_s=1.0, validation_s=0.1, queue_s=0.2, inference_s=0.7, generated_tokens=7)
+LATENCIES = Latencies(total_s=1.0, validation_s=0.1, queue_s=0.2, inference_s=0.7, generated_tokens=7)
 FINISHED = "text_generation_requests_finished_total"
 
 
@@ -81,7 +81,7 @@ def test_no_error_adds_a_series(registry: Registry, metrics: RequestMetrics) -> 
 
 def test_success_is_counted_with_its_latencies(registry: Registry, metrics: RequestMetrics) -> None:
     metrics.started()
-    metrics.succeeded(SPENT, FinishReason.EOS_TOKEN)
+    metrics.succeeded(LATENCIES, FinishReason.EOS_TOKEN)
     values = samples(registry)
     assert values["tgi_request_count"] == values["tgi_request_success"] == 1
     assert counted(values, FINISHED) == {"eos_token": 1}

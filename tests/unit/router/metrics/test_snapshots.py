@@ -12,11 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.errors import Overloaded, ServingError, ToolError
-from text_generation_router.metrics import Spent
+from text_generation_router.metrics import Latencies
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 from text_generation_router.metrics.errors import RecentErrors
 from text_generation_router.metrics.instruments import Registry
-from text_generation_router.metrics.kept import KeptBytes
 from text_generation_router.metrics.requests import RequestMetrics
 from text_generation_router.metrics.snapshots import WorkerSums, snapshot
 from text_generation_router.request import TenantId
@@ -41,8 +40,8 @@ class Process:
         self.requests.input_length.observe(event.tokens)
         if event.error is None:
             seconds = event.tokens / 64  # exact in binary, so that sums are equal in any order
-            spent = Spent(seconds, seconds, seconds, seconds * event.tokens, event.tokens, seconds, seconds)
-            self.requests.succeeded(spent, FinishReason.LENGTH, trace_id=f"{event.tokens:032x}" * event.traced)
+            latencies = Latencies(seconds, seconds, seconds, seconds * event.tokens, event.tokens, seconds, seconds)
+            self.requests.succeeded(latencies, FinishReason.LENGTH, trace_id=f"{event.tokens:032x}" * event.traced)
         else:
             self.requests.failed(event.error)
             self.connections.closed(CloseReason.STALLED)
@@ -70,7 +69,7 @@ EVENTS = st.builds(
     st.booleans(),
 )
 STEPS = st.lists(
-    st.one_of(EVENTS, st.tuples(st.sampled_from(["scrape", "restart", "reconnect", "resume"]), st.integers(0, 2))),
+    st.one_of(EVENTS, st.tuples(st.sampled_from(["scrape", "restart", "reconnect"]), st.integers(0, 2))),
     max_size=30,
 )
 
@@ -81,7 +80,6 @@ def test_the_sum_over_workers_and_their_restarts_is_what_one_process_counts(
 ) -> None:
     one, whole, numbers = Process(), Process(), count()
     sums = WorkerSums(whole.registry, whole.requests, whole.errors)
-    kept = KeptBytes(-1)
     workers = [(next(numbers), Process()) for _ in range(WORKERS)]
 
     def scrape(worker: int) -> None:
@@ -98,11 +96,6 @@ def test_the_sum_over_workers_and_their_restarts_is_what_one_process_counts(
         scrape(worker)
         if action in ("restart", "reconnect"):
             sums.lost(worker)
-        if action == "resume":  # by the next scheduler process
-            kept.write(sums.counted())
-            whole = Process()
-            sums = WorkerSums(whole.registry, whole.requests, whole.errors)
-            sums.resume(kept.read())
         if action == "restart":
             one.connections.open -= workers[worker][1].connections.open
             workers[worker] = (next(numbers), Process())
@@ -113,8 +106,6 @@ def test_the_sum_over_workers_and_their_restarts_is_what_one_process_counts(
     for worker in range(WORKERS):
         scrape(worker)
     assert whole.shown() == one.shown()
-    if any(step[0] == "resume" for step in steps):
-        return  # the last errors are those of workers that live
     assert sorted(whole.errors, key=str) == sorted(one.errors, key=str)
     assert [kind.at for kind in whole.errors] == [kind.at for kind in one.errors]
     written = "".join(whole.registry.texts(openmetrics=True))
@@ -152,15 +143,3 @@ def test_generations_that_a_dead_worker_ran_count_as_failed() -> None:
     assert shown["tgi_request_failure_total", "{'err': 'incomplete'}"] == 3
     finished = [value for (name, _), value in shown.items() if name == "text_generation_requests_finished_total"]
     assert sum(finished) == 4
-
-
-def test_the_generations_of_a_process_that_died_count_as_failed_also_after_the_next_scheduler_process() -> None:
-    died, back, first, second = Process(), Process(), Process(), Process()
-    died.requests.started()
-    sums = WorkerSums(first.registry, first.requests, first.errors)
-    sums.update(0, snapshot(1, died.registry, died.errors))
-    sums.update(0, snapshot(2, back.registry, back.errors))
-    WorkerSums(second.registry, second.requests, second.errors).resume(sums.counted())
-    for whole in (first, second):
-        assert whole.shown()["tgi_request_failure_total", "{'err': 'incomplete'}"] == 1
-        assert whole.shown() == first.shown()

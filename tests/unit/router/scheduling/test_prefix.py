@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scheduler_checks import assert_idle
 from scheduler_rig import BLOCK, Rig, a_policy, words
 
 from text_generation_proto.values import FailureCode
-from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, shared_tokens
+from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
 
 
@@ -152,20 +148,3 @@ def test_a_request_that_waits_for_a_cancelled_prefix_is_placed() -> None:
     rig.until_idle()
     assert rig.tokens[second] == 5
     assert rig.cached(second) > 0
-
-
-@given(
-    one=st.lists(st.integers(0, 1), max_size=40),
-    other=st.lists(st.integers(0, 1), max_size=40),
-    block_size=st.integers(1, 4),
-    alike=st.integers(0, 40),
-)
-def test_shared_tokens_agree_with_a_plain_comparison(
-    one: list[int], other: list[int], block_size: int, alike: int
-) -> None:
-    other = one[:alike] + other
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
-        same += 1
-    found = shared_tokens(array("I", one).tobytes(), array("I", other).tobytes(), block_size)
-    assert found == same // block_size * block_size

@@ -31,16 +31,6 @@ def test_a_long_prompt_is_split_and_the_rest_of_the_budget_goes_to_the_next_one(
     assert chunks == [{0: 64}, {0: 36, 1: 28}, {1: 64}, {1: 8}]
 
 
-def test_no_more_run_than_the_batch_size_allows() -> None:
-    rig = Rig(a_policy(max_batch_size=2))
-    for _ in range(3):
-        rig.submit(new=2)
-    rig.turn()
-    assert rig.placed() == [0, 1]
-    rig.until_idle()
-    assert rig.finished == [0, 1, 2]
-
-
 def test_a_prompt_without_blocks_waits_and_so_do_later_ones() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=1000), blocks=10)
     rig.submit(64, new=60)

@@ -22,11 +22,11 @@ def sent(request: Request, generated: tuple[int, ...] = (), *, own_cache: bool =
     orders = orders_to_pb(
         SchedulerOutput(1, placements=(Placement(0, request, generated, (0, 1)),)), [2], own_cache=own_cache
     )
-    return pb.Orders.FromString(orders.SerializeToString()).admit[0]
+    return pb.Orders.FromString(orders.SerializeToString()).placements[0]
 
 
 def received(message: pb.NewSequence) -> engine.NewSequence:
-    return shard_convert.orders_from_pb(pb.Orders(number=1, admit=[message])).admit[0]
+    return shard_convert.orders_from_pb(pb.Orders(number=1, placements=[message])).placements[0]
 
 
 def test_every_option_arrives() -> None:
@@ -52,6 +52,24 @@ def test_every_option_arrives() -> None:
     assert admission.stopping == Stopping(20, frozenset({2}), frozenset({8, 9}), min_new_tokens=6)
     assert admission.logprobs == LogprobOptions(prompt=True, prompt_top_n=4)
     assert admission.grammar == Grammar(GrammarKind.REGEX, "a+")
+
+
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_a_prompt_of_several_answers_is_sent_once_to_a_shard_that_knows_this(shares_prompts: bool) -> None:
+    other = replace(PLAIN, prompt=(8, 9))
+    placed = [(PLAIN, ()), (other, ()), (replace(PLAIN, max_new_tokens=3), ()), (PLAIN, (4,)), (replace(other), ())]
+    placements = tuple(Placement(slot, request, new, (slot,)) for slot, (request, new) in enumerate(placed))
+    orders = orders_to_pb(SchedulerOutput(1, placements=placements), [2], shares_prompts=shares_prompts)
+    arrived = shard_convert.orders_from_pb(pb.Orders.FromString(orders.SerializeToString())).placements
+    assert [each.prompt for each in arrived] == [(5, 6, 7), (8, 9), (5, 6, 7), (5, 6, 7, 4), (8, 9)]
+    assert sum(len(each.prompt) for each in orders.placements) == (9 if shares_prompts else 14)
+
+
+@pytest.mark.parametrize(("prompt_of", "prompt"), [(2, ()), (3, ()), (1, (5,))])
+def test_a_prompt_of_no_earlier_placement_is_refused(prompt_of: int, prompt: tuple[int, ...]) -> None:
+    placements = [pb.NewSequence(prompt=[1]), pb.NewSequence(slot=1, prompt=prompt, prompt_of=prompt_of)]
+    with pytest.raises(shard_convert.InvalidOrders, match=f"prompt_of {prompt_of} "):
+        shard_convert.orders_from_pb(pb.Orders(number=1, placements=placements))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in GrammarKind if kind is not GrammarKind.UNSPECIFIED])

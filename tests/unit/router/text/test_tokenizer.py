@@ -11,9 +11,10 @@ import pytest
 import tokenizers
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
+from text_generation_router.admission_queue import PendingWork
 from text_generation_router.errors import InvalidRequest, Overloaded
-from text_generation_router.preparation import Preparation
 from text_generation_router.request import TenantId
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError, tokenizer_errors
 from text_generation_router.text.tokenizer_pool import MAX_CHARACTERS, TokenizerPool
@@ -21,11 +22,11 @@ from text_generation_router.text.tokenizer_pool import MAX_CHARACTERS, Tokenizer
 
 @pytest.fixture
 async def pool(demo_model: Path) -> AsyncIterator[TokenizerPool]:
-    async with TokenizerPool(Tokenizer.load(demo_model), demo_model, 1, Preparation()) as started:
+    async with TokenizerPool(Tokenizer.load(demo_model), 1, PendingWork()) as started:
         yield started
 
 
-@pytest.mark.parametrize("repeats", [1, 300, 30_000], ids=["inline", "thread", "process"])
+@pytest.mark.parametrize("repeats", [1, 300, 30_000], ids=["inline", "thread", "pieces"])
 async def test_texts_of_any_length_are_encoded_and_decoded(pool: TokenizerPool, demo_model: Path, repeats: int) -> None:
     text = "Grüße <|im_end|>" * repeats
     expected = tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json")).encode(text)
@@ -34,6 +35,19 @@ async def test_texts_of_any_length_are_encoded_and_decoded(pool: TokenizerPool, 
     assert list(ids) == list(encoding.ids) == expected.ids
     assert list(zip(encoding.starts, encoding.stops, strict=True)) == expected.offsets
     assert await pool.decode(ids) == text
+
+
+async def test_a_long_text_is_put_between_special_tokens(demo_model: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+    special = [("<|im_start|>", 1), ("<|im_end|>", 2)]
+    library.post_processor = TemplateProcessing(single="<|im_start|> $A <|im_end|>", special_tokens=special)
+    text = "Grüße aus Köln. " * 3_000
+    expected = library.encode(text)
+    async with TokenizerPool(Tokenizer(library), 1, PendingWork()) as pool:
+        assert list(await pool.encode_ids(text, add_special_tokens=True)) == expected.ids
+        encoding = await pool.encode(text, add_special_tokens=True)
+    assert list(encoding.ids) == expected.ids
+    assert list(zip(encoding.starts, encoding.stops, strict=True)) == expected.offsets
 
 
 async def test_a_text_that_is_too_long_is_refused(pool: TokenizerPool) -> None:

@@ -39,10 +39,9 @@ class Engines:
         num_shard: int = 1,
         folder: Path | None = None,
         lora_adapters: str = "",
-        gateway: bool = False,
         **settings: object,
     ) -> TensorRTEngine:
-        self._stack.enter_context(importable(self._version, self._monkeypatch, **settings))
+        self._stack.enter_context(importable(self._version, self._monkeypatch, **{"stats_ms": 20} | settings))
         config = ShardConfig(
             engine="tensorrt-llm",
             model_path=str(folder or self._folder),
@@ -51,7 +50,6 @@ class Engines:
             hang_timeout=hang_timeout,
             max_batch_size=max_batch_size,
             lora_adapters=lora_adapters,
-            gateway=gateway,
         )
         engine = build(config)
         self._stack.callback(_close, engine)

@@ -14,8 +14,8 @@ from model_folders import (
     CHECKPOINT,
     ENGINE,
     HUGGING_FACE,
-    OLD_ENGINE,
     RANKS,
+    compiled_engine,
     engine,
     fill,
     mapping,
@@ -23,7 +23,7 @@ from model_folders import (
 )
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.folder import check_folder, inspect_folder
+from text_generation_shard.engines.tensorrt_llm.engine_folder import check_engine
 
 
 @pytest.fixture(autouse=True)
@@ -67,18 +67,6 @@ BROKEN = {
         ("not built yet", "run trtllm-build --checkpoint_dir {} --output_dir {}-engine", "tensorrt-llm <= 1.2"),
         CHECKPOINT,
     ),
-    "checkpoint, version not known": Broken(
-        ("not built yet", "run trtllm-build --checkpoint_dir {} --output_dir {}-engine"), CHECKPOINT, installed=None
-    ),
-    "checkpoint, nothing to build it": Broken(
-        ("not built yet", "Hugging Face checkpoint", "1.3.0rc14 builds no engines", "trtllm-build --checkpoint_dir {}"),
-        CHECKPOINT,
-        installed="1.3.0rc14",
-    ),
-    "checkpoint of a number": Broken(
-        ("architecture is 5, not a name", "convert"), {"architecture": 5, "dtype": "float16"}
-    ),
-    "engine of before 0.8": Broken(("before 0.8", AGAIN, "Hugging Face checkpoint"), OLD_ENGINE),
     # Versions.
     "no version": Broken(("version is missing", AGAIN), engine(version=...)),
     "version a number": Broken(("version is 1.2, not a name", AGAIN), engine(version=1.2)),
@@ -103,9 +91,6 @@ BROKEN = {
         ("built for 2 GPUs", "has 1", "--num-shard 2", "build the engines again for 1"), ENGINE, world_size=1
     ),
     "for one GPU": Broken(("built for 1 GPU,", "--num-shard 1"), mapping(world_size=1, tp_size=1)),
-    "ranks that do not add up": Broken(
-        ("world_size is 2", "4 × 1 × 1", AGAIN), mapping(world_size=2, tp_size=4, pp_size=1)
-    ),
     "no tp_size": Broken(("pretrained_config.mapping.tp_size is missing", AGAIN), mapping(world_size=2)),
     "a rank is missing": Broken(("rank1.engine is missing", "2 GPUs", AGAIN), ENGINE, {"rank0.engine": b"plan"}),
     "a rank is empty": Broken(("rank1.engine is empty", AGAIN), ENGINE, RANKS | {"rank1.engine": b""}),
@@ -124,16 +109,7 @@ BROKEN = {
     ),
     "max_batch_size zero": Broken(("max_batch_size is 0, not", AGAIN), engine(build_config__max_batch_size=0)),
     "max_batch_size true": Broken(("max_batch_size is True, not", AGAIN), engine(build_config__max_batch_size=True)),
-    "max_input_len huge": Broken(("max_input_len is 4294967296", AGAIN), engine(build_config__max_input_len=2**32)),
-    "prompts longer than sequences": Broken(
-        ("max_input_len 4097 is above max_seq_len 4096", AGAIN), engine(build_config__max_input_len=4097)
-    ),
-    "more tokens than all sequences": Broken(
-        ("max_num_tokens 262145 is more than", "262144", AGAIN), engine(build_config__max_num_tokens=64 * 4096 + 1)
-    ),
-    "less tokens than a block": Broken(
-        ("max_num_tokens 63 is less than", AGAIN), engine(build_config__max_num_tokens=63)
-    ),
+    "max_num_tokens huge": Broken(("max_num_tokens is 4294967296", AGAIN), engine(build_config__max_num_tokens=2**32)),
     "beams": Broken(("beams of 4", f"{AGAIN} --max_beam_width 1"), engine(build_config__max_beam_width=4)),
     # KV cache and padding.
     "continuous KV cache": Broken(
@@ -166,7 +142,8 @@ BROKEN = {
 def test_broken_folders_are_refused_in_one_line(tmp_path: Path, broken: Broken) -> None:
     folder = fill(tmp_path / "model", broken.config, broken.files)
     with pytest.raises(EngineError) as refusal:
-        check_folder(inspect_folder(folder), world_size=broken.world_size, installed=broken.installed)
+        built = compiled_engine(folder)
+        check_engine(folder, built, world_size=broken.world_size, installed=broken.installed)
     line = str(refusal.value)
     for words in broken.words:
         assert words.replace("{}", str(folder)) in line
@@ -178,8 +155,8 @@ def test_torch_is_not_imported_either(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from text_generation_shard.engines.tensorrt_llm.folder import check_folder, inspect_folder
-check_folder(inspect_folder(Path({str(fill(tmp_path, ENGINE, RANKS))!r})), world_size=2, installed="1.2.1")
+from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder
+inspect_folder(Path({str(fill(tmp_path, ENGINE, RANKS))!r}))
 print(*{{"tensorrt_llm", "torch", "tensorrt"}} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

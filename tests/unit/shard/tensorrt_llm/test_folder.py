@@ -13,17 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_folders import CHECKPOINT, ENGINE, HUGGING_FACE, OLD_ENGINE, RANKS, engine, fill, mapping, nothing_imported
+from model_folders import CHECKPOINT, ENGINE, HUGGING_FACE, RANKS, engine, fill, mapping, nothing_imported
 from standin import model_folder
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.folder import (
-    FolderKind,
-    ModelFolder,
-    check_folder,
-    inspect_folder,
-    read_hugging_face_model,
-)
+from text_generation_shard.engines.tensorrt_llm.engine_folder import check_engine
+from text_generation_shard.engines.tensorrt_llm.folder import ModelFolder, inspect_folder, read_hugging_face_model
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +29,8 @@ def _nothing_is_imported(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 def check(folder: Path, world_size: int = 2, installed: str | None = "1.2.1") -> ModelFolder:
     found = inspect_folder(folder)
-    check_folder(found, world_size=world_size, installed=installed)
+    if found.engine is not None:
+        check_engine(found.path, found.engine, world_size=world_size, installed=installed)
     return found
 
 
@@ -46,10 +42,10 @@ def test_compiled_engines(tmp_path: Path) -> None:
     found = check(fill(tmp_path, ENGINE, RANKS | {"generation_config.json": generation}))
     built = found.engine
     assert built is not None
-    assert (found.kind, found.path) == (FolderKind.ENGINE, tmp_path)
+    assert found.path == tmp_path
     assert (built.version, built.dtype, built.vocab_size) == ("1.2.1", "bfloat16", 128256)
     assert (built.world_size, built.tp_size, built.pp_size, built.cp_size) == (2, 2, 1, 1)
-    assert (built.max_input_len, built.max_seq_len, built.max_batch_size) == (1024, 4096, 64)
+    assert (built.max_seq_len, built.max_batch_size) == (4096, 64)
     assert (built.max_beam_width, built.max_num_tokens) == (1, 8192)
     assert (built.kv_cache_type, built.tokens_per_block) == ("PAGED", 64)
     assert (built.remove_input_padding, built.paged_context_fmha) == (True, True)
@@ -88,18 +84,13 @@ def test_eos_tokens_of_compiled_engines(
 )
 def test_engines_run_on_the_version_that_built_them(tmp_path: Path, built_by: str, installed: str | None) -> None:
     folder = fill(tmp_path, engine(version=built_by), RANKS)
-    assert check(folder, installed=installed).kind is FolderKind.ENGINE
+    assert check(folder, installed=installed).engine is not None
 
 
 @pytest.mark.parametrize(
     "config",
     [
         engine(build_config__kv_cache_type="PAGED"),
-        # The builder reduces max_input_len to max_seq_len.
-        engine(build_config__max_input_len=4096),
-        engine(build_config__max_num_tokens=64 * 4096),
-        engine(build_config__max_num_tokens=64),
-        engine(build_config__plugin_config__use_paged_context_fmha=False, build_config__max_num_tokens=32),
         mapping(world_size=2, tp_size=1, pp_size=2),
         mapping(world_size=2, tp_size=1, pp_size=1, cp_size=2),
         engine(build_config__gather_context_logits=..., build_config__gather_generation_logits=...),
@@ -108,34 +99,12 @@ def test_engines_run_on_the_version_that_built_them(tmp_path: Path, built_by: st
     ids=lambda config: None,
 )
 def test_unusual_builds_are_accepted(tmp_path: Path, config: dict[str, Any]) -> None:
-    assert check(fill(tmp_path, config, RANKS)).kind is FolderKind.ENGINE
+    assert check(fill(tmp_path, config, RANKS)).engine is not None
 
 
-@pytest.mark.parametrize("installed", ["1.2.1", "1.3.0rc14", "1.4.0rc1", None])
 @pytest.mark.parametrize("extra", [{}, {"quantization_config": {"quant_method": "fp8"}}, {"build_config": {}}], ids=str)
-def test_hugging_face_folders_are_served_by_every_version(
-    tmp_path: Path, installed: str | None, extra: dict[str, Any]
-) -> None:
-    found = check(fill(tmp_path, HUGGING_FACE | extra, {"model.safetensors": b"weights"}), installed=installed)
-    assert (found.kind, found.engine) == (FolderKind.HUGGING_FACE, None)
-
-
-@pytest.mark.parametrize(
-    ("config", "files"),
-    [
-        (CHECKPOINT, {"rank0.safetensors": b"weights"}),
-        (CHECKPOINT, {}),
-        ({"architecture": "LlamaForCausalLM"}, {"rank0.safetensors": b"weights"}),
-    ],
-    ids=str,
-)
-def test_checkpoints(tmp_path: Path, config: dict[str, Any], files: dict[str, bytes]) -> None:
-    found = inspect_folder(fill(tmp_path, config, files))
-    assert found.kind is FolderKind.CHECKPOINT
-
-
-def test_engines_before_0_8(tmp_path: Path) -> None:
-    assert inspect_folder(fill(tmp_path, OLD_ENGINE, {})).kind is FolderKind.OLD_ENGINE
+def test_hugging_face_folders(tmp_path: Path, extra: dict[str, Any]) -> None:
+    assert check(fill(tmp_path, HUGGING_FACE | extra, {"model.safetensors": b"weights"})).engine is None
 
 
 @pytest.mark.parametrize(
@@ -283,7 +252,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-configs = st.sampled_from([ENGINE, HUGGING_FACE, CHECKPOINT, OLD_ENGINE])
+configs = st.sampled_from([ENGINE, HUGGING_FACE, CHECKPOINT])
 
 
 @st.composite
@@ -315,6 +284,4 @@ def test_a_damaged_folder_is_refused_in_one_line_or_accepted(config: object) -> 
         except EngineError as refusal:
             assert len(str(refusal).splitlines()) == 1
         else:
-            assert found.kind in (FolderKind.HUGGING_FACE, FolderKind.ENGINE)
-            assert (found.kind is FolderKind.ENGINE) == (found.engine is not None)
             assert found.config.path == folder / "config.json"

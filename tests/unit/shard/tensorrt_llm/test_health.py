@@ -9,12 +9,14 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from self_driver import SelfDriver
+from standin import read_log
 
-from text_generation_proto.heartbeat import CHECK_EVERY_S
+from text_generation_common.heartbeat import CHECK_EVERY_S
 from text_generation_proto.values import FailureCode, Stopping
 from text_generation_shard.engine import NewSequence, Orders
 from text_generation_shard.engines.tensorrt_llm.engine import EngineBroken, TensorRTEngine
@@ -40,6 +42,26 @@ def test_a_failing_sequence_fails_alone(built: Build) -> None:
     assert bad.failure is not None
     assert bad.failure.code is FailureCode.STEP
     assert good.tokens == [*PROMPT, *PROMPT[:10]]
+
+
+def test_an_output_that_the_library_cannot_read_fails_its_request_alone(built: Build, tmp_path: Path) -> None:
+    """With the first output of a request, and later."""
+    driver = SelfDriver(built(unscored_token=777, step_ms=1, log=tmp_path / "log"))
+    good = driver.admit(PROMPT, 200)
+    bad = [driver.admit(prompt, 900) for prompt in ([1, 2, 777, 3], [777, 1])]
+    driver.run()
+    for stream in bad:
+        assert stream.failure is not None
+        assert stream.failure.code is FailureCode.STEP
+        assert stream.failure.message.startswith("logprobs length: ")
+    assert good.tokens == [*PROMPT * 10]
+    after = driver.admit(PROMPT, 5)
+    driver.run()
+    assert after.tokens == list(PROMPT[:5])
+    log = read_log(tmp_path / "log")
+    assert log.ends["cancelled"] == 2
+    prompts = [request["prompt"] for request in log.of("request")]
+    assert [1] * 4 in prompts[prompts.index([777, 1]) :], "the engine is probed after an output that cannot be read"
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["and the engine goes on", "and the engine's loop ends"])
@@ -73,10 +95,10 @@ def test_a_hang_breaks_the_engine_although_requests_keep_coming(built: Build) ->
     engine = built(hang_step_token=777, step_ms=1, hang_timeout=1.5)
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     engine.on_broken(reasons.put)
-    engine.apply(Orders(1, admit=(NewSequence(0, (5, 6, 777, 8), Stopping(10)),)))
+    engine.apply(Orders(1, placements=(NewSequence(0, (5, 6, 777, 8), Stopping(10)),)))
     with pytest.raises(EngineBroken, match="has brought nothing"):
         for slot in range(1, 20):  # each step waits for a second
-            engine.apply(Orders(slot + 1, admit=(NewSequence(slot, PROMPT, Stopping(5)),)))
+            engine.apply(Orders(slot + 1, placements=(NewSequence(slot, PROMPT, Stopping(5)),)))
             engine.step()
     assert "has brought nothing" in reasons.get(timeout=20)  # from the thread of the watchdog
     assert reasons.empty()
@@ -96,7 +118,9 @@ def test_an_error_of_the_engine_breaks_it(built: Build) -> None:
     early: list[str] = []
     late: list[str] = []
     engine.on_broken(early.append)
-    engine.apply(Orders(1, admit=(NewSequence(0, (5, 6, 777, 8), Stopping(10)), NewSequence(1, PROMPT, Stopping(50)))))
+    engine.apply(
+        Orders(1, placements=(NewSequence(0, (5, 6, 777, 8), Stopping(10)), NewSequence(1, PROMPT, Stopping(50))))
+    )
     reason = until_broken(engine)
     engine.on_broken(late.append)
     assert reason in early
@@ -111,14 +135,14 @@ def test_a_request_to_an_idle_engine_restarts_the_clock(built: Build) -> None:
     before = engine.activity()
     assert (before.running, before.waiting_prompt_tokens) == (0, 0)
     now = time.monotonic()
-    engine.apply(Orders(1, admit=(NewSequence(0, PROMPT, Stopping(3)),)))
+    engine.apply(Orders(1, placements=(NewSequence(0, PROMPT, Stopping(3)),)))
     assert engine.activity().last_sign >= now > before.last_sign
 
 
 def test_iterations_are_signs_of_life(built: Build) -> None:
     """While a prompt is computed in chunks there is no output."""
     engine = built(prefill_us=500, options="max_num_tokens: 64")
-    engine.apply(Orders(1, admit=(NewSequence(0, tuple(range(10, 1610)), Stopping(3)),)))
+    engine.apply(Orders(1, placements=(NewSequence(0, tuple(range(10, 1610)), Stopping(3)),)))
     submitted = engine.activity().last_sign
     deadline = time.monotonic() + 20
     while engine.activity().last_sign == submitted:
@@ -207,34 +231,50 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 DRAFTS = {"numRequestsWithDraftTokens": 2, "numDraftTokens": 6, "numAcceptedTokens": 3}
 
 
+def blocks(free: object) -> dict[str, object]:
+    return {"kvCacheStats": {"freeNumBlocks": free, "maxNumBlocks": 99, "tokensPerBlock": 64}}
+
+
+def windows(*free: int, reused: int = 0) -> dict[str, object]:
+    pools = {str(64 * at): {"primaryFreeNumBlocks": each} for at, each in enumerate(free, 1)}
+    return {"kvCacheIterationStats": pools | {"-2": {"primaryFreeNumBlocks": 1}, "9": {"iterReusedBlocks": reused}}}
+
+
 def test_statistics(loop: asyncio.AbstractEventLoop) -> None:
     llm = Reporting()
-    statistics = IterationStatistics(llm, loop, lambda: True, by_call=False)  # type: ignore[arg-type]
+    statistics = IterationStatistics(llm, loop, by_call=False)  # type: ignore[arg-type]
     started = statistics.progressed_at
     for entries, used, queued in (
-        ([{"iter": 1, "kvCacheStats": {"usedNumBlocks": "many"}}], 0, 0),
-        ([{"iter": 2, "kvCacheStats": {"usedNumBlocks": 7}}, TimeoutError()], 7, 0),
+        ([{"iter": 1} | blocks("many")], 0, 0),
+        ([{"iter": 2} | blocks(50), {"iter": 2} | blocks(43), TimeoutError()], 7, 0),
         ([ValueError()], 7, 0),
-        ([{}, {"iter": 3, "kvCacheStats": {"usedNumBlocks": 9}, "numQueuedRequests": 2}], 9, 2),
-        ([{"iter": 3, "numQueuedRequests": 2, "inflightBatchingStats": {"numQueuedContextRequests": 4}}], 0, 4),
-        ([{"iter": 4, "kvCacheStats": None, "inflightBatchingStats": None}, {"iter": 4, "attentionDpRank": 1}], 0, 0),
+        ([{}, {"iter": 3, "numQueuedRequests": 2} | blocks(41)], 9, 2),
+        ([{"iter": 3, "numQueuedRequests": 2, "inflightBatchingStats": {"numQueuedContextRequests": 4}}], 9, 4),
+        ([{"iter": 4, "kvCacheStats": None, "inflightBatchingStats": None}, {"iter": 4, "attentionDpRank": 1}], 9, 0),
+        ([{"iter": 4} | blocks(50), {"iter": 4, "rank": 1} | blocks(3)], 0, 0),
     ):
         llm.entries = tuple(entries)
         statistics.poll()
         assert (statistics.used_blocks, statistics.queued) == (used, queued)
-    assert statistics.iteration == 4
+    assert (statistics.iteration, statistics.num_blocks, statistics.block_size) == (4, 50, 64)
     assert statistics.progressed_at > started
 
 
-def test_the_size_of_the_pool_and_the_totals_are_kept(loop: asyncio.AbstractEventLoop) -> None:
-    pool = {"maxNumBlocks": 50, "tokensPerBlock": 64}
-    llm = Reporting({"iter": 1, "kvCacheStats": pool, "iterLatencyMS": 3.0, "specDecodingStats": DRAFTS})
-    statistics = IterationStatistics(llm, loop, lambda: True, by_call=False)  # type: ignore[arg-type]
+def test_the_pool_is_that_of_the_window_with_the_fewest_blocks(loop: asyncio.AbstractEventLoop) -> None:
+    for entries, pool in (([blocks(90)], 45), ([blocks(90) | windows(30, 60)], 30)):
+        llm = Reporting(*entries)
+        statistics = IterationStatistics(llm, loop, windows=2, by_call=False)  # type: ignore[arg-type]
+        statistics.poll()
+        assert (statistics.num_blocks, statistics.used_blocks) == (pool, 0)
+
+
+def test_the_totals_are_kept(loop: asyncio.AbstractEventLoop) -> None:
+    llm = Reporting({"iter": 1, "iterLatencyMS": 3.0, "specDecodingStats": DRAFTS})
+    statistics = IterationStatistics(llm, loop, by_call=False)  # type: ignore[arg-type]
     statistics.poll()
     llm.entries = (
         {"iter": 2, "iterLatencyMS": 9.0, "gpuForwardTimeMS": 2.0},
         {"iter": 2, "attentionDpRank": 1, "gpuForwardTimeMS": 2.0},
     )
     statistics.poll()
-    assert (statistics.num_blocks, statistics.block_size) == (50, 64)
     assert statistics.totals == Totals(forward_ns=5_000_000, drafts=2, draft_tokens=6, accepted_tokens=3)

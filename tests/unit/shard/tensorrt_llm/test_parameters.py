@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from standin import VERSIONS, importable, model_folder
 
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping, TraceContext
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import NewSequence, Retention
+from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
 from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
 from text_generation_shard.engines.tensorrt_llm.library import load_library
@@ -287,13 +286,3 @@ def test_guides_of_xgrammar(version: str, monkeypatch: pytest.MonkeyPatch) -> No
             constrained = sequence(grammar=Grammar(kind, "x"))
             assert parameters.problem(constrained) is None
             assert getattr(parameters.sampling(constrained)["guided_decoding"], name) == "x"
-
-
-def test_retention(setup: SetUp) -> None:
-    kept = Retention(((0, 4, 90, 500),), 10, None)
-    config = setup.parameters.arguments(sequence(retention=kept))["kv_cache_retention_config"]
-    (first,) = config.token_range_retention_configs
-    assert (first.token_start, first.token_end, first.priority) == (0, 4, 90)
-    assert (first.duration_ms, config.decode_duration_ms) == (timedelta(milliseconds=500), None)
-    assert config.decode_retention_priority == 10
-    assert "kv_cache_retention_config" not in setup.parameters.arguments(sequence())

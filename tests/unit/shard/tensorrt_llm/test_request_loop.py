@@ -132,12 +132,6 @@ def test_a_sequence_that_ended_before_its_request_is_aborted(make: Make, version
     assert read_log(tmp_path / "log").ends == ({"stop": 1} if version == "1.2" else {"cancelled": 1})
 
 
-def test_wake(make: Make) -> None:
-    requests = make()
-    requests.loop.wake()
-    assert requests.loop.collect(3600) == {}
-
-
 # ---------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -187,7 +181,7 @@ class Raising:
         yield
 
 
-def test_a_value_error_breaks_the_engine_unless_it_refuses_a_request() -> None:
+def test_an_output_that_cannot_be_read_is_told_to_the_engine() -> None:
     broken: list[str] = []
     loop = RequestLoop(Raising(), (), broken.append)  # type: ignore[arg-type]
     stream = Stream(NewSequence(0, PROMPT, Stopping(5)))
@@ -195,7 +189,7 @@ def test_a_value_error_breaks_the_engine_unless_it_refuses_a_request() -> None:
     update = loop.collect(20)[stream]
     loop.close()
     assert update.failure == (FailureCode.STEP, "no such position")
-    assert broken == ["ValueError: no such position"]
+    assert (broken, loop.has_read_error) == ([], True)
 
 
 @pytest.mark.parametrize("version", ["1.2"], indirect=True)  # 1.3 no longer asserts

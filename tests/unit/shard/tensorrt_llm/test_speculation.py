@@ -43,7 +43,16 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "speculative_model": "draft",
     },
 }
-IN_MODEL = {"MTP", "MTP with max_draft_len", "Eagle3", "Eagle"}
+ONLY_IN_1_3: dict[str, dict[str, Any]] = {
+    "SA": {"decoding_type": "SA", "max_draft_len": 3},
+    "MTP with SA": {"decoding_type": "MTP", "max_draft_len": 3, "sa_config": {"threshold": 4}},
+    **{
+        kind: {"decoding_type": kind, "max_draft_len": 3, "speculative_model": "draft"}
+        for kind in ("PARD", "DFlash", "DSpark")
+    },
+}
+DRAFTERS |= {"AUTO": {"decoding_type": "AUTO"}, **ONLY_IN_1_3}
+IN_MODEL = {"MTP", "MTP with max_draft_len", "Eagle3", "Eagle", *ONLY_IN_1_3}
 
 
 def options(**config: object) -> str:
@@ -52,7 +61,7 @@ def options(**config: object) -> str:
 
 def run(engine: TensorRTEngine, *sequences: NewSequence) -> list[StepResult]:
     """Run sequences to their ends."""
-    assert engine.apply(Orders(1, admit=sequences)) == []
+    assert engine.apply(Orders(1, placements=sequences)) == []
     results = []
     while engine.running:
         if (result := engine.step()) is not None:
@@ -64,6 +73,10 @@ def run(engine: TensorRTEngine, *sequences: NewSequence) -> list[StepResult]:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_serves_several_tokens_a_step(built: Build, version: str, tmp_path: Path, name: str) -> None:
     """Also requests that would have log-probabilities: TGI's streams get none."""
+    if version == "1.2" and name in ONLY_IN_1_3:
+        with pytest.raises(EngineError, match=f"has no drafter {name}$|sa_config"):
+            built(options=options(**DRAFTERS[name]))
+        return
     engine = built(options=options(**DRAFTERS[name]), step_ms=4, log=tmp_path / "log")
     drawn = Sampling(greedy=False, temperature=0.5)
     results = run(
@@ -108,6 +121,16 @@ def test_acceptance_is_reported(built: Build) -> None:
     assert sum(result.forward_ns for result in results) > 0
 
 
+def test_the_pool_has_room_for_the_drafts_of_a_sequence(built: Build) -> None:
+    """The engine would never start a sequence without it."""
+    text = json.dumps({"speculative_config": DRAFTERS["NGram"], "kv_cache_config": {"max_tokens": 512}})
+    engine = built(options=text)
+    [failure] = engine.apply(Orders(1, placements=(NewSequence(0, PROMPT, Stopping(512 - len(PROMPT) - 5)),)))
+    assert "KV pool of 506 tokens" in failure.message
+    results = run(engine, NewSequence(0, PROMPT, Stopping(512 - len(PROMPT) - 6)))
+    assert sum(len(result.token_ids) for result in results) == 512 - len(PROMPT) - 6
+
+
 EXCLUDED: dict[str, tuple[str, dict[str, Any]]] = {
     "top_n": ("", {"logprobs": LogprobOptions(2)}),
     "prompt": ("", {"logprobs": LogprobOptions(prompt=True)}),
@@ -123,7 +146,7 @@ def test_excluded_parameters_are_refused_and_harm_nobody(built: Build, name: str
     kind, fields = EXCLUDED[name]
     engine = built(options=options(**DRAFTERS[kind or "NGram"]))
     asked = NewSequence(**{"slot": 1, "prompt": PROMPT, "stopping": Stopping(9)} | fields)
-    [failure] = engine.apply(Orders(1, admit=(NewSequence(0, PROMPT, Stopping(9)), asked)))
+    [failure] = engine.apply(Orders(1, placements=(NewSequence(0, PROMPT, Stopping(9)), asked)))
     assert failure.slot == 1
     assert failure.message.startswith(f"{name} is not supported: ")
     assert "speculative decoding" in failure.message
@@ -133,7 +156,7 @@ def test_excluded_parameters_are_refused_and_harm_nobody(built: Build, name: str
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"decoding_type": "Medusa"}, "decoding_type must be one of MTP, Eagle, Eagle3, NGram, DraftTarget, not 'Medusa'"),
+    ({"decoding_type": "Medusa"}, "decoding_type must be one of MTP, Eagle, Eagle3, NGram, DraftTarget, Auto, SA"),
     ({}, "decoding_type must be one of"),
     ({"decoding_type": "NGram"}, "max_draft_len must be > 0"),
     ({"decoding_type": "Eagle3", "max_draft_len": 3}, "Draft model must be provided"),
@@ -147,6 +170,13 @@ def test_a_wrong_configuration_ends_the_start_with_one_line(built: Build, config
         built(options=options(**config))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["MTP", "NGram", "Eagle3 in two models"])
+def test_a_drafter_and_stages_exclude_each_other(built: Build, name: str) -> None:
+    text = json.dumps({"speculative_config": DRAFTERS[name], "pipeline_parallel_size": 2})
+    with pytest.raises(EngineError, match=r"pipeline_parallel_size and speculative_config .* exclude each other"):
+        built(options=text, num_shard=2)
 
 
 @pytest.mark.parametrize("version", ["1.2"], indirect=True)

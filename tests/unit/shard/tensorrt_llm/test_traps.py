@@ -15,7 +15,7 @@ from model_folders import RANKS, fill
 from model_folders import engine as compiled
 from standin import CONFIG, model_folder, read_log
 
-from text_generation_proto.values import LogprobOptions, Stopping
+from text_generation_proto.values import LogprobOptions, Sampling, Stopping, TraceContext, WarmUpLimits
 from text_generation_shard.engine import EngineError, NewSequence, Orders
 from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 
@@ -26,7 +26,7 @@ Build = Callable[..., TensorRTEngine]
 
 def admit(engine: TensorRTEngine, slot: int, new: int, **fields: Any) -> None:  # noqa: ANN401 - fields of NewSequence
     sequence = NewSequence(**{"slot": slot, "prompt": PROMPT, "stopping": Stopping(new)} | fields)
-    assert engine.apply(Orders(1, admit=(sequence,))) == []
+    assert engine.apply(Orders(1, placements=(sequence,))) == []
 
 
 def until_submitted(log: Path, count: int) -> None:
@@ -139,7 +139,7 @@ def test_scored_prompts_are_bounded(built: Build, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "large", vocab_size=1 << 20, max_position_embeddings=4096)
     engine = built(folder=folder)
     scored = NewSequence(0, PROMPT * 60, Stopping(1), logprobs=LogprobOptions(prompt=True))
-    [failure] = engine.apply(Orders(1, admit=(scored,)))
+    [failure] = engine.apply(Orders(1, placements=(scored,)))
     assert failure.message == "the prompt has 1200 tokens, and log-probabilities are computed for at most 1024"
     admit(engine, 0, 1, prompt=scored.prompt[:1000], logprobs=scored.logprobs)
     run(engine)
@@ -153,31 +153,16 @@ def test_prompts_that_an_engine_would_never_start_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     engine = built(folder=model_folder(tmp_path / "mla", kv_lora_rank=512), options="{max_num_tokens: 64}")
-    failures = engine.apply(Orders(1, admit=(NewSequence(0, PROMPT * 5, Stopping(1)),)))
+    failures = engine.apply(Orders(1, placements=(NewSequence(0, PROMPT * 5, Stopping(1)),)))
     assert ["computes at most 64" in failure.message for failure in failures] == [True] * refused
     engine.reset()
 
 
-REFUSED = {
-    "cache_transceiver_config: {}": "cache_transceiver_config is not set here: prefill and decoding are not split",
-    "orchestrator_type: ray": "orchestrator_type is not set here: the launcher chooses the GPUs",
-    "gpus_per_node: 4": "gpus_per_node is not set here: the launcher chooses the GPUs",
-    "mm_encoder_only: true": "mm_encoder_only is not set here: the server generates text",
-}
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_options_without_effect_are_refused(built: Build, text: str) -> None:
-    with pytest.raises(EngineError, match=REFUSED[text]):
-        built(options=text)
-
-
-def test_events_are_read_without_a_gateway(built: Build, tmp_path: Path) -> None:
-    """1.2 keeps those that are not read for ever."""
-    engine = built(options="kv_cache_config: {event_buffer_max_size: 64}", log=tmp_path / "log")
-    admit(engine, 0, 5, prompt=PROMPT * 5)
-    until_logged(tmp_path / "log", "events", 1)
-    run(engine)
+@pytest.mark.parametrize("version", ["1.2"], indirect=True)
+def test_an_attention_backend_without_chunks_limits_prompts(built: Build) -> None:
+    engine = built(options="{max_num_tokens: 64, attn_backend: FLASHINFER_STAR_ATTENTION}")
+    [failure] = engine.apply(Orders(1, placements=(NewSequence(0, PROMPT * 5, Stopping(1)),)))
+    assert "computes at most 64" in failure.message
 
 
 def test_an_error_of_the_guided_decoder_names_the_way_out(built: Build, tmp_path: Path) -> None:
@@ -187,3 +172,77 @@ def test_an_error_of_the_guided_decoder_names_the_way_out(built: Build, tmp_path
         built(folder=folder)
     engine = built(folder=folder, options="{guided_decoding_backend: null}")
     assert replace(engine.info).grammar_kinds == ()
+
+
+@pytest.mark.parametrize("version", ["1.2"], indirect=True)
+def test_statistics_do_not_stand_still(built: Build, tmp_path: Path) -> None:
+    """Once no entry came in time, 1.2 ends its feed until the next request."""
+    engine = built(options="max_num_tokens: 64", prefill_us=1000, stats_ms=200)
+    admit(engine, 0, 5, prompt=PROMPT * 100)  # two seconds without output
+    seen = set[float]()
+    while len(seen) < 3:  # the submission and two polls
+        activity = engine.activity()
+        assert activity.waiting_prompt_tokens
+        seen.add(activity.last_sign)
+        time.sleep(0.01)
+    assert engine.used_blocks > 0
+    engine.reset()
+
+
+def test_short_answers_at_low_load_are_counted(built: Build) -> None:
+    """An answer may begin and end between two polls."""
+    engine = built(stats_ms=200)
+    engine.step()
+    told = 0
+    for _ in range(3):
+        admit(engine, 0, 5)
+        while engine.running:
+            told += result.forward_ns if (result := engine.step()) is not None else 0
+    deadline = time.monotonic() + 20
+    while told < 15_000_000:  # all iterations of the three answers
+        assert time.monotonic() < deadline
+        told += result.forward_ns if (result := engine.step()) is not None else 0
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("extra", ["host_cache_size: 33554432", "max_attention_window: [64, 64, 512]"])
+def test_the_pool_is_that_of_the_gpu(built: Build, version: str, tmp_path: Path, extra: str) -> None:
+    """The library's figure counts blocks of host memory, and adds up the blocks of all attention windows."""
+    options = f"kv_cache_config: {{max_tokens: 512, {extra}}}"
+    engine = built(options=options, step_ms=12, log=tmp_path / "log")
+    assert engine.warm_up(WarmUpLimits()) == 16
+    over = NewSequence(9, PROMPT, Stopping(500))
+    [failure] = engine.apply(Orders(1, placements=(over,)))
+    assert "exceed the engine's KV pool of 512 tokens" in failure.message
+    for slot in range(4):
+        admit(engine, slot, 100)  # four blocks each: all of them
+    deadline = time.monotonic() + 20
+    while not (blocks := engine.used_blocks):
+        assert time.monotonic() < deadline
+        engine.step()
+    # A window of 64 tokens takes two blocks of each; 1.2 reports the sum over the windows only.
+    assert blocks == (12 if "window" in extra and version == "1.2" else 16)
+    run(engine)
+    assert read_log(tmp_path / "log").of("wait") == []
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_spans_need_metrics_of_the_request(built: Build, tmp_path: Path, *, traced: bool) -> None:
+    options = "otlp_traces_endpoint: http://127.0.0.1:9/v1/traces\nprint_iter_log: false" if traced else ""
+    engine = built(options=options, log=tmp_path / "log")
+    admit(engine, 0, 2, trace=TraceContext("00-" + "1" * 32 + "-" + "2" * 16 + "-01", ""))
+    run(engine)
+    assert len(read_log(tmp_path / "log").of("span")) == traced
+
+
+@pytest.mark.parametrize("version", ["1.3"], indirect=True)
+def test_what_a_request_leaves_out_is_not_filled_in(built: Build, tmp_path: Path) -> None:
+    """With `generation_config: auto` the library takes it from generation_config.json."""
+    folder = model_folder(tmp_path / "qwen")
+    (folder / "generation_config.json").write_text('{"top_k": 20, "repetition_penalty": 1.05}')
+    with pytest.raises(EngineError, match="generation_config is not set here"):
+        built(folder=folder, options="{generation_config: auto}")
+    engine = built(folder=folder, options="{generation_config: trtllm}", log=tmp_path / "log")
+    admit(engine, 0, 2, sampling=Sampling(greedy=False))
+    run(engine)
+    assert "top_k" not in read_log(tmp_path / "log").of("request")[-1]["sampling"]

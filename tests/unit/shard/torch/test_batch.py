@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_proto.values import Sampling, Stopping
-from text_generation_shard.engines.torch.attention.shape import LayerShape
-from text_generation_shard.engines.torch.cpu.batch import (
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape, PagedKVCache
+from text_generation_shard.engines.torch.batch.step_plan import Padding, plan_chunks, plan_decoding, table_updates
+from text_generation_shard.engines.torch.batch.tiles import (
     GROUP_COST,
     MAX_GROUP_KEYS,
     MAX_GROUP_PAIRS,
@@ -16,8 +17,7 @@ from text_generation_shard.engines.torch.cpu.batch import (
     StepBatch,
     build_batch,
 )
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, PagedKVCache
-from text_generation_shard.step.sequence import Sequence, StepRow
+from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
 
 CPU = torch.device("cpu")
 
@@ -26,18 +26,32 @@ def a_row(slot: int, start: int, length: int, first_block: int) -> StepRow:
     blocks = list(range(first_block, first_block - (-(start + length) // BLOCK_SIZE)))
     # Each token id encodes its slot and position.
     tokens = [slot * 10_000 + position for position in range(start + length)]
-    sequence = Sequence(slot, tokens, len(tokens), blocks, start, 0, 0, Sampling(), Stopping(1), 0, None)
+    sequence = Sequence(
+        slot, tokens, len(tokens) if length > 1 else start, blocks, start, 0, 0, Sampling(), Stopping(1), 0, None
+    )
     return StepRow(sequence, start, length, samples=True)
 
 
 def make_batch(sizes: list[tuple[int, int]], window: int | None = None) -> tuple[list[StepRow], StepBatch]:
-    rows = []
+    """Return rows of (first position, length) and their batch; rows of one token decode, and come first."""
+    rows: list[StepRow] = []
+    sizes = sorted(sizes, key=lambda size: size[1] > 1)
     first_block = 0
     for slot, (start, length) in enumerate(sizes):
         rows.append(a_row(slot, start, length, first_block))
         first_block += len(rows[-1].sequence.blocks)
     cache = PagedKVCache(CacheShape((LayerShape(1, 1, 2),), CPU, torch.float32), first_block)
-    return rows, build_batch(rows, BlockTables(64, 8192, CPU), cache, window, CPU)
+    step, max_blocks = StepRows(None, rows), 8192 // BLOCK_SIZE
+    updates = table_updates(step, max_blocks)
+    if step.prefills:
+        plan = plan_chunks(step, updates, greedy=False)
+    else:
+        plan = plan_decoding(step, updates, Padding(len(rows), len(updates), 64, (0, 0)), greedy=False)
+    tables = torch.zeros(65, max_blocks, dtype=torch.int32)
+    cells, new = (torch.from_numpy(plan.column(name)).long() for name in ("cells", "blocks"))
+    tables.view(-1)[cells] = new.int()
+    last_tokens = torch.tensor([row.sequence.tokens[-1] for row in rows], dtype=torch.int32)
+    return rows, build_batch(plan, tables, last_tokens, cache, window)
 
 
 sizes = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([1, 1, 1, 5, 128, 129, 700])), min_size=1, max_size=40)
@@ -47,15 +61,14 @@ sizes = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([1, 1, 1, 5, 12
 def test_every_token_of_every_row_occurs_once(sizes: list[tuple[int, int]], window: int | None) -> None:
     rows, batch = make_batch(sizes, window)
     assert sorted(batch.token_ids.tolist()) == sorted(
-        slot * 10_000 + position
-        for slot, (start, length) in enumerate(sizes)
-        for position in range(start, start + length)
+        row.sequence.slot * 10_000 + position for row in rows for position in range(row.start, row.start + row.length)
     )
     assert (batch.token_ids % 10_000).tolist() == batch.positions.tolist()
     for index, row in enumerate(rows):
-        indices = [offset + i for offset, tile in batch.offsets[index] for i in range(tile.length)]
+        indices = [offset + i for offset, tile in batch.rows[index] for i in range(tile.length)]
         assert batch.token_ids[indices].tolist() == row.sequence.tokens[row.start :]
-        assert batch.last_token_index(index) == indices[-1]
+    flat = batch.in_plan_order(batch.token_ids)
+    assert flat.tolist() == [token for row in rows for token in row.sequence.tokens[row.start :]]
 
 
 @given(sizes=sizes)
@@ -83,9 +96,9 @@ def test_decode_rows_are_grouped_by_length() -> None:
 
 
 def test_write_indices_follow_the_block_table() -> None:
-    rows, batch = make_batch([(0, 20), (40, 1)])
-    blocks = [*([0] * 16), *([1] * 4), rows[1].sequence.blocks[2]]
-    offsets = [*range(16), *range(4), 40 % BLOCK_SIZE]
+    rows, batch = make_batch([(40, 1), (0, 20)])
+    blocks = [rows[0].sequence.blocks[2], *([3] * 16), *([4] * 4)]
+    offsets = [40 % BLOCK_SIZE, *range(16), *range(4)]
     expected = torch.tensor(
         [
             (block * 2 + pair) * BLOCK_SIZE + offset
@@ -93,13 +106,11 @@ def test_write_indices_follow_the_block_table() -> None:
             for pair in (0, 1)
         ]
     )
-    order = [
-        index for tiles in batch.offsets for offset, tile in tiles for index in range(offset, offset + tile.length)
-    ]
+    order = [index for tiles in batch.rows for offset, tile in tiles for index in range(offset, offset + tile.length)]
     assert torch.equal(batch.write_index[1].view(-1, 2)[order].flatten(), expected)
 
 
 def test_only_blocks_started_and_not_filled_are_cleared() -> None:
-    # Fills its block; starts block 1; continues a block started before; starts block 3.
-    _, batch = make_batch([(0, 16), (0, 20), (17, 1), (48, 1)])
-    assert batch.entered_blocks.tolist() == [2, 8]
+    # Continues a block started before; starts block 3; fills its block; starts block 1.
+    _, batch = make_batch([(17, 1), (48, 1), (0, 16), (0, 20)])
+    assert batch.entered_blocks.tolist() == [5, 8]

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import GptOssConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.parameters import empty_weights
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.parameter import NamedParameters, ParameterShard
-from text_generation_shard.engines.torch.quantization.formats.float4 import GptOssMxfp4Format
-from text_generation_shard.engines.torch.weights import load_weights
+from text_generation_shard.engines.torch.weights.load import load_weights
+from text_generation_shard.engines.torch.weights.parameter import NamedParameters, ParameterShard
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format
 
 EXPERTS, INNER = 4, 32
 SIZES = SHAPE | {"hidden_size": 64, "num_hidden_layers": 1, "num_experts_per_tok": 2}
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 def loaded(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
     """Return the parameters of a rank after loading, by name."""
     config = read_model_config(folder)
-    weights = ModelWeights(config, TensorParallelRank(rank, ranks), CPU, torch.float32)
+    weights = empty_weights(config, TensorParallelRank(rank, ranks), CPU, torch.float32, on_cpu=False)
     parameters: NamedParameters = weights.named_parameters()
     load_weights(folder, parameters, config.quantization)
     return {name: part.tensor if isinstance(part, ParameterShard) else part for name, part in parameters.items()}
@@ -64,6 +64,21 @@ def test_tensors_of_all_experts_load_as_those_of_each(tmp_path: Path, name: str)
     for parameter, tensor in original.items():
         assert expected[parameter].equal(tensor), parameter
         assert found[parameter].equal(tensor), parameter
+
+
+def test_experts_in_one_tensor_that_is_not_quantized_count_as_not_quantized(tmp_path: Path) -> None:
+    """A GPU would look for the packed weight of each: such experts are not linear layers, which the config would name."""
+    formats = []
+    for original in (True, False):
+        folder = saved("qwen3_moe", tmp_path / str(original), original=original)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+        scheme = read_model_config(folder).quantization
+        assert scheme is not None
+        assert scheme.format_of("model.layers.0.self_attn.q_proj") is not None
+        formats.append(scheme.format_of("model.layers.0.mlp.experts.3.gate_proj"))
+    assert formats[0] is not None
+    assert formats[1] is None
 
 
 @pytest.mark.parametrize("name", CONFIGS)

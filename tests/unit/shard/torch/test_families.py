@@ -10,6 +10,7 @@ import torch
 from engine_driver import Driver, Stream
 from full_grid import full
 from native_families import native_configs
+from reference_kernels import reference_engine
 from tiny_transformers import SHAPE as TINY_SHAPE
 from tiny_transformers import random_model, save
 
@@ -17,11 +18,10 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.cuda.build import build_on_cuda
-from text_generation_shard.engines.torch.engine import TorchEngine
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS
-from text_generation_shard.engines.torch.prepare import engine_info
+from text_generation_shard.engines.torch.build.prepare import engine_info
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
 
 NEW_TOKENS = 16
 LENGTHS = (1, 16, 31, 50, 200)
@@ -68,7 +68,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = ShardConfig(model_path=folder, device="cpu", max_batch_size=16)
     engine, model_config = build_engine(config), read_model_config(Path(folder))
     info = engine_info(config, model_config, torch.device("cpu"), None)
-    on_device = build_on_cuda(config, model_config, info, None)
+    on_device = reference_engine(config, info)
     prompts = [tuple(torch.randint(0, SHAPE["vocab_size"], (length,)).tolist()) for length in LENGTHS]
     reference = []
     with torch.inference_mode():

@@ -13,7 +13,7 @@ import pytest
 from engine_driver import Driver
 from tokenizers import Tokenizer
 
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine

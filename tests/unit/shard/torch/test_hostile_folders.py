@@ -15,12 +15,13 @@ from model_folders import ENGINE, RANKS, fill
 from safetensors.torch import save_file
 from tiny_checkpoint import CONFIG, random_tensors, write_checkpoint
 
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_common.exit_codes import ExitCode
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.tensorrt_llm.folder import check_folder, inspect_folder, read_hugging_face_model
-from text_generation_shard.engines.torch.memory import peak_memory, reset_peak
+from text_generation_shard.engines.tensorrt_llm.engine_folder import check_engine
+from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
+from text_generation_shard.engines.torch.device.memory import peak_memory, reset_peak
 
 INDEX = "model.safetensors.index.json"
 MOST_SECONDS = 1.0
@@ -178,8 +179,10 @@ def test_tensorrt_llm_is_not_given_absurd_values(tmp_path: Path, config: dict[st
     if config is None:
         leave(folder / "rank1.engine")
     with pytest.raises(EngineError) as caught:
-        check_folder(inspect_folder(folder), world_size=2, installed="1.2.1")
-        read_hugging_face_model(inspect_folder(folder))
+        found = inspect_folder(folder)
+        if found.engine is not None:
+            check_engine(folder, found.engine, world_size=2, installed="1.2.1")
+        read_hugging_face_model(found)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

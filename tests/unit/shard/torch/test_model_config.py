@@ -14,10 +14,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.attention.shape import LayerShape
-from text_generation_shard.engines.torch.model.config import ModelConfig, read_model_config
-from text_generation_shard.engines.torch.model.families import FAMILIES
-from text_generation_shard.engines.torch.model.rope import inverse_frequencies
+from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
+from text_generation_shard.engines.torch.layers.rope import inverse_frequencies
+from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.models.native.families import FAMILIES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,13 +49,6 @@ def of(model_type: str, **changes: object) -> dict[str, Any]:
 
 def gemma4(**changes: object) -> dict[str, Any]:
     return of("gemma4_text", num_key_value_heads=2, head_dim=8, hidden_size_per_layer_input=0, **changes)
-
-
-def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
-    config = read(tmp_path, {})
-    assert (config.layers, config.rms_norm_eps) == ((LayerShape(4, 4, 8),) * 4, 1e-6)
-    assert (config.dtype, config.activation, config.ropes[0].theta) == ("float32", "silu", 10_000.0)
-    assert (config.tie_word_embeddings, config.qkv_bias, config.mlp_bias) == (False, False, False)
 
 
 LLAMA3 = {
@@ -153,14 +146,6 @@ def test_layers_without_a_window_have_heads_of_their_own(
 ) -> None:
     sliding = LayerShape(4, 2, 8, 512)
     assert read(tmp_path, gemma4(**changes)).layers == (sliding, sliding, sliding, LayerShape(4, *full))
-
-
-def test_each_family_has_its_biases_and_norms(tmp_path: Path) -> None:
-    qwen2, qwen3 = read(tmp_path, of("qwen2")), read(tmp_path, of("qwen3"))
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.query_key_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.query_key_norm, qwen3.layers[0].head_dim) == (False, True, 128)
-    biased = read(tmp_path, {"attention_bias": True, "mlp_bias": True})
-    assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
 
 
 def test_gelu_of_the_first_gemma_checkpoints_is_the_approximation(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.memory import peak_memory, reset_peak
+from text_generation_shard.engines.torch.device.memory import peak_memory, reset_peak
 
 NATIVE = native_configs(
     SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}, head_dim=16, wide_head_dim=24

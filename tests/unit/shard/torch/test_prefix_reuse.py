@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Conf
 from text_generation_proto.values import FinishReason, Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "full attention": LlamaConfig(**SHAPE),
@@ -58,7 +57,7 @@ def driver(engine: TorchEngine) -> Driver:
 
 def only_pool(engine: TorchEngine) -> Tensor:
     """Return the KV cache of an engine whose layers have one shape."""
-    (pool,) = engine._executor._cache.pools.values()
+    (pool,) = engine._executor._runner._cache.pools.values()
     return pool
 
 
@@ -159,18 +158,3 @@ def test_a_reused_slot_reads_the_blocks_of_its_new_sequence(driver: Driver) -> N
             driver.run()
             replies.append(stream.tokens)
         assert replies == expected
-
-
-def test_prompt_logprobs_cover_only_computed_positions(driver: Driver) -> None:
-    prompt = PREFIX + TAILS[3]
-    owner = driver.admit(prompt, 1, prompt_logprobs=True, prompt_top_n=2)
-    driver.run()
-    stream = sharing(driver, owner, prompt, 3, new=1, prompt_logprobs=True, prompt_top_n=2, chunk=9)
-    driver.run()
-    (whole,), (part,) = owner.prompt_scores, stream.prompt_scores
-    assert all(math.isnan(logprob) for logprob in part.logprobs[:49])
-    assert part.logprobs[49:] == pytest.approx(whole.logprobs[49:], abs=1e-4)
-    assert whole.tops is not None
-    assert part.tops is not None
-    assert part.tops[:49] == [((), ())] * 49
-    assert [ids for ids, _ in part.tops[49:]] == [ids for ids, _ in whole.tops[49:]]

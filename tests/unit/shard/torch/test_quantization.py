@@ -27,14 +27,17 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import Quantize, ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError, WeightFormat
-from text_generation_shard.engines.torch.quantization.formats.awq import AwqFormat
-from text_generation_shard.engines.torch.quantization.formats.float4 import Mxfp4Format, Nvfp4Format
-from text_generation_shard.engines.torch.quantization.formats.float8 import Fp8BlockFormat, Fp8Format
-from text_generation_shard.engines.torch.quantization.formats.gptq import GptqFormat
-from text_generation_shard.engines.torch.quantization.formats.packed_integers import Int8Format, PackedIntegerFormat
-from text_generation_shard.engines.torch.quantization.schemes import online_fp8, read_scheme
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError, WeightFormat
+from text_generation_shard.engines.torch.weights.quantization.formats.awq import AwqFormat
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import Mxfp4Format, Nvfp4Format
+from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8BlockFormat, Fp8Format
+from text_generation_shard.engines.torch.weights.quantization.formats.gptq import GptqFormat
+from text_generation_shard.engines.torch.weights.quantization.formats.packed_integers import (
+    Int8Format,
+    PackedIntegerFormat,
+)
+from text_generation_shard.engines.torch.weights.quantization.schemes import online_fp8, read_scheme
 
 GROUP = COMPRESSED_DYNAMIC["config_groups"]["group_0"]
 STATIC = {"input_activations": ACTIVATIONS | {"strategy": "tensor", "dynamic": False}}
@@ -80,7 +83,7 @@ MODULE = "model.layers.0.mlp.down_proj"
             GPTQ | {"bits": 8, "group_size": -1, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
             GptqFormat(8, -1, zero_offset=False, symmetric=False, desc_act=True),
         ),
-        (AWQ, AwqFormat(128, zero_point=True)),
+        (AWQ, AwqFormat(4, 128, symmetric=False)),
         ({"quant_method": "mxfp4"}, None),
     ],
     ids=str,
@@ -90,10 +93,7 @@ def test_schemes(config: dict[str, Any], expected: WeightFormat | None) -> None:
 
 
 def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
-    groups = {
-        "rest": GROUP,
-        "down": {"targets": ["re:.*down_proj"], "weights": INT4, "format": "pack-quantized"},
-    }
+    groups = {"rest": GROUP, "down": {"targets": ["re:.*down_proj"], "weights": INT4, "format": "pack-quantized"}}
     scheme = read_scheme(COMPRESSED_DYNAMIC | {"config_groups": groups, "format": "mixed-precision"})
     assert isinstance(scheme.format_of(MODULE), PackedIntegerFormat)
     assert isinstance(scheme.format_of("model.layers.0.mlp.up_proj"), Fp8Format)
@@ -137,7 +137,7 @@ def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
         (compressed(output_activations=ACTIVATIONS), "output_activations"),
         (COMPRESSED_DYNAMIC | {"transform_config": {"config_groups": {}}}, "transform_config"),
         (COMPRESSED_DYNAMIC | {"ignore": "lm_head"}, "must be a list of names"),
-        (COMPRESSED_DYNAMIC | {"ignore": ["re:("]}, "no regular expression"),
+        (COMPRESSED_DYNAMIC | {"ignore": ["re:("]}, "not a regular expression"),
         (COMPRESSED_DYNAMIC | {"ignore": ["re:.*"] * 17}, "at most 16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

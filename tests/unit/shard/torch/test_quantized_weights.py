@@ -13,20 +13,24 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.checkpoint import Checkpoint
-from text_generation_shard.engines.torch.huggingface.dequantize import dequantized_tensors
-from text_generation_shard.engines.torch.parameter import ParameterShard
-from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError
-from text_generation_shard.engines.torch.quantization.formats.gptq import GptqFormat
-from text_generation_shard.engines.torch.quantization.humming import (
+from text_generation_shard.engines.torch.layers.linear import Projection
+from text_generation_shard.engines.torch.layers.quantized.packed_format import (
     bits_and_group,
     dense_weight,
     packed_codes,
+    packed_parameters,
     packed_scales,
     packed_zeros,
 )
-from text_generation_shard.engines.torch.quantization.schemes import Scheme, read_scheme
-from text_generation_shard.engines.torch.weights import load_weights
+from text_generation_shard.engines.torch.models.huggingface.dequantize import dequantized_tensors
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
+from text_generation_shard.engines.torch.weights.load import load_weights
+from text_generation_shard.engines.torch.weights.parameter import ParameterShard
+from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format, Mxfp4Format
+from text_generation_shard.engines.torch.weights.quantization.formats.gptq import GptqFormat
+from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme, read_scheme
 
 CORPUS = Path(__file__).parents[3] / "corpus" / "quantized"
 CASES = sorted(path.stem for path in CORPUS.glob("*.safetensors"))
@@ -133,7 +137,10 @@ def test_hostile_tensors_are_refused_in_one_line_before_anything_is_written(tmp_
 
 UNEVEN = ("compressed-tensors-float8-block",)
 """Blocks that do not divide the inputs: always dequantized."""
-PACKED = [name for name in CASES if name not in UNEVEN and bits_and_group(case(name)[0].rules[0][1]) is not None]
+EXPERTS = "mxfp4-experts"
+PACKED = [
+    name for name in CASES if name not in (*UNEVEN, EXPERTS) and bits_and_group(case(name)[0].rules[0][1]) is not None
+]
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -160,6 +167,26 @@ def test_packed_weights_are_those_that_are_dequantized(name: str) -> None:
             packed_zeros(weights, stored, words, inputs) if with_zeros else None,
         )
         assert torch.equal(dense.to(expected.dtype), expected[rows, inputs])
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_packed_experts_are_those_that_are_dequantized(tmp_path: Path, rank: int | None) -> None:
+    """gpt-oss has one tensor for all experts. A `rank` of two has half of the inputs."""
+    scheme, tensors, expected, _ = case(EXPERTS)
+    save_file(tensors, tmp_path / "model.safetensors")
+    count, inputs, outputs = expected.shape
+    part = slice(0, None) if rank is None else slice(rank * 32, rank * 32 + 32)
+    whole, half = ShardRange.whole(outputs), ShardRange(part.start, 32 if rank is not None else inputs, inputs)
+    for expert in range(count):
+        empty = {
+            "weight": torch.zeros(outputs, half.length // 8, dtype=torch.int32),
+            "weight_scale": torch.zeros(outputs, half.length // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        }
+        projection = Projection(f"m.experts.{expert}.gate_up_proj", whole, half)
+        parameters = packed_parameters([projection], GptOssMxfp4Format(), empty, (expert, count))
+        load_weights(tmp_path, parameters, scheme)
+        dense = dense_weight(Mxfp4Format(), empty["weight"], empty["weight_scale"], None)
+        assert torch.equal(dense.to(expected.dtype), expected[expert, part].t())
 
 
 def test_a_group_index_that_the_config_does_not_tell_is_refused_where_weights_are_packed() -> None:

@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import (
-    Gemma4TextConfig,
-    GptOssConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from transformers import Gemma4TextConfig, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -23,7 +16,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from text_generation_shard.engines.torch.model.routing import Routed, softmax_top_k
+from text_generation_shard.engines.torch.layers.expert_linear import Routed, softmax_top_k
 
 HIDDEN, EXPERTS, K, TOKENS = 24, 16, 3, 200
 SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": K}
@@ -51,10 +44,7 @@ CASES: dict[str, tuple[Module, Callable[[Module, Tensor], Routed]]] = {
     "qwen3_moe": (Qwen3MoeTopKRouter(Qwen3MoeConfig(**OWN, norm_topk_prob=True)), softmax(normalize=True)),
     "olmoe": (OlmoeTopKRouter(OlmoeConfig(**OWN, norm_topk_prob=False)), softmax(normalize=False)),
     "gpt_oss": (GptOssTopKRouter(GptOssConfig(**LOCAL)), softmax(normalize=True)),
-    "gemma4": (
-        Gemma4TextRouter(Gemma4TextConfig(hidden_size=HIDDEN, num_experts=EXPERTS, top_k_experts=K)),
-        gemma4,
-    ),
+    "gemma4": (Gemma4TextRouter(Gemma4TextConfig(hidden_size=HIDDEN, num_experts=EXPERTS, top_k_experts=K)), gemma4),
 }
 
 

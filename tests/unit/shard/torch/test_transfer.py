@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch import transfer
-from text_generation_shard.engines.torch.transfer import Transfer, copy_all, copy_through
+from text_generation_shard.engines.torch.weights import transfer
+from text_generation_shard.engines.torch.weights.transfer import Transfer, copy_all, copy_through
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

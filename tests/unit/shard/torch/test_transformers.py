@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import Driver
+from engine_driver import Driver, Stream
 from full_grid import full
 from model_families import FAMILIES, SHARED_EXPERTS, SIZES, random_model, tiny_config, write_model
 from safetensors.torch import load_file, save_file
 from tiny_quantized import FORMATS, quantized_model
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from text_generation_proto.values import WarmUpLimits
@@ -35,6 +35,18 @@ def build(folder: str, **changes: object) -> Engine:
     return build_engine(ShardConfig(**settings))  # type: ignore[arg-type]
 
 
+def check(model: PreTrainedModel, stream: Stream) -> None:
+    """Check the prompt's logprobs and the greedy tokens of a sequence."""
+    assert stream.failure is None
+    prompt = stream.prompt
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*prompt, *stream.tokens]]), use_cache=False).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == stream.tokens
+    expected = logits.log_softmax(-1)[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+    served = torch.tensor(stream.prompt_logprobs[0][1:])
+    assert (served - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = random_model(tiny_config(name, FAMILIES[name].changes))
@@ -45,14 +57,8 @@ def test_logprobs_and_greedy_tokens_are_those_of_transformers(name: str, tmp_pat
     for prompt in prompts:
         alone = driver.admit(prompt, NEW_TOKENS, prompt_logprobs=True)
         driver.run()
-        assert alone.failure is None
         expected.append(alone.tokens)
-        with torch.inference_mode():
-            logprobs = model(torch.tensor([[*prompt, *alone.tokens]]), use_cache=False).logits[0].log_softmax(-1)
-        assert logprobs[len(prompt) - 1 : -1].argmax(-1).tolist() == alone.tokens, "alone"
-        own = logprobs[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
-        served = torch.tensor(alone.prompt_logprobs[0][1:])
-        assert (served - own).norm() <= 1e-5 * own.norm()
+        check(model, alone)
     streams = [driver.admit(prompt, NEW_TOKENS, chunk=32) for prompt in prompts]
     driver.step()
     resumed = driver.preempt(streams[0])
@@ -127,15 +133,9 @@ def test_the_text_part_of_a_model_of_images_is_served(
     model = random_model(whole, AutoModelForImageTextToText)
     engine = build(write_model(model, tmp_path))
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
-    prompt = tuple(range(5, 34))
-    stream = driver.admit(prompt, 6, prompt_logprobs=True)
+    stream = driver.admit(range(5, 34), 6, prompt_logprobs=True)
     driver.run()
-    with torch.inference_mode():
-        logprobs = model(input_ids=torch.tensor([[*prompt, *stream.tokens]])).logits[0].log_softmax(-1)
-    assert logprobs[len(prompt) - 1 : -1].argmax(-1).tolist() == stream.tokens
-    own_logprobs = logprobs[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
-    served = torch.tensor(stream.prompt_logprobs[0][1:])
-    assert (served - own_logprobs).norm() <= 1e-5 * own_logprobs.norm()
+    check(model, stream)
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
@@ -163,11 +163,7 @@ def test_quantized_weights_are_dequantized(quantization: str, family: str, tmp_p
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
     stream = driver.admit(range(5, 40), 1, prompt_logprobs=True)
     driver.run()
-    model = AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32)
-    with torch.inference_mode():
-        logprobs = model(torch.tensor([list(range(5, 40))])).logits[0].log_softmax(-1)
-    own = logprobs[:-1].gather(1, torch.arange(6, 40).unsqueeze(1)).squeeze(1)
-    assert (torch.tensor(stream.prompt_logprobs[0][1:]) - own).norm() <= 1e-5 * own.norm()
+    check(AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32), stream)
 
 
 def test_quantized_weights_without_a_config_of_them_are_refused(tmp_path: Path) -> None:
@@ -209,10 +205,10 @@ def test_auto_falls_back_to_transformers(
         build(folder, model_impl="native")
     engine = build(folder, model_impl="auto")
     assert "transformers runs the model" in capsys.readouterr().out
-    tokens = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024))).alone(range(5, 34), 6)
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*range(5, 34), *tokens]])).logits[0]
-    assert logits[28:-1].argmax(-1).tolist() == tokens
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
+    stream = driver.admit(range(5, 34), 6, prompt_logprobs=True)
+    driver.run()
+    check(model, stream)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"hidden_act": "none of them"}))
     with pytest.raises(EngineError, match=r"is not supported, only .*; by transformers: .* 'none of them'"):

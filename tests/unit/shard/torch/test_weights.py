@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.parameter import ParameterShard
-from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
+from text_generation_shard.engines.torch.weights.load import fill_dummy, load_weights
+from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 
 TENSORS = {"a.weight": torch.arange(12.0).view(4, 3), "b.weight": torch.arange(3.0), "not.wanted": torch.ones(1)}
 FILE = "model.safetensors"
@@ -113,7 +113,7 @@ def test_a_file_or_folder_that_only_its_owner_may_read_is_named_so(private: str,
     program = """
         import os, sys
         from pathlib import Path
-        from text_generation_shard.engines.torch.weights import load_weights
+        from text_generation_shard.engines.torch.weights.load import load_weights
         if os.getuid() == 0:
             os.setgroups([]), os.setgid(65534), os.setuid(65534)
         load_weights(Path(sys.argv[1]), {})

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.attention.shape import LayerShape
-from text_generation_shard.engines.torch.cpu.batch import StepBatch, TileGroup
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, PagedKVCache
+from text_generation_shard.engines.torch.attention.step import ScoreRules
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape, PagedKVCache
+from text_generation_shard.engines.torch.batch.tiles import StepBatch, TileGroup
 
 FEW_KEYS = 384
 """Up to this many keys in a group of decode rows, one fused call is faster than three products."""
@@ -48,7 +48,7 @@ class _PlannedGroup:
 class AttentionPlan:
     """Precomputed attention indices and masks of one step."""
 
-    def __init__(self, batch: StepBatch, tables: BlockTables, cache: PagedKVCache, shape: CacheShape) -> None:
+    def __init__(self, batch: StepBatch, tables: Tensor, cache: PagedKVCache, shape: CacheShape) -> None:
         self._cache = cache
         self.layers = shape.layers
         self._device, self._dtype = shape.device, shape.dtype
@@ -62,26 +62,13 @@ class AttentionPlan:
         # One buffer for all reads of the step: a fresh allocation would be page-faulted in again in every layer.
         self._buffer = torch.empty(largest * BLOCK_SIZE, device=shape.device, dtype=shape.dtype)
 
-    def attend(
-        self, queries: Tensor, layer: int, scale: float, *, softcap: float | None = None, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Return softmax(scale · q·kᵀ)·v as [tokens, heads · head_dim]; `queries` is [tokens, heads, head_dim].
-
-        With a `softcap` c the scores s become c·tanh(s / c). `sinks` [heads] are scores of keys without values.
-        """
-        results = [self._attend(planned, queries, layer, scale, softcap, sinks) for planned in self._groups]
+    def attend(self, layer: int, queries: Tensor, rules: ScoreRules) -> Tensor:
+        """Return the attention of a layer, as `Step.attend` does."""
+        results = [self._attend(planned, layer, queries, rules) for planned in self._groups]
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _attend(
-        self,
-        planned: _PlannedGroup,
-        queries: Tensor,
-        layer: int,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        shape = self.layers[layer]
+    def _attend(self, planned: _PlannedGroup, layer: int, queries: Tensor, rules: ScoreRules) -> Tensor:
+        shape, scale, softcap, sinks = self.layers[layer], rules.scale, rules.softcap, rules.sinks
         group, view = planned.group, planned.views[shape]
         size, kv_heads, head_dim = len(group.tiles), shape.num_kv_heads, shape.head_dim
         own = queries[group.first : group.first + group.tokens]
@@ -114,7 +101,7 @@ class AttentionPlan:
         result = result.reshape(size * group.queries, kv_heads * share * head_dim)
         return result if planned.result_index is None else result[planned.result_index]
 
-    def _plan(self, group: TileGroup, tables: BlockTables, layers: Iterable[LayerShape]) -> _PlannedGroup:
+    def _plan(self, group: TileGroup, tables: Tensor, layers: Iterable[LayerShape]) -> _PlannedGroup:
         device = self._device
         starts, lengths, slots = torch.tensor(
             [(tile.start, tile.length, tile.slot) for tile in group.tiles], device=device
@@ -128,9 +115,7 @@ class AttentionPlan:
         views = {layer: self._view(group, starts + offsets, slots, tables, layer) for layer in layers}
         return _PlannedGroup(group, views, query_index, result_index)
 
-    def _view(
-        self, group: TileGroup, positions: Tensor, slots: Tensor, tables: BlockTables, layer: LayerShape
-    ) -> _View:
+    def _view(self, group: TileGroup, positions: Tensor, slots: Tensor, tables: Tensor, layer: LayerShape) -> _View:
         """Build the view of a group; `positions` [sequences, queries], `slots` [sequences, 1]."""
         device, window = self._device, layer.window
         first_blocks = [layer.first_position(tile.start) // BLOCK_SIZE for tile in group.tiles]
@@ -139,7 +124,7 @@ class AttentionPlan:
         first = torch.tensor(first_blocks, device=device).unsqueeze(1)
         end = torch.tensor(end_blocks, device=device).unsqueeze(1)
         # Beyond its last block, a sequence reads that block again: it is masked, and its values are finite.
-        blocks = tables.lookup(slots, torch.minimum(first + torch.arange(count, device=device), end - 1))
+        blocks = tables[slots, torch.minimum(first + torch.arange(count, device=device), end - 1)].long()
         keys = count * BLOCK_SIZE
         key_positions = (first * BLOCK_SIZE + torch.arange(keys, device=device)).unsqueeze(1)
         query_positions = positions.unsqueeze(2)

@@ -1,6 +1,5 @@
 """The gated activation of the MLP: act(gate) · up, on the output of the fused gate and up projection."""
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton

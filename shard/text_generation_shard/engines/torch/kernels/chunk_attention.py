@@ -5,7 +5,6 @@ A program handles some tokens of one chunk with query heads that share a KV head
 the running maximum and sum of FlashAttention (Dao et al. 2022). The columns of a step's plan tell the device where the chunks are.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.decode_attention import LOG2_E, NO_WINDOW, sink_weights
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 MAX_HEAD_DIM = 512
 """Wider heads do not fit the registers and the shared memory of a multiprocessor."""

@@ -10,7 +10,6 @@ Lengths and block tables are read on the device. The number of programs depends 
 can be replayed with other lengths, and the result of a row does not depend on the lengths of the others.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import math
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.kernels.arrival import arrives_last
 from text_generation_shard.engines.torch.kernels.decode_launch import (
     FLOATS_PER_WARP,
@@ -27,8 +27,7 @@ from text_generation_shard.engines.torch.kernels.decode_launch import (
     config_for,
     group_rows,
 )
-from text_generation_shard.engines.torch.kernels.step import DecodeStep
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 
 NO_WINDOW = 1 << 30
 """A window longer than any sequence."""

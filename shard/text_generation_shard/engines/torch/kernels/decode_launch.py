@@ -7,7 +7,7 @@ from typing import Literal
 
 import triton
 
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 
 MAX_SPLITS = 32
 FLOATS_PER_WARP = 2048

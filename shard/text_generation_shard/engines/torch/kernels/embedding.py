@@ -1,6 +1,5 @@
 """The token embedding: writes each token's row of the embedding table to the residual stream."""
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton

@@ -4,7 +4,6 @@ A stable counting sort: programs count the experts of their pairs, then each pro
 waits for the host, and nothing depends on the order in which programs run.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ class ExpertGroups:
     """int32 [pairs]: the pair of each row; pair p is the (p mod k)-th expert of token p div k."""
     rows: Tensor
     """int32 [pairs]: the row of each pair."""
-    ends: Tensor
-    """int32 [experts]: the end of each expert's rows."""
+    offsets: Tensor
+    """int32 [experts + 1]: the first row of each expert, and the end of the last one's rows."""
     block_experts: Tensor
     """int32 [max_blocks]: the expert of each block; undefined from `num_blocks` on."""
     block_starts: Tensor
@@ -35,6 +34,11 @@ class ExpertGroups:
     num_blocks: Tensor
     """int32 [1]."""
     block_rows: int
+
+    @property
+    def ends(self) -> Tensor:
+        """int32 [experts]: the end of each expert's rows."""
+        return self.offsets[1:]
 
     @property
     def max_blocks(self) -> int:
@@ -46,9 +50,9 @@ def group_by_expert(ids: Tensor, experts: int, block_rows: int) -> ExpertGroups:
     pairs = ids.numel()
     max_blocks = min(pairs, pairs // block_rows + min(pairs, experts))
     programs, bins = triton.cdiv(pairs, _PAIRS), triton.next_power_of_2(experts)
-    sizes = [pairs, pairs, experts, max_blocks, max_blocks, 1, programs * bins]
+    sizes = [pairs, pairs, experts + 1, max_blocks, max_blocks, 1, programs * bins]
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
-    order, rows, ends, block_experts, block_starts, num_blocks, counts = torch.split(memory, sizes)
+    order, rows, offsets, block_experts, block_starts, num_blocks, counts = torch.split(memory, sizes)
     if programs > 1:
         _count_kernel[(programs,)](ids, counts, pairs, BINS=bins, PAIRS=_PAIRS, num_warps=4)
     _place_kernel[(programs,)](
@@ -56,7 +60,7 @@ def group_by_expert(ids: Tensor, experts: int, block_rows: int) -> ExpertGroups:
         counts,
         order,
         rows,
-        ends,
+        offsets,
         block_experts,
         block_starts,
         num_blocks,
@@ -70,7 +74,7 @@ def group_by_expert(ids: Tensor, experts: int, block_rows: int) -> ExpertGroups:
         COMPARED=16,
         num_warps=8,
     )
-    return ExpertGroups(order, rows, ends, block_experts, block_starts, num_blocks, block_rows)
+    return ExpertGroups(order, rows, offsets, block_experts, block_starts, num_blocks, block_rows)
 
 
 @triton.jit
@@ -88,7 +92,7 @@ def _place_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     counts: tl.tensor,
     order: tl.tensor,
     rows: tl.tensor,
-    ends: tl.tensor,
+    offsets: tl.tensor,
     block_experts: tl.tensor,
     block_starts: tl.tensor,
     num_blocks: tl.tensor,
@@ -128,7 +132,8 @@ def _place_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
     block_ends = tl.cumsum(blocks, 0)
     if program == 0:
-        tl.store(ends + bins, starts + total, mask=bins < EXPERTS)
+        tl.store(offsets, 0)
+        tl.store(offsets + 1 + bins, starts + total, mask=bins < EXPERTS)
         tl.store(num_blocks, tl.sum(blocks, axis=0))
     for block in range(program, tl.max(blocks, axis=0), programs):
         exists = block < blocks

@@ -1,6 +1,5 @@
 """The kernels around the products of a mixture of experts: gather, gated activation, weighted sum."""
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups
-from text_generation_shard.engines.torch.ops.activation import GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 
 _COLUMNS = 1024
 """Columns per program."""

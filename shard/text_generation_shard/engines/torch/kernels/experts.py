@@ -1,11 +1,10 @@
-"""The grouped product of a mixture of experts: see ops/experts.py for the formula.
+"""The grouped product of a mixture of experts: see layers/expert_linear.py for the formula.
 
-Two products over the pairs (token, expert), grouped by expert, by torch's kernel or by ours; the gated activation follows the
-first. A last kernel adds the weighted results of each token in the order of its experts. So the same inputs give the same bits,
-and nothing waits for the host.
+Two products over the pairs (token, expert), grouped by expert, by torch's kernel, by that of packed weights or by ours; the gated
+activation follows the first. A last kernel adds the weighted results of each token in the order of its experts. So the same inputs
+give the same bits, and nothing waits for the host.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -19,9 +18,8 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
 from text_generation_shard.engines.torch.kernels.expert_rows import activate_rows, gated, gathered, weighted_sum
+from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
-from text_generation_shard.engines.torch.ops.activation import GatedActivation
-from text_generation_shard.engines.torch.ops.experts import Activation, ExpertLinear
 
 HOPPER = 9
 """The major compute capability for which torch has a kernel for bfloat16 that does not wait for the host."""
@@ -75,14 +73,15 @@ def tiling_for(groups: ExpertGroups, columns: int, inputs: int, dtype: torch.dty
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, activation: GatedActivation
 ) -> Tensor:
     """Return the weighted sum over the k experts of each token, [tokens, hidden], in the dtype of `x` [tokens, hidden].
 
     `ids` (an integer type) and `weights` (float32) are [tokens, k], contiguous. Products are summed in float32; the results of the
     gated activation and of each expert are rounded to the dtype of x.
     """
-    product = grouped_mm if _has_grouped_mm(x, gate_up, down) else grouped_product
+    by_library = gate_up.packed_product is not None or _has_grouped_mm(x, gate_up, down)
+    product = grouped_mm if by_library else grouped_product
     return compute_experts(x, ids, weights, gate_up, down, activation, product)
 
 
@@ -90,7 +89,7 @@ class GroupedProduct(Protocol):
     """The product of rows with the weights of their experts."""
 
     def __call__(
-        self, x: Tensor, linear: ExpertLinear, groups: ExpertGroups, *, each: int, activation: GatedActivation | None
+        self, x: Tensor, linear: ExpertWeights, groups: ExpertGroups, *, each: int, activation: GatedActivation | None
     ) -> Tensor:
         """Return [rows, columns] in the order of `groups`, activated if `activation` is given, else without a bias.
 
@@ -103,26 +102,20 @@ def compute_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
-    activation: Activation,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    activation: GatedActivation,
     product: GroupedProduct,
 ) -> Tensor:
     """Do what `experts` says by one of the products."""
     k, num_experts = ids.shape[1], len(gate_up.weight)
     groups = group_by_expert(ids, num_experts, block_rows(ids.numel(), num_experts, gate_up.weight.dtype))
-    if isinstance(activation, GatedActivation):
-        inner = product(x, gate_up, groups, each=k, activation=activation)
-    else:
-        rows = product(x, gate_up, groups, each=k, activation=None)
-        if gate_up.bias is not None:
-            rows += gate_up.bias[ids.flatten()[groups.order]]
-        inner = activation(rows)
+    inner = product(x, gate_up, groups, each=k, activation=activation)
     results = product(inner, down, groups, each=0, activation=None)
     return weighted_sum(results, groups, ids, weights, down.bias)
 
 
-def _has_grouped_mm(x: Tensor, *linears: ExpertLinear) -> bool:
+def _has_grouped_mm(x: Tensor, *linears: ExpertWeights) -> bool:
     """Return True if torch's grouped product, which is up to five times as fast, takes the operands without waiting."""
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != HOPPER:
         return False
@@ -133,17 +126,20 @@ def _has_grouped_mm(x: Tensor, *linears: ExpertLinear) -> bool:
 
 
 def grouped_mm(
-    x: Tensor, linear: ExpertLinear, groups: ExpertGroups, *, each: int, activation: GatedActivation | None
+    x: Tensor, linear: ExpertWeights, groups: ExpertGroups, *, each: int, activation: GatedActivation | None
 ) -> Tensor:
-    """Compute a `GroupedProduct` by torch's kernel, and kernels before and after it."""
+    """Compute a `GroupedProduct` by torch's kernel or that of packed weights, and kernels before and after it."""
     if each:
         x = gathered(x, groups, each)
-    products = functional.grouped_mm(x, linear.weight.transpose(1, 2), offs=groups.ends)
+    if linear.packed_product is None:
+        products = functional.grouped_mm(x, linear.weight.transpose(1, 2), offs=groups.ends)
+    else:
+        products = linear.packed_product(x, groups.offsets)
     return products if activation is None else activate_rows(products, linear.bias, groups, activation)
 
 
 def grouped_product(
-    x: Tensor, linear: ExpertLinear, groups: ExpertGroups, *, each: int, activation: GatedActivation | None
+    x: Tensor, linear: ExpertWeights, groups: ExpertGroups, *, each: int, activation: GatedActivation | None
 ) -> Tensor:
     """Compute a `GroupedProduct` by one kernel, for any dtype and any strides of the weights."""
     weight = linear.weight

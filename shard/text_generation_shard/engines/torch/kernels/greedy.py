@@ -5,7 +5,6 @@ of exp(logit − maximum). The last program of a row combines them. The sampled 
 log-probability is −log Σ exp(logit − maximum).
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import torch

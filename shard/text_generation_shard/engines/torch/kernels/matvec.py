@@ -8,7 +8,6 @@ programmatic dependent launch, even before the kernel that computes x has ended 
 program in a fixed order: the same inputs give the same bits.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.norm import norm_scale
 from text_generation_shard.engines.torch.kernels.packed_matvec import packed_matvec
-from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.kernels.packed_weight import Fp8Weight, MatvecWeight, PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
@@ -30,8 +29,7 @@ MAX_ROWS = 4
 
 Order = Literal["free", "ahead", "pdl"]
 
-_ELEMENTS_PER_LOAD = 8
-"""16 bytes of a 16-bit weight."""
+_BYTES_PER_LOAD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +54,17 @@ TUNED: dict[tuple[int, int, int], MatvecConfig] = {
     (1, 4096, 2048): MatvecConfig(8, 4, "pdl"),
     (1, 4096, 7168): MatvecConfig(2, 8, "pdl"),
 }
-"""By (rows, outputs, inputs): the best of -m text_generation_bench.kernels --sweep, where `config_for` derives another one."""
+"""By (rows, outputs, inputs), for weights of 16 bits: the best of -m text_generation_bench.kernels --sweep, where `config_for` derives
+another one."""
 
 
-def config_for(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> MatvecConfig:
+def config_for(rows: int, outputs: int, inputs: int, *, gated: bool = False, itemsize: int = 2) -> MatvecConfig:
     """Return the tiling of weight[outputs, inputs] for `rows` rows of x; if `gated`, `outputs` counts gate and up rows."""
-    if tuned := TUNED.get((rows, outputs, inputs)):
+    if itemsize == 2 and (tuned := TUNED.get((rows, outputs, inputs))):
         return tuned
     # Up to sixteen warps, so that a thread loads at most four times from each weight row; in total 16 loads per thread for one
     # row of x, 8 for more rows, whose sums need registers too.
-    loads_of_a_row = max(triton.next_power_of_2(inputs) // (32 * _ELEMENTS_PER_LOAD), 1)
+    loads_of_a_row = max(triton.next_power_of_2(inputs) * itemsize // (32 * _BYTES_PER_LOAD), 1)
     num_warps = min(max(loads_of_a_row // 4, 1), 16)
     parts = 2 if gated else 1
     block_n = max((16 if rows == 1 else 8) * num_warps // loads_of_a_row // parts, 1)
@@ -81,19 +80,17 @@ def _order(config: MatvecConfig, weight: Tensor) -> Order:
     return config.order if config.order != "pdl" or supports_pdl(weight) else "ahead"
 
 
-def matvec(
-    x: Tensor, weight: Tensor | PackedWeight, out: Tensor, bias: Tensor | None = None, scale: float = 1.0
-) -> None:
+def matvec(x: Tensor, weight: MatvecWeight, out: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
     """out = scale · (x · weightᵀ (+ bias)), computed in float32 and rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]. At most
-    MAX_ROWS rows, here and below. The weight is contiguous or packed; x and out may be slices of wider tensors.
+    MAX_ROWS rows, here and below. The weight is contiguous, in FP8 or packed; x and out may be slices of wider tensors.
     """
     _launch(x, weight, out, bias, scale=scale)
 
 
 def matvec_add(
-    x: Tensor, weight: Tensor | PackedWeight, residual: Tensor, bias: Tensor | None = None, scale: float = 1.0
+    x: Tensor, weight: MatvecWeight, residual: Tensor, bias: Tensor | None = None, scale: float = 1.0
 ) -> None:
     """residual += scale · (x · weightᵀ (+ bias)), in place: `residual` float32 [rows, outputs], the rest as for `matvec`."""
     _launch(x, weight, residual, bias, add=True, scale=scale)
@@ -103,7 +100,7 @@ def norm_matvec(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor | PackedWeight,
+    weight: MatvecWeight,
     out: Tensor,
     bias: Tensor | None = None,
 ) -> None:
@@ -118,7 +115,7 @@ def norm_matvec_activate(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor | PackedWeight,
+    weight: MatvecWeight,
     kind: str,
     out: Tensor,
     bias: Tensor | None = None,
@@ -131,14 +128,16 @@ def norm_matvec_activate(
     if isinstance(weight, PackedWeight):
         packed_matvec(residual, weight, out, bias, norm=(norm_weight, eps), kind=kind)
         return
+    weight, scales = _values_and_scales(weight)
     rows, inputs = residual.shape
     inner = out.shape[1]
-    config = config_for(rows, 2 * inner, inputs, gated=True)
+    config = config_for(rows, 2 * inner, inputs, gated=True, itemsize=weight.itemsize)
     order = _order(config, weight)
     _gated_kernel[(triton.cdiv(inner, config.block_n),)](
         residual,
         norm_weight,
         weight,
+        scales,
         bias,
         out,
         residual.stride(0),
@@ -158,7 +157,7 @@ def norm_matvec_activate(
 
 def _launch(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: MatvecWeight,
     out: Tensor,
     bias: Tensor | None,
     *,
@@ -169,13 +168,15 @@ def _launch(
     if isinstance(weight, PackedWeight):
         packed_matvec(x, weight, out, bias, norm=norm, add=add, scale=scale)
         return
+    weight, scales = _values_and_scales(weight)
     outputs, inputs = weight.shape
-    config = config_for(len(x), outputs, inputs)
+    config = config_for(len(x), outputs, inputs, itemsize=weight.itemsize)
     order = _order(config, weight)
     _matvec_kernel[(triton.cdiv(outputs, config.block_n),)](
         x,
         norm[0],
         weight,
+        scales,
         bias,
         out,
         x.stride(0),
@@ -194,11 +195,16 @@ def _launch(
     )
 
 
+def _values_and_scales(weight: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
+    return (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
+
+
 @triton.jit
 def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     norm_weight: tl.tensor | None,
     weight: tl.tensor,
+    scales: tl.tensor | None,
     bias: tl.tensor | None,
     out: tl.tensor,
     x_stride: int,
@@ -234,6 +240,8 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
             sums = _times(tile, values * factors) * norm_scale(values, eps, K)
         else:
             sums = _times(tile, values)
+        if scales is not None:
+            sums *= tl.load(scales + columns, mask=inside, other=0.0)
         if SCALE != 1.0:
             sums *= SCALE
         tl.store(targets, (sums + addend).to(out.dtype.element_ty), mask=inside)
@@ -244,6 +252,7 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     norm_weight: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor | None,
     bias: tl.tensor | None,
     out: tl.tensor,
     x_stride: int,
@@ -270,6 +279,9 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         scale = norm_scale(values, eps, K)
         gate = _times(gate_tile, values * factors) * scale
         up = _times(up_tile, values * factors) * scale
+        if scales is not None:
+            gate *= tl.load(scales + columns, mask=inside, other=0.0)
+            up *= tl.load(scales + inner + columns, mask=inside, other=0.0)
         if bias is not None:
             gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
             up += tl.load(bias + inner + columns, mask=inside, other=0.0).to(tl.float32)

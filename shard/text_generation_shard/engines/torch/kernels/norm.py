@@ -3,7 +3,6 @@
 One program per row. The row stays in registers between the sum of squares and the scaling, so it is read once.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton
@@ -20,11 +19,11 @@ def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
     `residual` [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype.
     """
-    _launch(None, residual, weight, eps, out, None, 1.0, 1.0)
+    add_rms_norm(None, residual, weight, eps, out)
 
 
 def add_rms_norm(  # noqa: PLR0913 – as flat as the kernel
-    update: Tensor,
+    update: Tensor | None,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -36,21 +35,8 @@ def add_rms_norm(  # noqa: PLR0913 – as flat as the kernel
     """residual = (residual + scale · update) · factor, in place; then `rms_norm`.
 
     `update` [tokens, hidden] has any float dtype, `residual` is float32. With an `update_weight` [hidden], the update is normed before
-    it is added.
+    it is added. Without an update nothing is added.
     """
-    _launch(update, residual, weight, eps, out, update_weight, scale, factor)
-
-
-def _launch(  # noqa: PLR0913 – as flat as the kernel
-    update: Tensor | None,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    update_weight: Tensor | None,
-    scale: float,
-    factor: float,
-) -> None:
     tokens, hidden = residual.shape
     block, num_warps = row_tile(hidden, _ELEMENTS_PER_THREAD)
     _norm_kernel[(tokens,)](

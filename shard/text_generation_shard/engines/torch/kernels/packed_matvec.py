@@ -7,7 +7,7 @@ multiplied by powers of two that make the products normal numbers of equal scale
 A thread loads four words at once; in their blocks, see packed_weight.py, it needs four consecutive values of x for each j.
 """
 
-# ruff: noqa: N803, N806, RUF005 – kernel constants are in capitals, as usual in Triton, which joins tuples by +
+# ruff: noqa: N806, RUF005 – kernel constants are in capitals, as usual in Triton, which joins tuples by +
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A weight of packed integers in the order in which packed_matvec.py reads it."""
+"""Quantized weights as the products of a few rows read them: in FP8, and packed integers in an order of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ PLANES = (16, 8, 4)
 """Words of a block: the most that divide a group are used, so that x is read in the longest pieces."""
 ROWS_AT_ONCE = 1024
 """Rows that are packed at a time: bounds the memory that this takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight in float8_e4m3fn, with a scale for each row."""
+
+    values: Tensor
+    """float8_e4m3fn [outputs, inputs], contiguous."""
+    scales: Tensor
+    """float32 [outputs]."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,10 @@ class PackedWeight:
         codes = blocks.transpose(2, 3).reshape(outputs, groups, -1).float()
         zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros.unsqueeze(2).float()
         return ((codes - zeros) * self.scales.float().unsqueeze(2)).view(outputs, -1)
+
+
+MatvecWeight = Tensor | Fp8Weight | PackedWeight
+"""A weight [outputs, inputs] of a product with a few rows."""
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:

@@ -5,7 +5,6 @@ that does not depend on other kernels while its predecessor ends, then waits. Th
 starts after the end as usual.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 from functools import cache

@@ -3,7 +3,6 @@
 One program per row. The row stays in registers between the maximum and the scaling.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton
@@ -11,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.rows import row_tile
-from text_generation_shard.engines.torch.quantization.formats.float8 import FP8_MAX, MIN_SCALE
+from text_generation_shard.engines.torch.weights.quantization.formats.float8 import FP8_MAX, MIN_SCALE
 
 _ELEMENTS_PER_THREAD = 16
 

@@ -4,7 +4,6 @@ projection: rotated queries go to attention, rotated keys and values to the cach
 A program handles some heads of one token: few if there are few tokens, so that many programs share the work, else more.
 """
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 from functools import cache
@@ -13,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.step import RopeStep
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.kernels.operands import RopeStep
 
 _MANY_TOKENS = 128
 """From this number of tokens on there are enough programs, even with many heads per program."""

@@ -1,6 +1,5 @@
-"""The choice of experts by probability, as `softmax_top_k` in model/routing.py; equal probabilities: the first expert."""
+"""The choice of experts by probability, as `softmax_top_k` in layers/expert_linear.py; equal probabilities: the first expert."""
 
-# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import torch

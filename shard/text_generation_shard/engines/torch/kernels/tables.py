@@ -16,7 +16,7 @@ def update_tables(cells: Tensor, blocks: Tensor, tables: Tensor) -> None:
 
 
 @triton.jit
-def _update(cells, blocks, tables, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _update(cells, blocks, tables, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     indices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = indices < count
     tl.store(tables + tl.load(cells + indices, mask, 0), tl.load(blocks + indices, mask, 0), mask)

@@ -6,7 +6,7 @@ digits; these are copied to a buffer, and the remaining passes read only the buf
 fixed order.
 """
 
-# ruff: noqa: N803, SIM108 – kernel constants are in capitals, as usual in Triton; Triton needs branches instead of expressions
+# ruff: noqa: SIM108 – Triton needs branches instead of expressions
 from __future__ import annotations
 
 import torch

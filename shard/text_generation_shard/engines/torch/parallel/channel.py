@@ -4,9 +4,8 @@
                       │                            ▲
     follower    receive() → (kind, payload)    answer(value)
 
-On one host it is a unix socket in a folder that only its owner can access: no port, no key. Between hosts it is a TCP
-connection (meeting.py). It is on the path of every step, so a message takes one system call to send and two to receive, on
-blocking sockets. The users of the channel define the message kinds.
+On one host it is a unix socket, between hosts a TCP connection: see meeting.py. It is on the path of every step, so a message takes
+one system call to send and two to receive, on blocking sockets. The users of the channel define the message kinds.
 
 A process that ends for any reason closes its sockets. The other side then raises GroupBroken when it reads or writes, and
 `watch` reports it even while another thread is blocked in a device call that waits for the dead process. A collective that
@@ -20,26 +19,17 @@ import select
 import socket
 import ssl
 import struct
-import time
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 
-from text_generation_proto.sockets import SocketInUse, claim_socket, remove_socket
 from text_generation_shard.engine import EngineError
 from text_generation_shard.threads import daemon_thread
 
 GOODBYE = 0
 """The kind of the last message: the leader shuts down. Other kinds are positive."""
-RETRY_EVERY = 0.02
-"""Seconds between two attempts to connect. There is no event for "a socket is being listened on"."""
 LOST_WITHIN = 0.5
 """Seconds to wait for the connection of a lost process to close, after a collective has failed because of it."""
 
-_MAGIC = 0x54475031
-"""Start of a greeting, to detect wrong connections."""
-GREETING = struct.Struct("<III")
-"""magic, rank, world size."""
 _HEADER = struct.Struct("<II")
 """kind, bytes of payload."""
 _ANSWER = struct.Struct("<q")
@@ -50,7 +40,7 @@ class GroupBroken(EngineError):
 
 
 class LeaderChannel:
-    """The channel of rank 0. Created by `accept_followers`."""
+    """The channel of rank 0. Created by `accept_ranks`."""
 
     def __init__(self, followers: dict[int, socket.socket]) -> None:
         """`followers`: connected sockets by rank."""
@@ -231,109 +221,3 @@ class PeerLossTranslator:
             return
         if lost := self._channel.lost(LOST_WITHIN):
             raise GroupBroken(lost) from error
-
-
-def accept_followers(path: Path, size: int, timeout: float) -> LeaderChannel:
-    """Listen at `path` until `size` - 1 followers have connected. Raises EngineError after `timeout` seconds.
-
-    The socket file is removed as soon as all have connected.
-    """
-    until = time.monotonic() + timeout
-    followers: dict[int, socket.socket] = {}
-    try:
-        with _listening(path, size) as listener:
-            while len(followers) < size - 1:
-                missing = missing_ranks(size, followers)
-                connection = _accept(listener, until, f"{missing} did not connect within {timeout:g} s")
-                followers[greeted_by(_read_greeting(connection), connection, size, followers)] = connection
-    except BaseException:
-        for connection in followers.values():
-            connection.close()
-        raise
-    return LeaderChannel(followers)
-
-
-def connect_to_leader(path: Path, rank: int, size: int, timeout: float) -> FollowerChannel:
-    """Connect to the leader at `path` as `rank` of `size`. Raises EngineError after `timeout` seconds."""
-    until = time.monotonic() + timeout
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(str(path))
-            connection.sendall(greeting(rank, size))
-        except OSError as error:
-            connection.close()
-            if time.monotonic() > until:
-                reason = f"rank 0 was not reachable at {path} within {timeout:g} s: {error.strerror}"
-                raise EngineError(reason) from error
-            time.sleep(RETRY_EVERY)
-        else:
-            return FollowerChannel(connection)
-
-
-@contextmanager
-def _listening(path: Path, size: int) -> Iterator[socket.socket]:
-    try:
-        claim_socket(path)
-    except SocketInUse as error:
-        raise EngineError(str(error)) from error
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            listener.bind(str(path))
-            # Connections are refused before listen, so the wider permissions are never usable.
-            os.chmod(path, 0o600)
-            listener.listen(size)
-        except OSError as error:
-            raise EngineError(f"cannot listen on {path}: {error.strerror}") from error
-        try:
-            yield listener
-        finally:
-            remove_socket(path)
-
-
-def _accept(listener: socket.socket, until: float, timeout_message: str) -> socket.socket:
-    listener.settimeout(max(until - time.monotonic(), 1e-3))
-    try:
-        connection, _ = listener.accept()
-    except TimeoutError as error:
-        raise EngineError(timeout_message) from error
-    connection.settimeout(max(until - time.monotonic(), 1e-3))  # the greeting follows immediately
-    return connection
-
-
-def greeting(rank: int, size: int) -> bytes:
-    """Return the first message of a follower."""
-    return GREETING.pack(_MAGIC, rank, size)
-
-
-def _read_greeting(connection: socket.socket) -> bytes:
-    """Return the first message of a connection; less if it ends or is late."""
-    try:
-        return connection.recv(GREETING.size, socket.MSG_WAITALL)
-    except OSError:
-        return b""
-
-
-def greeted_by(message: bytes, connection: socket.socket, size: int, connected: Container[int]) -> int:
-    """Return the rank that sent the greeting `message`. Raises EngineError if it does not belong to this group."""
-    rank = peer_size = magic = 0
-    if len(message) == GREETING.size:
-        magic, rank, peer_size = GREETING.unpack(message)
-    if magic != _MAGIC:
-        problem = "a connection did not come from a shard"
-    elif peer_size != size:
-        problem = f"rank {rank} has world size {peer_size}, expected {size}"
-    elif not 0 < rank < size:
-        problem = f"rank {rank} is not in a group of {size}"
-    elif rank in connected:
-        problem = f"rank {rank} connected twice"
-    else:
-        return rank
-    connection.close()
-    raise EngineError(f"the group could not be formed: {problem}")
-
-
-def missing_ranks(size: int, connected: Container[int]) -> str:
-    """Return the names of the ranks above 0 that are not `connected`."""
-    ranks = [rank for rank in range(1, size) if rank not in connected]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

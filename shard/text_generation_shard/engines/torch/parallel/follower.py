@@ -1,6 +1,6 @@
 """The engine of a rank above 0: executes the commands of rank 0 and serves no router.
 
-One thread receives commands from the control channel and passes them to its worker. When the group breaks or a step fails, the
+One thread receives commands from the control channel and executes them. When the group breaks or a step fails, the
 engine reports it, and the shard exits.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
-from text_generation_proto.one_line import typed_line
+from text_generation_common.one_line import typed_line
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import EngineError, EngineInfo, Failure, Orders, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
@@ -26,22 +25,21 @@ STUCK_AFTER = 0.5
 log = structlog.get_logger()
 
 
-class Worker(Protocol):
-    """Computes on this rank's device."""
-
-    def execute(self, kind: int, payload: memoryview) -> int | None:
-        """Execute a command of rank 0; returns the reply, if it expects one. `payload` is valid until this returns."""
-        ...
+Execute = Callable[[int, memoryview], int | None]
+"""Executes a command of rank 0, a kind and a payload; returns the reply, if it expects one. The payload is valid until then."""
 
 
 class FollowerEngine(SynchronousEngine):
     """The engine described in the module docstring. Starts to follow when it is created."""
 
-    def __init__(self, info: EngineInfo, rank: int, channel: FollowerChannel, worker: Worker) -> None:
+    grammars = None
+    running = used_blocks = prefilling = 0  # rank 0 holds the sequences
+
+    def __init__(self, info: EngineInfo, rank: int, channel: FollowerChannel, execute: Execute) -> None:
         self.info = info
         self._rank = rank
         self._channel = channel
-        self._worker = worker
+        self._execute = execute
         self._callback: Callable[[str], None] | None = None
         self._broken: str | None = None
         self._closing = False
@@ -50,23 +48,6 @@ class FollowerEngine(SynchronousEngine):
         self._thread = daemon_thread(self._follow, "engine follower")
         self._thread.start()
         channel.watch(self._on_leader_lost)
-
-    @property
-    def grammars(self) -> None:
-        """None: rank 0 handles grammars."""
-        return None
-
-    @property
-    def running(self) -> int:
-        return 0
-
-    @property
-    def used_blocks(self) -> int:
-        return 0
-
-    @property
-    def prefilling(self) -> int:
-        return 0
 
     def warm_up(self, limits: WarmUpLimits) -> int:
         raise EngineError(f"rank {self._rank} follows: call rank 0")
@@ -101,7 +82,7 @@ class FollowerEngine(SynchronousEngine):
                 if kind == GOODBYE:
                     self._leave("rank 0 has left")
                     return
-                if (answer := self._worker.execute(kind, payload)) is not None:
+                if (answer := self._execute(kind, payload)) is not None:
                     self._channel.answer(answer)
         except GroupBroken as error:
             self._break(str(error))

@@ -5,7 +5,7 @@
     step    the control channel carries the commands (channel.py); all-reduce and all-gather within a step are our kernels or
             torch's for small tensors on GPUs of one host, else those of the process group
 
-A group on several hosts has a TCP address (meeting.py). Its store, gloo and NCCL use TCP ports of their own, or InfiniBand,
+A group on several hosts has a TCP address. Its store, gloo and NCCL use TCP ports of their own, or InfiniBand,
 without authentication or encryption: the network between the hosts has to be private.
 
 With one rank, the collectives do nothing, and torch.distributed is not imported.
@@ -24,27 +24,21 @@ import structlog
 import torch
 from torch import Tensor
 
-from text_generation_proto.one_line import one_line
-from text_generation_proto.sockets import socket_path, split_host_port
+from text_generation_common.one_line import one_line
+from text_generation_proto.addresses import socket_path, split_host_port
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.parallel.channel import (
-    FollowerChannel,
-    GroupBroken,
-    LeaderChannel,
-    accept_followers,
-    connect_to_leader,
-)
+from text_generation_shard.engines.torch.parallel.channel import FollowerChannel, GroupBroken, LeaderChannel
 from text_generation_shard.engines.torch.parallel.meeting import (
-    accept_hosts,
-    connect_to_host,
+    accept_ranks,
+    connect_to_leader,
     listen,
     network_interface,
 )
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
     from text_generation_shard.engines.torch.kernels.low_latency import LowLatencyCollectives
     from text_generation_shard.engines.torch.parallel.all_reduce import AllReduce
@@ -136,7 +130,7 @@ class ParallelGroup:
             dist.destroy_process_group()
 
 
-def join_group(config: ShardConfig, device: torch.device, timeout: float | None = None) -> ParallelGroup:
+def join_group(config: ShardConfig, device: torch.device) -> ParallelGroup:
     """Connect to the other ranks of this replica and set up the collectives on `device`. Waits for all ranks.
 
     Raises EngineError with a one-line message if a rank does not connect or the collectives cannot be set up.
@@ -144,7 +138,7 @@ def join_group(config: ShardConfig, device: torch.device, timeout: float | None 
     tp = TensorParallelRank(config.rank, config.world_size)
     if tp.world_size == 1:
         return ParallelGroup(tp)
-    channel, host = _meet(config, tp, timeout)
+    channel, host = _meet(config, tp)
     try:
         _silence_torch_distributed()
         store = _share_store(channel, tp, host)
@@ -168,23 +162,17 @@ def join_group(config: ShardConfig, device: torch.device, timeout: float | None 
     return ParallelGroup(tp, channel, all_reduce, low_latency)
 
 
-def _meet(
-    config: ShardConfig, tp: TensorParallelRank, timeout: float | None
-) -> tuple[LeaderChannel | FollowerChannel, str]:
+def _meet(config: ShardConfig, tp: TensorParallelRank) -> tuple[LeaderChannel | FollowerChannel, str]:
     """Return the control channel, and the host of rank 0."""
     address, size = config.group_address, tp.world_size
-    if path := socket_path(address):
-        timeout = JOIN_TIMEOUT if timeout is None else timeout
-        if tp.rank == 0:
-            return accept_followers(path, size, timeout), LOCALHOST
-        return connect_to_leader(path, tp.rank, size, timeout), LOCALHOST
-    timeout = JOIN_HOSTS_TIMEOUT if timeout is None else timeout
-    if not config.shard_token:
+    is_local = socket_path(address) is not None
+    if not is_local and not config.shard_token:
         raise EngineError(f"a group that meets at {address} needs a token: set the same SHARD_TOKEN on all hosts")
-    host, _ = split_host_port(address)
+    host = LOCALHOST if is_local else split_host_port(address)[0]
+    timeout = JOIN_TIMEOUT if is_local else JOIN_HOSTS_TIMEOUT
     if tp.rank == 0:
-        return accept_hosts(address, size, timeout, config), host
-    return connect_to_host(address, tp.rank, size, timeout, config), host
+        return accept_ranks(address, size, timeout, config), host
+    return connect_to_leader(address, tp.rank, size, timeout, config), host
 
 
 def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRank, host: str) -> Store:
@@ -208,8 +196,7 @@ def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRan
     kind, payload = channel.receive()
     assert kind == STORE
     (port,) = _PORT.unpack(payload)
-    store = TCPStore(host, port, tp.world_size, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
-    return store
+    return TCPStore(host, port, tp.world_size, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
 
 
 def _open_process_group(tp: TensorParallelRank, device: torch.device, store: Store, interface: str | None) -> None:

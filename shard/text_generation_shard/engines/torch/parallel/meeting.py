@@ -1,4 +1,4 @@
-"""The meeting of a group whose ranks are on several hosts: rank 0 listens on a TCP port, the others connect.
+"""The meeting of a group: rank 0 listens, the others connect.
 
     rank 0                            another rank
            ◄──── connects ──────────
@@ -7,8 +7,11 @@
            ──── proof ─────────────►
 
 A proof is an HMAC of both challenges with the shard token, so each side shows that it has the token without sending it. A
-connection without a valid proof is closed and logged, and the meeting goes on. With certificates (--shard-tls-cert) the
-connection is mutual TLS. Without them the commands that follow are neither encrypted nor authenticated.
+connection without a valid proof is closed and logged, and the meeting goes on.
+
+On one host rank 0 listens on a unix socket in a folder that only its owner can access. Between hosts it listens on a TCP port.
+With certificates (--shard-tls-cert) such a connection is mutual TLS. Without them the commands that follow are neither encrypted
+nor authenticated.
 
 The listener closes when all ranks have connected.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import hmac
+import os
 import queue
 import secrets
 import socket
@@ -25,50 +29,49 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import structlog
 
-from text_generation_proto.access import ShardAccess, client_context
-from text_generation_proto.sockets import split_host_port
+from text_generation_common.shard_access import ShardAccess
+from text_generation_common.sockets import SocketInUse, claim_socket, remove_socket
+from text_generation_proto.access import client_context
+from text_generation_proto.addresses import socket_path, split_host_port
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.parallel.channel import (
-    GREETING,
-    FollowerChannel,
-    LeaderChannel,
-    greeted_by,
-    greeting,
-    missing_ranks,
-)
+from text_generation_shard.engines.torch.parallel.channel import FollowerChannel, LeaderChannel
 from text_generation_shard.threads import daemon_thread
 
 HANDSHAKE_TIMEOUT = 5.0
 """Seconds in which a connection must show that it belongs to the group."""
 MAX_HANDSHAKES = 64
 """Connections to the meeting that may be without proof at once; further ones are closed."""
-RETRY_EVERY = 0.2
-"""Seconds between two attempts to connect to rank 0, whose host may start later."""
+RETRY_EVERY = 0.1
+"""Seconds between two attempts to connect to rank 0, which may start later."""
 LOST_AFTER_S = 5
 """Seconds without an answer of the other host's kernel after which a connection counts as lost."""
 
 _SIOCGIFADDR = 0x8915
 """Linux' request for the IPv4 address of an interface."""
+_GREETING = struct.Struct("<II")
+"""rank, world size."""
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 
 log = structlog.get_logger()
 
 
-def accept_hosts(address: str, size: int, timeout: float, access: ShardAccess) -> LeaderChannel:
+def accept_ranks(address: str, size: int, timeout: float, access: ShardAccess) -> LeaderChannel:
     """Listen at `address` until `size` - 1 ranks have connected. Raises EngineError after `timeout` seconds."""
     until = time.monotonic() + timeout
     arrived: queue.SimpleQueue[tuple[bytes, socket.socket]] = queue.SimpleQueue()
     followers: dict[int, socket.socket] = {}
+    path = socket_path(address)
     try:
-        tls = _server_tls(access)
-        listener = listen(split_host_port(address))
-    except OSError as error:
+        tls = _server_tls(access) if path is None else None
+        listener = listen(split_host_port(address)) if path is None else _listen_on_socket(path)
+    except (OSError, SocketInUse) as error:
         raise EngineError(f"cannot listen at {address} for the group: {error}") from error
     meeting = _MeetingListener(listener, access.shard_token, tls, arrived)
     meeting.start()
@@ -77,26 +80,27 @@ def accept_hosts(address: str, size: int, timeout: float, access: ShardAccess) -
             try:
                 message, connection = arrived.get(timeout=max(until - time.monotonic(), 1e-3))
             except queue.Empty:
-                raise EngineError(f"{missing_ranks(size, followers)} did not connect within {timeout:g} s") from None
+                raise EngineError(f"{_missing_ranks(size, followers)} did not connect within {timeout:g} s") from None
             for rank in [rank for rank, earlier in followers.items() if _has_ended(earlier)]:
                 followers.pop(rank).close()  # it was restarted before the group was complete
-            followers[greeted_by(message, connection, size, followers)] = connection
+            followers[_greeted_by(message, connection, size, followers)] = connection
     except BaseException:
         for connection in followers.values():
             connection.close()
         raise
     finally:
         meeting.stop()
+        if path is not None:
+            remove_socket(path)
     return LeaderChannel(followers)
 
 
-def connect_to_host(address: str, rank: int, size: int, timeout: float, access: ShardAccess) -> FollowerChannel:
+def connect_to_leader(address: str, rank: int, size: int, timeout: float, access: ShardAccess) -> FollowerChannel:
     """Connect to the leader at `address` as `rank` of `size`. Raises EngineError after `timeout` seconds."""
     until = time.monotonic() + timeout
-    target = split_host_port(address)
     while True:
         try:
-            return FollowerChannel(_introduce(target, rank, size, access))
+            return FollowerChannel(_introduce(address, rank, size, access))
         except (OSError, EngineError) as error:
             if time.monotonic() > until:
                 raise EngineError(f"rank 0 could not be met at {address} within {timeout:g} s: {error}") from error
@@ -140,40 +144,46 @@ class _MeetingListener:
             if not self._handshakes.acquire(blocking=False):
                 connection.close()
                 continue
-            daemon_thread(self._verify, "group handshake", connection, peer[0]).start()
+            daemon_thread(self._verify, "group handshake", connection, peer).start()
 
-    def _verify(self, connection: socket.socket, host: str) -> None:
+    def _verify(self, connection: socket.socket, peer: object) -> None:
         try:
             connection.settimeout(HANDSHAKE_TIMEOUT)
             if self._tls is not None:
                 connection = self._tls.wrap_socket(connection, server_side=True)
             challenge = secrets.token_bytes(_CHALLENGE_BYTES)
             connection.sendall(challenge)
-            message = _receive(connection, GREETING.size + _CHALLENGE_BYTES + _PROOF_BYTES)
+            message = _receive(connection, _GREETING.size + _CHALLENGE_BYTES + _PROOF_BYTES)
             introduction, proof = message[:-_PROOF_BYTES], message[-_PROOF_BYTES:]
             if not hmac.compare_digest(proof, _proof(self._token, b"rank", challenge, introduction)):
                 raise EngineError("it does not have this group's token")
             connection.sendall(_proof(self._token, b"rank 0", introduction, challenge))
         except (OSError, EngineError) as error:
-            log.warning("a connection to the group was refused", host=host, reason=str(error))
+            log.warning("a connection to the group was refused", peer=str(peer), reason=str(error))
             connection.close()
         else:
             _watch_host(connection)
-            self._arrived.put((introduction[: GREETING.size], connection))
+            self._arrived.put((introduction[: _GREETING.size], connection))
         finally:
             self._handshakes.release()
 
 
-def _introduce(target: tuple[str, int], rank: int, size: int, access: ShardAccess) -> socket.socket:
+def _introduce(address: str, rank: int, size: int, access: ShardAccess) -> socket.socket:
     """Return a connection to the leader on which both sides have proven themselves. Raises OSError or EngineError."""
-    connection = socket.create_connection(target, timeout=HANDSHAKE_TIMEOUT)
+    if path := socket_path(address):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(HANDSHAKE_TIMEOUT)
+    else:
+        connection = socket.create_connection(target := split_host_port(address), timeout=HANDSHAKE_TIMEOUT)
     try:
-        if access.shard_tls_cert:
+        if path:
+            connection.connect(str(path))
+        elif access.shard_tls_cert:
             context = client_context(access.shard_tls_ca)
             context.load_cert_chain(access.shard_tls_cert, access.shard_tls_key)
             connection = context.wrap_socket(connection, server_hostname=access.shard_tls_name or target[0])
         challenge = _receive(connection, _CHALLENGE_BYTES)
-        introduction = greeting(rank, size) + secrets.token_bytes(_CHALLENGE_BYTES)
+        introduction = _GREETING.pack(rank, size) + secrets.token_bytes(_CHALLENGE_BYTES)
         connection.sendall(introduction + _proof(access.shard_token, b"rank", challenge, introduction))
         proof = _receive(connection, _PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(access.shard_token, b"rank 0", introduction, challenge)):
@@ -196,6 +206,43 @@ def _receive(connection: socket.socket, size: int) -> bytes:
             raise EngineError("the connection was closed: is SHARD_TOKEN the same on every host?")
         received += more
     return received
+
+
+def _greeted_by(message: bytes, connection: socket.socket, size: int, connected: Container[int]) -> int:
+    """Return the rank that sent the greeting `message`. Raises EngineError if it does not belong to this group."""
+    rank: int
+    rank, peer_size = _GREETING.unpack(message)
+    if peer_size != size:
+        problem = f"rank {rank} has world size {peer_size}, expected {size}"
+    elif not 0 < rank < size:
+        problem = f"rank {rank} is not in a group of {size}"
+    elif rank in connected:
+        problem = f"rank {rank} connected twice"
+    else:
+        return rank
+    connection.close()
+    raise EngineError(f"the group could not be formed: {problem}")
+
+
+def _missing_ranks(size: int, connected: Container[int]) -> str:
+    """Return the names of the ranks above 0 that are not `connected`."""
+    ranks = [rank for rank in range(1, size) if rank not in connected]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _listen_on_socket(path: Path) -> socket.socket:
+    """Return a listening unix socket that only its owner can access. Raises OSError or SocketInUse."""
+    claim_socket(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        # Connections are refused before listen, so the wider permissions are never usable.
+        os.chmod(path, 0o600)
+        listener.listen(MAX_HANDSHAKES)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
@@ -230,6 +277,8 @@ def _server_tls(access: ShardAccess) -> ssl.SSLContext | None:
 
 def _watch_host(connection: socket.socket) -> None:
     """Let the connection end if the other host vanishes, and send each command at once."""
+    if connection.family == socket.AF_UNIX:
+        return
     options: Sequence[tuple[int, str, int]] = (
         (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
         (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 2),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from text_generation_proto.one_line import typed_line
+from text_generation_common.one_line import typed_line
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.low_latency import LowLatencyCollectives
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 def allocate_symmetric(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate uninitialized memory that can be shared."""
-    import torch.distributed._symmetric_memory as symm_mem
+    import torch.distributed._symmetric_memory as symm_mem  # torch has no public name for it
 
     # Each process sees only its own GPU, so all are device 0: this would be taken for one shared device.
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
@@ -43,7 +43,7 @@ def allocate_symmetric(elements: int, dtype: torch.dtype, device: torch.device) 
 
 def rendezvous(memory: Tensor) -> list[int]:
     """Share memory allocated by `symmetric` on all ranks; returns its address on each rank. A collective."""
-    import torch.distributed._symmetric_memory as symm_mem
+    import torch.distributed._symmetric_memory as symm_mem  # torch has no public name for it
 
     assert dist.group.WORLD is not None
     return symm_mem.rendezvous(memory, dist.group.WORLD.group_name).buffer_ptrs

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.model.linear import ShardRange
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRange:
+    """The range [start, start + length) of the `total` rows or columns of a checkpoint tensor."""
+
+    start: int
+    length: int
+    total: int
+
+    @classmethod
+    def whole(cls, total: int) -> ShardRange:
+        return cls(0, total, total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.device import upload
+from text_generation_shard.engines.torch.device.copies import upload
 from text_generation_shard.step.sequence import Sequence
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_proto.values import Sampling
-from text_generation_shard.engines.torch.device import upload, upload_rows
+from text_generation_shard.engines.torch.device.copies import upload, upload_rows
 
 WATERMARK_KEY = 15485863
 """TGI's factor from the last token to the seed."""

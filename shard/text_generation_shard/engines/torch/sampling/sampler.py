@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from text_generation_proto.values import Sampling
-from text_generation_shard.engines.torch.device import download, upload
+from text_generation_shard.engines.torch.device.copies import download, upload
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, apply_penalties
 
 CANDIDATES = (256, 4096)
@@ -160,7 +160,7 @@ class _DeviceColumn:
     """[used, 1] float64."""
 
     def split(self, rows_at_once: int) -> list[_DeviceColumn]:
-        """Return columns of at most so many rows."""
+        """Return columns of at most that number of rows."""
         count = len(self.values)
         if count <= rows_at_once:
             return [self]

@@ -10,7 +10,7 @@ from answer_events import MESSAGES, ending, read_events, write_answer
 from anthropic.types import Message
 
 from text_generation_proto.values import FinishReason
-from text_generation_router.api.anthropic.events import MessageScript, whole_input
+from text_generation_router.api.anthropic.events import MessageWriter, whole_input
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -26,7 +26,7 @@ def none_cached() -> int:
 
 def written(events: list[Event], end: AnswerEnd = STOPPED) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a stream, checked, and the whole message."""
-    return write_answer(MessageScript(NAMED, 7, none_cached), events, end, MESSAGES, Message)
+    return write_answer(MessageWriter(NAMED, 7, none_cached), events, end, MESSAGES, Message)
 
 
 def test_the_events_of_a_text_come_in_anthropics_order() -> None:
@@ -49,7 +49,7 @@ def test_the_events_of_a_text_come_in_anthropics_order() -> None:
 
 def test_cached_tokens_are_not_counted_as_input() -> None:
     cached = iter([3, 3])
-    writer = MessageScript(NAMED, 7, lambda: next(cached))
+    writer = MessageWriter(NAMED, 7, lambda: next(cached))
     read = read_events(writer.text("Hello") + writer.end(STOPPED))
     counts = {"input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3}
     assert read[0]["message"]["usage"] == {**counts, "output_tokens": 0}
@@ -57,7 +57,7 @@ def test_cached_tokens_are_not_counted_as_input() -> None:
 
 
 def test_a_failure_before_any_output_starts_a_message() -> None:
-    writer = MessageScript(NAMED, 7, none_cached)
+    writer = MessageWriter(NAMED, 7, none_cached)
     start, error = read_events(writer.failed(DeadlineExceeded("too late")))
     assert start["message"]["usage"]["input_tokens"] == 7
     assert error["error"] == {"type": "timeout_error", "message": "Request timed out: too late"}
@@ -131,7 +131,7 @@ def test_an_input_may_be_deep() -> None:
 
 
 def test_a_failure_is_an_error_event() -> None:
-    writer = MessageScript(NAMED, 7, none_cached)
+    writer = MessageWriter(NAMED, 7, none_cached)
     read = read_events(writer.text("Hel") + writer.failed(GenerationFailed("no memory")))
     assert [event["type"] for event in read] == ["message_start", "content_block_start", "content_block_delta", "error"]
     assert read[-1]["error"] == {"type": "api_error", "message": "Request failed during generation: no memory"}

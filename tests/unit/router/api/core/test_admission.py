@@ -11,12 +11,12 @@ import pytest
 
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import Sampling
+from text_generation_router.admission_queue import PendingWork
 from text_generation_router.api.core.admission import COUNTED_EXACTLY, RequestPreparer
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.metrics import Metrics
-from text_generation_router.preparation import Preparation
 from text_generation_router.request import DEFAULT_TENANT, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -30,7 +30,7 @@ OPTIONS = GenerationOptions(Api.TGI)
 
 @pytest.fixture
 async def pool(demo_model: Path) -> AsyncIterator[TokenizerPool]:
-    async with TokenizerPool(Tokenizer.load(demo_model), demo_model, 1, Preparation()) as started:
+    async with TokenizerPool(Tokenizer.load(demo_model), 1, PendingWork()) as started:
         yield started
 
 

@@ -14,14 +14,14 @@ from text_generation_router.generation import GenerationResult
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
-    "json_calls": '{"function": {"_name": "f", %s}}',
+    "json_calls": '{"name": "f", "arguments": %s}',
 }
 
 
 @pytest.mark.parametrize("form", WRITTEN)
 async def test_other_requests_run_while_a_large_answer_is_parsed(form: str) -> None:
     arguments = json.dumps({"text": "word \n" * 30_000})
-    text = WRITTEN[form] % (arguments.strip("{}") if form == "json_calls" else arguments)
+    text = WRITTEN[form] % arguments
     chat = ChatRequest((), "", AnswerForm(form, {"f": {}}))
     turns = 0
     async with asyncio.TaskGroup() as tasks:

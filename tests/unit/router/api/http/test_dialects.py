@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from text_generation_router.api.http.body_errors import BodyRejected, BodyTooLarge, InvalidBody
 from text_generation_router.api.http.dialects import (
     Dialect,
     anthropic_error_event,
@@ -35,6 +34,7 @@ from text_generation_router.errors import (
     UnknownRoute,
     error_classes,
 )
+from text_generation_router.web.body_errors import BodyRejected, BodyTooLarge, InvalidBody
 
 OPEN = {422: 400, 424: 500}
 """Statuses of OpenAI's and Anthropic's routes where TGI's differ."""

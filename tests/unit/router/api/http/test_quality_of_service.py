@@ -8,20 +8,14 @@ from typing import Any
 import pytest
 from api_settings import api_settings
 
-from text_generation_router.api.anthropic.schemas import MessagesBody
-from text_generation_router.api.cloud.kserve import InferBody
-from text_generation_router.api.cloud.vertex import TextInstance, VertexBody
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.http.bodies import validate
-from text_generation_router.api.http.body_errors import InvalidBody
-from text_generation_router.api.http.caller import Caller, QosFields, TieredFields, quality_of_service
+from text_generation_router.api.http.caller import Caller, TieredFields, quality_of_service
 from text_generation_router.api.http.keys import KeyHolder
-from text_generation_router.api.openai.responses_schemas import ResponsesBody
-from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
-from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
 from text_generation_router.scheduling.queue import due_time
+from text_generation_router.web.bodies import validate
+from text_generation_router.web.body_errors import InvalidBody
 
 LIMITS = Limits(1, 1, 1, 10, 20)
 CONFIG = api_settings(LIMITS).config
@@ -37,17 +31,6 @@ def test_the_default_has_no_deadline_and_no_salt() -> None:
     assert (
         quality_of_service(CALLER, CONFIG) == quality_of_service(CALLER, CONFIG, None, fields()) == QualityOfService()
     )
-
-
-BODIES = [
-    GenerateBody, CompatGenerateBody, GenerateParameters, ChatBody, CompletionBody, ResponsesBody, MessagesBody, InferBody,
-    TextInstance, VertexBody,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("schema", BODIES)
-def test_every_generating_body_has_the_fields(schema: type[QosFields]) -> None:
-    assert issubclass(schema, QosFields)
 
 
 def test_timeouts_count_from_the_arrival() -> None:

@@ -9,13 +9,13 @@ from structlog.testing import capture_logs
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.http.record import GenerationRecord, Record, cached_tokens, finish
-from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.web.refusals import RefusalLimiter
 
 Json = dict[str, float]
 

@@ -7,12 +7,12 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from text_generation_router.api.document.openapi import document
-from text_generation_router.api.http.bodies import Body
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route, add_routes
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.api.tgi.schemas import GenerateBody
 from text_generation_router.error_attributes import Operation
+from text_generation_router.web.bodies import Body
 
 
 class Question(Body):

@@ -11,7 +11,7 @@ from openai.types.responses import Response
 
 from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
-from text_generation_router.api.openai.responses_events import ResponseScript
+from text_generation_router.api.openai.responses_events import ResponseWriter
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
@@ -31,13 +31,13 @@ EVERYTHING: list[Event] = [
 ]
 
 
-def script(**body: object) -> ResponseScript:
-    return ResponseScript(ResponsesBody.model_validate({"input": "Hi", **body}), NAMED, 7, lambda: 3)
+def reply_writer(**body: object) -> ResponseWriter:
+    return ResponseWriter(ResponsesBody.model_validate({"input": "Hi", **body}), NAMED, 7, lambda: 3)
 
 
 def written(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a stream, checked, and the whole reply."""
-    read, whole = write_answer(script(), events, ending(finish), RESPONSES, Response)
+    read, whole = write_answer(reply_writer(), events, ending(finish), RESPONSES, Response)
     assert [event["sequence_number"] for event in read] == list(range(len(read)))
     assert read[-1]["response"] == whole
     return read, whole
@@ -52,7 +52,7 @@ def test_log_probabilities_are_those_of_the_text_alone() -> None:
             for output in outputs
         ]
 
-    writer = ResponseScript(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, names)
+    writer = ResponseWriter(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, names)
     stream = b""
     for token, events in (
         ("hm", [ReasoningDelta("hm")]),
@@ -78,7 +78,7 @@ def test_markers_before_the_first_text_have_no_log_probabilities() -> None:
     def names(outputs: Sequence[TokenOutput]) -> list[Any]:
         return [{"token": output.token_id} for output in outputs]
 
-    writer = ResponseScript(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, names)
+    writer = ResponseWriter(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, names)
     stream = b""
     # The third and the fourth token are one character.
     for number, (text, events) in enumerate((("final", []), ("<|message|>", []), ("", []), ("é", [TextDelta("é")]))):
@@ -149,7 +149,7 @@ def test_an_empty_answer_is_an_empty_message() -> None:
 
 
 def failed(error: ServingError, before: list[Event]) -> list[dict[str, Any]]:
-    writer = script()
+    writer = reply_writer()
     read = read_events(writer.events(before) + writer.failed(error))
     check_types(read, RESPONSES)
     assert [event["sequence_number"] for event in read] == list(range(len(read)))
@@ -188,7 +188,7 @@ def test_the_request_is_repeated() -> None:
         "truncation": "auto",
         "user": "me",
     }
-    writer = script(**asked, store=True, reasoning={"effort": "low"})
+    writer = reply_writer(**asked, store=True, reasoning={"effort": "low"})
     _, whole = write_answer(writer, [], ending(Finish.STOP), RESPONSES, Response)
     assert {name: whole[name] for name in asked} == asked
     assert whole["reasoning"]["effort"] == "low"
@@ -197,7 +197,7 @@ def test_the_request_is_repeated() -> None:
 
 
 def test_absent_fields_have_openais_defaults() -> None:
-    whole = orjson.loads(orjson.dumps(script().whole()))
+    whole = orjson.loads(orjson.dumps(reply_writer().whole()))
     assert (whole["temperature"], whole["top_p"], whole["tool_choice"]) == (1.0, 1.0, "auto")
     assert whole["text"] == {"format": {"type": "text"}}
     assert whole["parallel_tool_calls"] is True

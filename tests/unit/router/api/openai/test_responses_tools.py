@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
-from text_generation_router.api.openai.responses_events import ResponseScript
+from text_generation_router.api.openai.responses_events import ResponseWriter
 from text_generation_router.api.openai.responses_input import to_conversation
-from text_generation_router.api.openai.responses_schemas import MAX_ITEMS, MAX_PARTS, ResponsesBody
+from text_generation_router.api.openai.responses_schemas import MAX_ITEMS, ResponsesBody
 from text_generation_router.api.openai.responses_tools import HOSTED
+from text_generation_router.api.openai.schemas import MAX_PARTS
 from text_generation_router.chat.conversation import ToolChoice, ToolMode
 from text_generation_router.chat.events import Event, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import InvalidRequest
@@ -129,7 +130,7 @@ def test_a_call_in_the_input_has_the_name_that_the_model_used() -> None:
 
 def written(tools: list[Json], called: str) -> tuple[list[Json], Json]:
     """Return the events of a stream that calls the function of this name, and the whole reply."""
-    writer = ResponseScript(body(tools=tools), NAMED, 7, lambda: 0)
+    writer = ResponseWriter(body(tools=tools), NAMED, 7, lambda: 0)
     events: list[Event] = [TextDelta("Hm."), ToolCallStart(0, called), ToolCallArguments(0, "{}")]
     return write_answer(writer, events, ending(Finish.TOOL_CALLS), RESPONSES, Response)
 

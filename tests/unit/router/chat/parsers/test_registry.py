@@ -13,15 +13,15 @@ from text_generation_router.chat.events import TextDelta, ToolCallStart
 from text_generation_router.chat.parsers import (
     FORMATS,
     NAMES,
-    AnyTools,
-    ReasoningParser,
     begun_answer,
     create_parser,
     detect_format,
     detect_reasoning,
     starts_in_reasoning,
 )
+from text_generation_router.chat.parsers.base import AnyTools
 from text_generation_router.chat.parsers.readers import MAX_HELD, MAX_NAME
+from text_generation_router.chat.parsers.reasoning import ReasoningParser
 from text_generation_router.config import ToolCallFormat
 
 

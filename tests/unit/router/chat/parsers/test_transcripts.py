@@ -8,7 +8,8 @@ from model_answers import TABLES
 from parser_events import Part, read_parts
 
 from text_generation_router.chat.events import OutputParser
-from text_generation_router.chat.parsers import END_THINK, THINK, ReasoningParser, create_parser
+from text_generation_router.chat.parsers import create_parser
+from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, ReasoningParser
 
 
 def new_parser(kind: str) -> OutputParser:

@@ -8,7 +8,7 @@ from full_grid import full
 from reference_ops import activate, rounded_once
 
 from text_generation_shard.engines.torch.kernels import activation
-from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
 
 
 @pytest.mark.filterwarnings(

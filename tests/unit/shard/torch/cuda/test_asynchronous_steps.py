@@ -1,6 +1,6 @@
 """The engine with asynchronous steps gives the same results as the engine with synchronous ones.
 
-The GPU executor runs here on a CPU with the reference ops: the order of operations is tested, not the kernels.
+The GPU executor runs here on a CPU with the reference kernels: the order of operations is tested, not the kernels.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from engine_driver import Driver, Stream
 from full_grid import full
 from poisoned_checkpoint import POISON, write_poisoned_checkpoint
+from reference_kernels import reference_engine
 
 from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Orders
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.cuda.build import build_on_cuda
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.prepare import engine_info
+from text_generation_shard.engines.torch.build.prepare import engine_info
+from text_generation_shard.engines.torch.models.native.config import read_model_config
 
 SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, output_presence_penalty=0.5)
 
@@ -43,7 +43,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     shape = read_model_config(folder)
     info = engine_info(config, shape, torch.device("cpu"), None)
     synchronous = build_engine(config.model_copy(update={"trace_steps": ""}))
-    engines = Engines(synchronous, build_on_cuda(config, shape, info, None), trace)
+    engines = Engines(synchronous, reference_engine(config, info), trace)
     yield engines
     engines.asynchronous.close()
 
@@ -132,11 +132,11 @@ def test_results_in_flight_of_a_released_sequence_are_dropped(ahead: Driver) -> 
 
 
 def test_allocated_blocks_bound_what_is_launched(ahead: Driver) -> None:
-    stream = ahead.admit(range(3, 19), 40, granted=32)
+    stream = ahead.admit(range(3, 19), 40, allocated=32)
     ahead.run()
     # Positions 0 to 31 are computed; the last one samples the token at position 32.
     assert len(stream.tokens) == 32 - 16 + 1
-    ahead.grant(stream, 16)
+    ahead.allocate(stream, 16)
     ahead.run()
     assert len(stream.tokens) == 48 - 16 + 1
 

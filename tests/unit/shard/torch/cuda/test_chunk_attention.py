@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from full_grid import full
-from reference_attention import BLOCK_SIZE, attend, keys_and_values
+from reference_kernels import attend
 from reference_ops import relative_error
 from triton_interpreter import allow_computed_bounds
 
-from text_generation_shard.engines.torch.cuda.step_plan import PlanSizes, StepPlan, pageable_memory
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.batch.step_plan import PlanSizes, StepPlan, pageable_memory
 from text_generation_shard.engines.torch.kernels.chunk_attention import ChunkTile, PagedChunkAttention, tile_for
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -61,13 +62,10 @@ def test_chunks_match_the_formula(
     attention.run(queries, cache, window, out[:, :-8], sinks.to(device))
     expected, first = [], 0
     for (tokens, length), own in zip(LENGTHS, pages, strict=True):
-        for token in range(tokens):
-            keys, values = keys_and_values(cache.double(), own.to(device), length - tokens + token + 1)
-            query = queries[first + token].double()
-            scored = attend(query, keys, values, head_dim**-0.5, window, softcap, sinks.double().to(device))
-            expected.append(scored.flatten())
+        own_queries, rules = queries[first : first + tokens].double(), (window, head_dim**-0.5, softcap)
+        expected.append(attend(own_queries, cache, own.to(device), length, *rules, sinks.double().to(device)))
         first += tokens
-    assert relative_error(out[:, :-8], torch.stack(expected)) < TOLERANCES[dtype]
+    assert relative_error(out[:, :-8], torch.cat(expected)) < TOLERANCES[dtype]
     assert out[:, -8:].isnan().all()
 
 

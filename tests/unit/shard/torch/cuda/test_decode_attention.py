@@ -8,14 +8,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from full_grid import full
-from reference_attention import BLOCK_SIZE, attend, keys_and_values
+from reference_kernels import attend
 from reference_ops import relative_error as error
 from torch import Tensor
 from triton_interpreter import allow_computed_bounds
 
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.decode_launch import MAX_SPLITS, LaunchConfig, Merge, config_for
-from text_generation_shard.engines.torch.kernels.step import DecodeStep
+from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 H200_MULTIPROCESSORS = 132
@@ -52,15 +53,11 @@ class Case:
         return self.qkv[:, : self.shape.heads * self.shape.head_dim].view(-1, self.shape.heads, self.shape.head_dim)
 
     def expected(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
-        rows = []
-        for row, (position, slot) in enumerate(
-            zip(self.step.positions.tolist(), self.step.slots.tolist(), strict=True)
-        ):
-            table = self.step.block_tables[slot]
-            keys, values = keys_and_values(self.cache_layer.double(), table, position + 1)
-            query, step = self.queries[row].double(), self.step
-            rows.append(attend(query, keys, values, step.scale, window, step.softcap, sinks).flatten())
-        return torch.stack(rows)
+        step, rows = self.step, []
+        for query, position, slot in zip(self.queries.double(), step.positions.tolist(), step.slots, strict=True):
+            table, rules = step.block_tables[slot], (window, step.scale, step.softcap, sinks)
+            rows.append(attend(query.unsqueeze(0), self.cache_layer, table, position + 1, *rules))
+        return torch.cat(rows)
 
     def run(
         self,

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference_kernels import ReferenceKernels
 from tiny_checkpoint import load_for_cuda, random_tensors, write_checkpoint
 
-from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.decoder import Decoder
-from text_generation_shard.engines.torch.ops.device import DeviceOps
-from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
+from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
@@ -42,10 +42,7 @@ class RecordingKernels:
 
 @pytest.mark.parametrize(
     ("tokens", "kernels"),
-    [
-        (1, ["embed", *FUSED, *FUSED, "rms_norm"]),
-        (2, ["embed", "rms_norm", *SEPARATE, *SEPARATE]),
-    ],
+    [(1, ["embed", *FUSED, *FUSED, "rms_norm"]), (2, ["embed", "rms_norm", *SEPARATE, *SEPARATE])],
     ids=["fused", "separate"],
 )
 def test_a_step_launches_no_more_kernels_than_needed(tmp_path: Path, tokens: int, kernels: list[str]) -> None:

@@ -13,16 +13,10 @@ from torch.nn import functional
 from triton_interpreter import allow_computed_bounds
 
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
-from text_generation_shard.engines.torch.kernels.experts import (
-    compute_experts,
-    experts,
-    grouped_mm,
-    grouped_product,
-)
+from text_generation_shard.engines.torch.kernels.experts import compute_experts, grouped_mm, grouped_product
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 from text_generation_shard.engines.torch.kernels.routing import route
-from text_generation_shard.engines.torch.model.routing import softmax_top_k
-from text_generation_shard.engines.torch.ops.activation import GatedActivation
-from text_generation_shard.engines.torch.ops.experts import ExpertLinear, experts_by_loop
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SILU = GatedActivation("silu")
@@ -112,9 +106,6 @@ def test_the_weighted_sum_matches_float64(
         out = compute(*operands, activation)
         assert out.dtype == dtype
         assert relative_error(out, expected) < ERRORS[dtype], compute
-    # Any function of the products may take the place of the gated activation.
-    unfused = experts(*operands, lambda product: activation(product))
-    assert relative_error(unfused, expected) < ERRORS[dtype]
 
 
 def test_a_token_does_not_depend_on_the_others(device: torch.device) -> None:

@@ -21,12 +21,12 @@ from tiny_checkpoint import (
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.quantize import quantize_rows
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.linear import ParallelLinear
-from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.layers.linear import ParallelLinear
+from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.parameters import empty_weights
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.quantization.fp8 import Fp8Linear
-from text_generation_shard.engines.torch.weights import fill_dummy
+from text_generation_shard.engines.torch.weights.load import fill_dummy
 
 FP8 = torch.float8_e4m3fn
 FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",), "gate_up": ("gate_proj", "up_proj")}
@@ -178,7 +178,12 @@ def test_ignored_modules_are_not_quantized(tmp_path: Path, device: torch.device)
     kept = {name: tensors[name] for name in tensors if "down_proj" in name}
     write_checkpoint(tmp_path, quantized(tensors, per_row=True) | kept, changes)
     layer = load_for_cuda(tmp_path, device, dtype_on(device)).layers[0]
-    assert [type(linear) for linear in layer.linears] == [Fp8Linear, Fp8Linear, Fp8Linear, ParallelLinear]
+    assert [type(linear) for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)] == [
+        Fp8Linear,
+        Fp8Linear,
+        Fp8Linear,
+        ParallelLinear,
+    ]
 
 
 def test_a_product_of_projections_with_and_without_quantization_is_dequantized(tmp_path: Path) -> None:
@@ -197,7 +202,7 @@ def test_a_product_of_projections_with_and_without_quantization_is_dequantized(t
 def test_dummy_weights_have_the_expected_deviation(tmp_path: Path, device: torch.device, scheme: str) -> None:
     config: dict[str, Any] = {"quantization_config": SCHEMES[scheme][0]}
     folder = write_checkpoint(tmp_path, {}, config)
-    weights = ModelWeights(read_model_config(folder), TensorParallelRank(), device, torch.bfloat16)
+    weights = empty_weights(read_model_config(folder), TensorParallelRank(), device, torch.bfloat16, on_cpu=False)
     fill_dummy(weights.named_parameters())
     weights.process_weights_after_loading()
     down = weights.layers[0].mlp.down

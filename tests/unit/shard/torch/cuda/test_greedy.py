@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_attention import greedy
+from reference_kernels import greedy
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels import greedy as kernel

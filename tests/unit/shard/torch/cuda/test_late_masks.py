@@ -1,6 +1,6 @@
 """Sequences with late masks get the same tokens and log-probabilities, whatever runs, ends or is released beside them.
 
-The executor of a GPU runs here on a CPU with the reference ops.
+The executor of a GPU runs here on a CPU with the reference kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from byte_tokenizer import END, write_tokenizer
 from engine_driver import Driver, Stream
 from full_grid import full
 from model_families import FAMILIES, random_model, tiny_config, write_model
+from reference_kernels import reference_engine
 from tiny_engines import TINY_LLAMA
 
 from text_generation_proto.values import Grammar, GrammarKind, Sampling, Stopping, WarmUpLimits
@@ -23,9 +24,8 @@ from text_generation_shard import grammar
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.cuda.build import build_on_cuda
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.prepare import engine_info
+from text_generation_shard.engines.torch.build.prepare import engine_info
+from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.grammar import load_grammars
 from text_generation_shard.step import masks
 
@@ -45,7 +45,7 @@ def on_a_gpu(folder: Path) -> Engine:
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"vocab_size": 300, "eos_token_id": [END]}))
     config = ShardConfig(model_path=str(folder), load_format="dummy", device="cpu", max_batch_size=8)
     shape, tokens = read_model_config(folder), load_grammars(str(folder), [END])
-    return build_on_cuda(config, shape, engine_info(config, shape, torch.device("cpu"), tokens), tokens)
+    return reference_engine(config, engine_info(config, shape, torch.device("cpu"), tokens), tokens)
 
 
 def with_states(folder: Path) -> Engine:

@@ -11,8 +11,8 @@ from tiny_checkpoint import load_for_cuda, random_tensors, write_checkpoint
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.parameters import empty_weights
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -116,4 +116,4 @@ def test_sizes_that_cannot_be_divided_are_refused(
 ) -> None:
     config = read_model_config(write_checkpoint(tmp_path, {}, changes))
     with pytest.raises(EngineError, match=words):
-        ModelWeights(config, TensorParallelRank(0, size), torch.device("cpu"), torch.float32)
+        empty_weights(config, TensorParallelRank(0, size), torch.device("cpu"), torch.float32, on_cpu=False)

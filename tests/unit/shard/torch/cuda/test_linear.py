@@ -6,8 +6,9 @@ import pytest
 import torch
 from reference_ops import relative_error as error
 
-from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, Projection, ShardRange
-from text_generation_shard.engines.torch.model.precision import Precision
+from text_generation_shard.engines.torch.layers.linear import DenseLinear, ParallelLinear, Projection
+from text_generation_shard.engines.torch.layers.precision import Precision
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 
 PROJECTIONS = [
     Projection("a", ShardRange.whole(24), ShardRange.whole(40)),

@@ -20,6 +20,8 @@ from text_generation_shard.engines.torch.kernels.matvec import (
     norm_matvec,
     norm_matvec_activate,
 )
+from text_generation_shard.engines.torch.kernels.packed_weight import Fp8Weight
+from text_generation_shard.engines.torch.weights.quantization.formats.float8 import FP8
 
 EPS = 1e-5
 # (outputs, inputs): less than a warp; an odd number of inputs; a power of two; several warps.
@@ -57,6 +59,20 @@ def test_the_product_matches_float64(make: Make, rows: int, outputs: int, inputs
     out = make.poisoned(rows, outputs, dtype=torch.float32)
     matvec(x, weight, out)
     assert rounded_once(out, x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_the_rows_of_a_weight_in_fp8_have_scales(make: Make, outputs: int, inputs: int) -> None:
+    """The scale of a row does not apply to its bias."""
+    weight = Fp8Weight(make.normal(2 * outputs, inputs, dtype=FP8), torch.rand(2 * outputs, device=make.device))
+    dense = weight.values.double() * weight.scales.double().unsqueeze(1)
+    x, norm_weight = make.normal(1, inputs, dtype=torch.float32), make.normal(inputs)
+    bias, out, inner = make.normal(2 * outputs), make.poisoned(1, 2 * outputs), make.poisoned(1, outputs)
+    matvec(x, weight, out, bias, 0.5)
+    assert rounded_once(out, 0.5 * (x.double() @ dense.T + bias.double()))
+    product = rms_norm(x.double(), norm_weight.double(), EPS) @ dense.T + bias.double()
+    norm_matvec_activate(x, norm_weight, EPS, weight, "silu", inner, bias)
+    assert rounded_once(inner, activate(product, "silu"))
 
 
 @pytest.mark.parametrize(("rows", "biased"), [(1, False), (MAX_ROWS, True)])

@@ -13,7 +13,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.kernels.matvec import matvec, matvec_add, norm_matvec, norm_matvec_activate
 from text_generation_shard.engines.torch.kernels.packed_matvec import PackedConfig, packed_matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
-from text_generation_shard.engines.torch.quantization.formats.integers import packed
+from text_generation_shard.engines.torch.weights.quantization.formats.integers import packed
 
 EPS = 1e-5
 

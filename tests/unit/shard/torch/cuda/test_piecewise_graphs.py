@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from reference_kernels import ReferenceKernels
 from reference_ops import relative_error as error
 from tiny_checkpoint import CONFIG, load_for_cuda, random_tensors, write_checkpoint
 from tiny_transformers import random_model, save
@@ -21,27 +22,32 @@ from transformers import Gemma4TextConfig
 from text_generation_proto.values import Stopping
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders
-from text_generation_shard.engines.torch.cuda.runner import Runner
-from text_generation_shard.engines.torch.cuda.step_plan import Padding, SlotTables, StepPlan, plan_chunks, plan_decoding
-from text_generation_shard.engines.torch.graphs.decode import ForwardOutput, GraphPool
-from text_generation_shard.engines.torch.graphs.piecewise import (
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
+from text_generation_shard.engines.torch.batch.step_plan import (
+    Padding,
+    StepPlan,
+    plan_chunks,
+    plan_decoding,
+    table_updates,
+)
+from text_generation_shard.engines.torch.build.prepare import engine_info
+from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model
+from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
+from text_generation_shard.engines.torch.models.huggingface.config import read_config
+from text_generation_shard.engines.torch.models.huggingface.load import load_model
+from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.decoder import Decoder
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.runner.decode_graphs import GraphPool, wanted_sizes
+from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
+from text_generation_shard.engines.torch.runner.piecewise_graphs import (
     CAPTURE_SIZES,
     PiecewiseGraphs,
     Work,
     capture_size_for,
 )
-from text_generation_shard.engines.torch.huggingface.config import read_config
-from text_generation_shard.engines.torch.huggingface.load import load_model
-from text_generation_shard.engines.torch.huggingface.model import TransformersModel
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.decoder import Decoder
-from text_generation_shard.engines.torch.model.interface import Model
-from text_generation_shard.engines.torch.ops.device import DeviceOps
-from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
-from text_generation_shard.engines.torch.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.prepare import engine_info
 from text_generation_shard.step.sequence import SamplerOutput, StepRows
 from text_generation_shard.step.table import SequenceTable
 
@@ -85,7 +91,7 @@ def tensors(result: object) -> list[Tensor]:
 
 
 class Tapes:
-    """Implements `GraphRecorder` on a CPU."""
+    """Does what a `GraphPool` does, on a CPU."""
 
     def begin(self) -> None:
         self._tape = Tape()
@@ -107,23 +113,22 @@ def stream(device: torch.device) -> Iterator[None]:
 class Rig:
     """Two runners that get the same steps: one computes them whole, the other by piecewise graphs that this object records."""
 
-    whole: Runner
-    piecewise: Runner
+    whole: DeviceRunner
+    piecewise: DeviceRunner
     table: SequenceTable
     device: torch.device
     replayed: list[int] = field(default_factory=list)
     """The number of each captured piece that ran in the last step."""
-    _tables: SlotTables = field(init=False)
     _free: Iterator[int] = field(default_factory=lambda: iter(torch.randperm(BLOCKS).tolist()))
 
     def __post_init__(self) -> None:
         self._recorder = Tapes() if self.device.type == "cpu" else GraphPool()
         self._numbers = itertools.count()
-        self._tables = SlotTables(SLOTS, self.whole.max_blocks)
 
     def capture(self, *, only_largest: bool = False) -> PiecewiseGraphs:
         """Capture the pieces; their runs are recorded in `replayed`."""
-        pieces = self.piecewise.capture_pieces(self, only_largest=only_largest)
+        sizes = wanted_sizes(CAPTURE_SIZES, only_largest, max_tokens=None)
+        pieces = self.piecewise.capture_pieces(cast(GraphPool, self), sizes, lambda: None)
         assert pieces is not None
         return pieces
 
@@ -157,7 +162,7 @@ class Rig:
         return output, ours, plan
 
     def _plan(self, rows: StepRows, greedy: bool) -> StepPlan:
-        updates = self._tables.updates(rows)
+        updates = table_updates(rows, self.whole.max_blocks)
         if rows.prefills:
             return plan_chunks(rows, updates, greedy=greedy)
         return plan_decoding(rows, updates, Padding(len(rows), len(updates), SLOTS, (0, 0)), greedy=greedy)
@@ -204,9 +209,9 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) ->
     folder = write_checkpoint(tmp_path, random_tensors(CHANGES), CHANGES)
     model, shape, scale = request.param(folder, device)
 
-    def runner() -> Runner:
+    def runner() -> DeviceRunner:
         group = ParallelGroup(TensorParallelRank())
-        built = Runner(model, ReferenceKernels(scale), group, shape, SLOTS, MAX_LENGTH)
+        built = DeviceRunner(model, ReferenceKernels(scale), group, shape, SLOTS, MAX_LENGTH)
         built.allocate(BLOCKS)
         return built
 
@@ -243,19 +248,19 @@ def test_piecewise_steps_match_whole_steps(rig: Rig) -> None:
     admit = rig.admit
     rig.capture()
     # A first chunk, padded.
-    check(rig, Orders(number=1, admit=(admit(0, 60),), prefill=((0, 21),)), 32)
+    check(rig, Orders(number=1, placements=(admit(0, 60),), prefill=((0, 21),)), 32)
     # Chunks of several sequences, one of them the end of its prompt.
-    check(rig, Orders(number=2, admit=(admit(1, 7), admit(2, 90)), prefill=((0, 20), (1, 7), (2, 30))), 64)
+    check(rig, Orders(number=2, placements=(admit(1, 7), admit(2, 90)), prefill=((0, 20), (1, 7), (2, 30))), 64)
     # A decode row and chunks, without padding.
     check(rig, Orders(number=3, prefill=((0, 19), (2, 44))), 64)
     check(rig, Orders(number=4, prefill=((2, 16),)), 32, greedy=False)
     # Decode steps do not use the pieces.
     check(rig, Orders(number=5), None)
     # A chunk much longer than the window, with three decode rows; then its rest.
-    check(rig, Orders(number=6, admit=(admit(3, 280),), prefill=((3, 260),)), 320)
+    check(rig, Orders(number=6, placements=(admit(3, 280),), prefill=((3, 260),)), 320)
     check(rig, Orders(number=7, prefill=((3, 20),)), 32)
     # A single token, in memory with data of earlier steps.
-    check(rig, Orders(number=8, release=(0, 1, 2, 3), admit=(admit(4, 1),), prefill=((4, 1),)), 16)
+    check(rig, Orders(number=8, release=(0, 1, 2, 3), placements=(admit(4, 1),), prefill=((4, 1),)), 16)
     check(rig, Orders(number=9), None)
 
 
@@ -265,20 +270,21 @@ def test_only_the_largest_size_is_captured_to_measure_memory(rig: Rig) -> None:
     dummy_block = len(rig.piecewise.cache[0]) - 1
     for layer in rig.piecewise.cache:
         layer[dummy_block] = torch.nan
-    check(rig, Orders(number=1, admit=(rig.admit(0, 961),), prefill=((0, 961),)), 1024)
+    check(rig, Orders(number=1, placements=(rig.admit(0, 961),), prefill=((0, 961),)), 1024)
     assert all(layer[dummy_block, :, :, 0].isfinite().all() for layer in rig.piecewise.cache)
     # Steps of other sizes, and larger ones, are computed whole.
-    check(rig, Orders(number=2, admit=(rig.admit(1, 12),), prefill=((1, 12),)), None)
-    check(rig, Orders(number=3, release=(0,), admit=(rig.admit(2, 1025),), prefill=((2, 1025),)), None)
+    check(rig, Orders(number=2, placements=(rig.admit(1, 12),), prefill=((1, 12),)), None)
+    check(rig, Orders(number=3, release=(0,), placements=(rig.admit(2, 1025),), prefill=((2, 1025),)), None)
 
 
 def test_a_new_kv_cache_drops_the_pieces(rig: Rig) -> None:
     rig.capture(only_largest=True)
     rig.piecewise.allocate(BLOCKS)
-    check(rig, Orders(number=1, admit=(rig.admit(0, 970),), prefill=((0, 970),)), None)
+    check(rig, Orders(number=1, placements=(rig.admit(0, 970),), prefill=((0, 970),)), None)
 
 
 def test_the_smallest_capture_size_that_fits_is_used() -> None:
     sizes = {1: 16, 16: 16, 17: 32, 64: 64, 65: 128, 129: 192, 960: 960, 961: 1024, 1024: 1024}
     assert {tokens: capture_size_for(tokens) for tokens in sizes} == sizes
     assert capture_size_for(CAPTURE_SIZES[-1] + 1) not in CAPTURE_SIZES
+    assert wanted_sizes((1, 2, 4, 8), only_largest=False, max_tokens=4) == [4, 2, 1]

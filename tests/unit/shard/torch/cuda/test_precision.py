@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from reference_kernels import ReferenceKernels
 from structlog.testing import capture_logs
 from tiny_checkpoint import COMPRESSED_DYNAMIC, load_for_cuda, random_tensors, write_checkpoint
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.decoder import Decoder
-from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE, Precision
-from text_generation_shard.engines.torch.ops.device import DeviceOps
-from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
+from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
+from text_generation_shard.engines.torch.layers.precision import MAX_NARROW_HIDDEN_SIZE, Precision
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.decoder import Decoder
+from text_generation_shard.engines.torch.models.native.parameters import LayerWeights, empty_weights
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
@@ -35,7 +36,7 @@ Edit = Callable[[dict[str, Tensor]], object]
 
 @dataclass
 class Model:
-    """A model on the reference ops; all its sequences decode."""
+    """A model on the reference kernels; all its sequences decode."""
 
     folder: Path
     dtype: torch.dtype
@@ -60,6 +61,10 @@ class Model:
         """float32 [tokens · sequences, vocabulary] for `ids` [tokens, sequences]."""
         context, decoder = self.context(), self.decoder
         return torch.cat([decoder.logits(decoder.forward(step)) for step in steps(ids, context)])
+
+
+def linears(layer: LayerWeights) -> list[Any]:
+    return [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
 
 
 def steps(ids: Tensor, context: StepContext) -> list[DeviceStep]:
@@ -119,18 +124,17 @@ def test_converted_weights_are_the_same_numbers(make: Make) -> None:
     torch.testing.assert_close(model.head.weight.float(), exact.embedding, **half_a_step)
     assert torch.equal(model.embedding.float(), exact.embedding)
     for layer, expected in zip(model.layers, exact.layers, strict=True):
-        for linear, reference in zip(layer.linears, expected.linears, strict=True):
+        for linear, reference in zip(linears(layer), linears(expected), strict=True):
             torch.testing.assert_close(linear.weight.float(), reference.weight, **half_a_step)
 
 
 def test_wide_and_fp8_models_keep_their_dtype(tmp_path: Path) -> None:
-    config = read_model_config(write_checkpoint(tmp_path, {}))
-    assert Precision.of(replace(config, hidden_size=MAX_NARROW_HIDDEN_SIZE), BF16).products == FP32
+    assert Precision.of(MAX_NARROW_HIDDEN_SIZE, BF16).products == FP32
     unchanged = Precision(BF16, BF16, BF16)
-    assert Precision.of(replace(config, hidden_size=MAX_NARROW_HIDDEN_SIZE + 1), BF16) == unchanged
+    assert Precision.of(MAX_NARROW_HIDDEN_SIZE + 1, BF16) == unchanged
     assert unchanged.after_loading([torch.ones(4)], [torch.ones(4, 4)]) == unchanged
     fp8 = read_model_config(write_checkpoint(tmp_path, {}, {"quantization_config": COMPRESSED_DYNAMIC}))
-    assert Precision.of(fp8, BF16) == unchanged
+    assert empty_weights(fp8, TensorParallelRank(), CPU, BF16, on_cpu=False).precision == unchanged
 
 
 def scaled(ending: str | tuple[str, ...], factor: float) -> Edit:
@@ -158,7 +162,7 @@ def test_values_outside_float16_keep_bfloat16(make: Make, edit: Edit) -> None:
         weights = make(BF16, edit).weights
     assert weights.precision == Precision(BF16, FP32, BF16)
     assert weights.head.weight.data_ptr() == weights.embedding.data_ptr()
-    assert all(linear.weight.dtype == BF16 for linear in weights.linears)
+    assert all(linear.weight.dtype == BF16 for layer in weights.layers for linear in linears(layer))
     assert [log["log_level"] for log in logs if "float16" in log["event"]] == ["info"]
 
 

@@ -10,11 +10,10 @@ from full_grid import full
 from reference_ops import rms_norm, rotate, rounded_once
 from torch import Tensor
 
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.kernels.operands import RopeStep
 from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
-from text_generation_shard.engines.torch.kernels.step import RopeStep
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.model.rope import RotaryEmbedding, inverse_frequencies, rotary_table
-from text_generation_shard.engines.torch.model.rope_config import Rope
+from text_generation_shard.engines.torch.layers.rope import Rope, RotaryEmbedding, inverse_frequencies, rotary_table
 
 SLOTS, POSITIONS = 4, 160
 DUMMY_BLOCK = SLOTS * POSITIONS // BLOCK_SIZE

@@ -1,9 +1,8 @@
-"""Models of transformers in the steps of a GPU, on a CPU: device steps, replaced parts, reference attention."""
+"""Models of transformers in the steps of a GPU, on a CPU: device steps, reference attention."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,40 +10,31 @@ import torch
 from engine_driver import Driver
 from full_grid import full
 from model_families import FAMILIES, random_model, tiny_config, write_model
+from reference_kernels import ReferenceKernels
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
-from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
-from text_generation_shard.engines.torch.cuda.runner import Runner
-from text_generation_shard.engines.torch.engine import TorchEngine
-from text_generation_shard.engines.torch.huggingface.check import WINDOW, check_model
-from text_generation_shard.engines.torch.huggingface.config import read_config
-from text_generation_shard.engines.torch.huggingface.find_decoder import find_decoder
-from text_generation_shard.engines.torch.huggingface.load import load_model
-from text_generation_shard.engines.torch.huggingface.model import TransformersModel
-from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
-from text_generation_shard.engines.torch.kv_cache import CacheShape
-from text_generation_shard.engines.torch.model.precision import Precision
-from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
+from text_generation_shard.engines.torch.batch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.build.prepare import engine_info
+from text_generation_shard.engines.torch.device.memory import DeviceMemory
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
+from text_generation_shard.engines.torch.layers.precision import Precision
+from text_generation_shard.engines.torch.models.huggingface.check import WINDOW, check_model
+from text_generation_shard.engines.torch.models.huggingface.config import read_config
+from text_generation_shard.engines.torch.models.huggingface.find_decoder import find_decoder
+from text_generation_shard.engines.torch.models.huggingface.load import load_model
+from text_generation_shard.engines.torch.models.huggingface.model import LibraryDecoder, TransformersModel
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.prepare import engine_info
+from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
 
 CPU = torch.device("cpu")
 ALONE = ParallelGroup(TensorParallelRank())
 HEAD_DIMS = (64, 128)
 """Wider than the heads of the tiny models, which have to be padded."""
-
-
-@pytest.fixture
-def restored() -> Iterator[list[Callable[[], None]]]:
-    """Functions that a test adds here are called at its end: a modeling file is changed for the whole process."""
-    restorers: list[Callable[[], None]] = []
-    yield restorers
-    for restore in restorers:
-        restore()
 
 
 class Served:
@@ -66,19 +56,24 @@ class Served:
         self.info = engine_info(config, self.config, CPU, None)
         self.model = TransformersModel(load_model(config, self.config, ALONE, CPU, dtype), head_dims)
 
-    def check(self, change: Callable[[], None] = lambda: None) -> None:
+    def check(self) -> None:
         check_model(
-            self.model, self.config.vocab_size, self.config.max_sequence_length, self.executor, ALONE, (WINDOW,), change
+            self.model, self.config.vocab_size, self.config.max_sequence_length, self.executor, ALONE, (WINDOW,)
         )
         self.model.record()
 
-    def executor(self) -> CudaExecutor:
+    def found_decoder(self) -> LibraryDecoder | None:
+        """Search the native decoder, with the precision of a GPU."""
+        precision = Precision.of(self.library.config.hidden_size, self.model.dtype)
+        return find_decoder(self.model, self.info.max_sequence_length, ALONE, precision)
+
+    def executor(self) -> Executor:
         model, info = self.model, self.info
         kernels = ReferenceKernels(*model.rules[0])
         shape = CacheShape(tuple(model.layers), CPU, model.dtype)
-        served = model if model.decoder is None else model.decoder.on(kernels)
-        runner = Runner(served, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
-        return CudaExecutor(runner, DeviceMemory(CPU, 0.4), ALONE, shape, info.max_slots)
+        served = model.with_ops(DeviceOps(kernels, ALONE, model.dtype))
+        runner = DeviceRunner(served, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
+        return Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True)
 
     def check_greedy_tokens(self) -> None:
         engine = TorchEngine(self.info, self.executor())
@@ -93,29 +88,12 @@ class Served:
             assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == stream.tokens
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels do not run on CPU tensors")
-@pytest.mark.parametrize(
-    "name",
-    [*map(full, ("gpt_oss", "deepseek_v3", "phi", "gpt2", "cohere2"))],
-)
-def test_faster_parts_give_the_tokens_of_transformers(
-    name: str, tmp_path: Path, restored: list[Callable[[], None]]
-) -> None:
+@pytest.mark.parametrize("name", [*map(full, ("gpt_oss", "deepseek_v3", "phi", "gpt2", "cohere2"))])
+def test_layers_of_the_library_run_in_the_steps_of_a_gpu(name: str, tmp_path: Path) -> None:
     served = Served(name, tmp_path, HEAD_DIMS)
-    restored.append(restorer(served.model.library))
-    served.check(lambda: swap_parts(served.model.library))
+    served.check()
     assert {layer.head_dim for layer in served.model.layers} == {64}
     served.check_greedy_tokens()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels do not run on CPU tensors")
-@pytest.mark.full
-def test_parts_of_a_model_of_16_bits_are_replaced(tmp_path: Path, restored: list[Callable[[], None]]) -> None:
-    served = Served("llama", tmp_path, HEAD_DIMS, dtype=torch.bfloat16)
-    layer = served.model.library.model.layers[0]
-    restored.append(restorer(served.model.library))
-    served.check(lambda: swap_parts(served.model.library))
-    assert all("forward" in vars(part) for part in (layer.mlp, layer.input_layernorm, layer.self_attn.q_proj))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +107,7 @@ def test_parts_of_a_model_of_16_bits_are_replaced(tmp_path: Path, restored: list
 def test_usual_layers_run_in_the_native_decoder(name: str, tmp_path: Path) -> None:
     served = Served(name, tmp_path)
     served.model.record()
-    served.model.decoder = find_decoder(served.model, served.info.max_sequence_length, ALONE)
+    served.model.decoder = served.found_decoder()
     assert served.model.decoder is not None
     served.check()
     served.check_greedy_tokens()
@@ -139,7 +117,7 @@ def test_usual_layers_run_in_the_native_decoder(name: str, tmp_path: Path) -> No
 def test_layers_with_a_state_run_in_the_steps_of_a_gpu(name: str, tmp_path: Path) -> None:
     served = Served(name, tmp_path, layers=4)
     served.model.record()
-    served.model.allocate_states(served.info.max_slots)
+    served.model.states.allocate(served.info.max_slots)
     served.check()
     served.check_greedy_tokens()
 
@@ -150,9 +128,9 @@ def test_a_layer_that_differs_stays_that_of_transformers(tmp_path: Path) -> None
     layers = served.model.library.model.layers
     for part in (layers[1], layers[1].self_attn.k_proj, layers[0].input_layernorm, served.model.library.model.norm):
         hook = part.register_forward_hook(lambda _, given, output: output * 1.001)
-        assert find_decoder(served.model, served.info.max_sequence_length, ALONE) is None
+        assert served.found_decoder() is None
         hook.remove()
-    assert find_decoder(served.model, served.info.max_sequence_length, ALONE) is not None
+    assert served.found_decoder() is not None
 
 
 def test_layers_may_have_different_numbers_of_heads(tmp_path: Path) -> None:
@@ -163,7 +141,7 @@ def test_layers_may_have_different_numbers_of_heads(tmp_path: Path) -> None:
     served.model.library.model.layers[1].self_attn = LlamaAttention(narrow, 1)
     served.model.record()
     assert len({layer.num_heads for layer in served.model.layers}) == 2
-    served.model.decoder = find_decoder(served.model, served.info.max_sequence_length, ALONE)
+    served.model.decoder = served.found_decoder()
     assert served.model.decoder is not None
     served.check()
 
@@ -171,7 +149,7 @@ def test_layers_may_have_different_numbers_of_heads(tmp_path: Path) -> None:
 def test_a_narrow_model_in_16_bits_has_the_precision_of_a_native_one(tmp_path: Path) -> None:
     served = Served("llama", tmp_path, dtype=torch.bfloat16)
     served.model.record()
-    found = served.model.decoder = find_decoder(served.model, served.info.max_sequence_length, ALONE)
+    found = served.model.decoder = served.found_decoder()
     assert found is not None
-    assert found.precision == Precision(torch.bfloat16, torch.float32, torch.float16)
+    assert found.weights.precision == Precision(torch.bfloat16, torch.float32, torch.float16)
     served.check()

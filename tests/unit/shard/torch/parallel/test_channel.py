@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -17,18 +16,22 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX
+from text_generation_common.shard_access import ShardAccess
+from text_generation_common.sockets import PRIVATE_FOLDER_PREFIX
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.parallel.channel import (
-    GOODBYE,
-    FollowerChannel,
-    GroupBroken,
-    LeaderChannel,
-    accept_followers,
-    connect_to_leader,
-)
+from text_generation_shard.engines.torch.parallel.channel import GOODBYE, FollowerChannel, GroupBroken, LeaderChannel
+from text_generation_shard.engines.torch.parallel.meeting import accept_ranks, connect_to_leader
 
 SOON = 10.0
+NO_TOKEN = ShardAccess.of()
+
+
+def accept(path: Path, size: int) -> LeaderChannel:
+    return accept_ranks(f"unix://{path}", size, SOON, NO_TOKEN)
+
+
+def connect(path: Path, rank: int, size: int) -> FollowerChannel:
+    return connect_to_leader(f"unix://{path}", rank, size, SOON, NO_TOKEN)
 
 
 @pytest.fixture
@@ -41,8 +44,8 @@ def path() -> Iterator[Path]:
 def group(path: Path, size: int) -> Iterator[tuple[LeaderChannel, list[FollowerChannel]]]:
     """Connect a leader and its followers in one process."""
     with ThreadPoolExecutor(size) as pool:
-        leading = pool.submit(accept_followers, path, size, SOON)
-        following = [pool.submit(connect_to_leader, path, rank, size, SOON) for rank in reversed(range(1, size))]
+        leading = pool.submit(accept, path, size)
+        following = [pool.submit(connect, path, rank, size) for rank in reversed(range(1, size))]
         leader, followers = leading.result(), [future.result() for future in reversed(following)]
     try:
         yield leader, followers
@@ -79,10 +82,10 @@ def test_answers_are_gathered_by_rank(path: Path) -> None:
 def test_only_the_owner_can_access_the_socket_which_is_removed_once_all_are_connected(path: Path) -> None:
     private = path.parent / f"{PRIVATE_FOLDER_PREFIX}1" / "group"
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(accept_followers, private, 3, SOON)
-        first = connect_to_leader(private, 1, 3, SOON)
+        leading = pool.submit(accept, private, 3)
+        first = connect(private, 1, 3)
         assert private.stat().st_mode & 0o777 == 0o600
-        second = connect_to_leader(private, 2, 3, SOON)
+        second = connect(private, 2, 3)
         for channel in (leading.result(), first, second):
             assert list(path.parent.iterdir()) == []
             channel.close()
@@ -121,9 +124,9 @@ def test_lost_reports_the_lost_process(path: Path) -> None:
 
 FOLLOWER = """
 import sys
-from pathlib import Path
-from text_generation_shard.engines.torch.parallel.channel import connect_to_leader
-follower = connect_to_leader(Path(sys.argv[1]), 1, 2, 30)
+from text_generation_common.shard_access import ShardAccess
+from text_generation_shard.engines.torch.parallel.meeting import connect_to_leader
+follower = connect_to_leader(f"unix://{sys.argv[1]}", 1, 2, 30, ShardAccess.of())
 while True:
     kind, payload = follower.receive()
     follower.answer(len(payload))
@@ -133,7 +136,7 @@ while True:
 def test_a_killed_process_is_detected_by_watch_and_by_gather(path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", FOLLOWER, str(path)])
     try:
-        leader = accept_followers(path, 2, 30)
+        leader = accept(path, 2)
         gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         leader.watch(gone.put)
         leader.broadcast(1, b"12345")
@@ -202,23 +205,11 @@ def fill(leader: LeaderChannel, rank: int) -> None:
 )
 def test_a_rank_outside_the_group_is_refused(path: Path, greetings: list[tuple[int, int]], problem: str) -> None:
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(accept_followers, path, 3, SOON)
-        connected = [connect_to_leader(path, rank, size, SOON) for rank, size in greetings]
+        leading = pool.submit(accept, path, 3)
+        connected = [connect(path, rank, size) for rank, size in greetings]
         with pytest.raises(EngineError, match=f"^the group could not be formed: {problem}$"):
             leading.result()
         for follower in connected:  # none of them hangs
             with pytest.raises(GroupBroken):
                 follower.receive()
             follower.close()
-
-
-@pytest.mark.parametrize("greeting", [b"", b"GET", struct.pack("<III", 7, 1, 2)])
-def test_a_connection_without_a_greeting_is_refused(path: Path, greeting: bytes) -> None:
-    with ThreadPoolExecutor(1) as pool, socket.socket(socket.AF_UNIX) as stranger:
-        leading = pool.submit(accept_followers, path, 2, SOON)
-        while stranger.connect_ex(str(path)):
-            pass
-        stranger.sendall(greeting)
-        stranger.shutdown(socket.SHUT_WR)
-        with pytest.raises(EngineError, match=r"a connection did not come from a shard$"):
-            leading.result()

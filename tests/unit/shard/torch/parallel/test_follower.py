@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import structlog
@@ -17,8 +16,9 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, Orders
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.parallel.channel import LeaderChannel, accept_followers, connect_to_leader
+from text_generation_shard.engines.torch.parallel.channel import LeaderChannel
 from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
+from text_generation_shard.engines.torch.parallel.meeting import accept_ranks, connect_to_leader
 
 SOON = 10.0
 STUCK = 99
@@ -53,12 +53,13 @@ class Pair:
 @pytest.fixture
 def unwatched() -> Iterator[Pair]:
     """A pair without a callback for the end of the group."""
-    info = build_engine(ShardConfig(engine="echo")).info
+    config = ShardConfig(engine="echo")
+    info = build_engine(config).info
     with tempfile.TemporaryDirectory(prefix="t-") as folder, ThreadPoolExecutor(1) as pool:
-        path = Path(folder, "group")
-        leading = pool.submit(accept_followers, path, 2, SOON)
+        address = f"unix://{folder}/group"
+        leading = pool.submit(accept_ranks, address, 2, SOON, config)
         worker = RecordingWorker()
-        engine = FollowerEngine(info, 1, connect_to_leader(path, 1, 2, SOON), worker)
+        engine = FollowerEngine(info, 1, connect_to_leader(address, 1, 2, SOON, config), worker.execute)
         pair = Pair(leading.result(), worker, engine)
         yield pair
         worker.released.set()

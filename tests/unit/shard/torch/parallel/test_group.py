@@ -14,6 +14,7 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.parallel import group
 from text_generation_shard.engines.torch.parallel.group import join_group
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
@@ -23,7 +24,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.parallel.group import join_group
 from text_generation_shard.engines.torch.parallel.symmetric import all_succeed
 rank, size, address, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], torch.device(sys.argv[4])
-group = join_group(ShardConfig(rank=rank, world_size=size, group_address=address), device, 60)
+group = join_group(ShardConfig(rank=rank, world_size=size, group_address=address), device)
 assert (group.tp.rank, group.tp.world_size) == (rank, size)
 everyone = range(size)
 
@@ -128,23 +129,24 @@ def test_gpus_compute_together_also_in_a_graph(address: str) -> None:
 
 
 def test_a_group_of_one_opens_nothing() -> None:
-    group = join_group(ShardConfig(), torch.device("cpu"))
-    assert group.tp == TensorParallelRank(0, 1)
+    alone = join_group(ShardConfig(), torch.device("cpu"))
+    assert alone.tp == TensorParallelRank(0, 1)
     tensor = torch.tensor([1.0, 2.0])
     out = torch.full((1, 2), torch.nan)
-    group.all_reduce(tensor)
-    group.broadcast(tensor)
-    group.all_gather_last_dim(tensor.view(1, 2), out)
-    group.close()
+    alone.all_reduce(tensor)
+    alone.broadcast(tensor)
+    alone.all_gather_last_dim(tensor.view(1, 2), out)
+    alone.close()
     assert tensor.tolist() == out[0].tolist() == [1.0, 2.0]
     assert not torch.distributed.is_initialized()
 
 
-def test_a_missing_rank_is_an_error_in_one_line(address: str) -> None:
+def test_a_missing_rank_is_an_error_in_one_line(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "JOIN_TIMEOUT", 0.05)
     config = ShardConfig(rank=0, world_size=3, group_address=address)
     with pytest.raises(EngineError, match=r"^ranks 1, 2 did not connect within 0\.05 s$"):
-        join_group(config, torch.device("cpu"), timeout=0.05)
+        join_group(config, torch.device("cpu"))
     config = ShardConfig(rank=2, world_size=3, group_address=address)
-    with pytest.raises(EngineError, match=r"^rank 0 was not reachable at .*group within 0\.05 s: No such file"):
-        join_group(config, torch.device("cpu"), timeout=0.05)
+    with pytest.raises(EngineError, match=r"^rank 0 could not be met at .*group within 0\.05 s: .*No such file"):
+        join_group(config, torch.device("cpu"))
     assert not Path(address.removeprefix("unix://")).exists()

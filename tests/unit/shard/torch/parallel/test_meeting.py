@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from certificates import write_certificates
 
-from text_generation_proto.access import ShardAccess
-from text_generation_proto.sockets import split_host_port
+from text_generation_common.shard_access import ShardAccess
+from text_generation_proto.addresses import split_host_port
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.parallel import meeting
 from text_generation_shard.engines.torch.parallel.channel import GroupBroken, LeaderChannel
@@ -35,7 +35,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def leading(pool: ThreadPoolExecutor, address: str, size: int, access: ShardAccess = MEMBER) -> Future[LeaderChannel]:
-    return pool.submit(meeting.accept_hosts, address, size, SOON, access)
+    return pool.submit(meeting.accept_ranks, address, size, SOON, access)
 
 
 def stranger(address: str, *sends: bytes) -> socket.socket:
@@ -63,8 +63,8 @@ def test_members_meet_and_talk_among_strangers(
                 pass
         with pytest.raises(EngineError, match="is SHARD_TOKEN the same"):
             wrong = access.model_copy(update={"shard_token": "other"})
-            meeting.connect_to_host(address, 1, 3, 0.0, wrong)
-        followers = list(pool.map(lambda rank: meeting.connect_to_host(address, rank, 3, SOON, access), (1, 2)))
+            meeting.connect_to_leader(address, 1, 3, 0.0, wrong)
+        followers = list(pool.map(lambda rank: meeting.connect_to_leader(address, rank, 3, SOON, access), (1, 2)))
         leader.result().broadcast(7, payload := bytes(range(256)) * 1000)
         for number, follower in enumerate(followers):
             kind, received = follower.receive()
@@ -84,15 +84,15 @@ def test_certificate_of_another_authority_is_refused(address: str, pool: ThreadP
     mixed = other.model_copy(update={"shard_tls_ca": access.shard_tls_ca})
     for refused, reason in ((other, "certificate verify failed"), (mixed, "could not be met")):
         with stranger(address), pytest.raises(EngineError, match=reason):
-            meeting.connect_to_host(address, 1, 2, 0.0, refused)
-    meeting.connect_to_host(address, 1, 2, SOON, access).close()
+            meeting.connect_to_leader(address, 1, 2, 0.0, refused)
+    meeting.connect_to_leader(address, 1, 2, SOON, access).close()
     leader.result().close()
 
 
 def test_rank_that_restarts_before_the_group_is_complete_meets_again(address: str, pool: ThreadPoolExecutor) -> None:
     leader = leading(pool, address, 3)
-    meeting.connect_to_host(address, 1, 3, SOON, MEMBER).close()
-    followers = list(pool.map(lambda rank: meeting.connect_to_host(address, rank, 3, SOON, MEMBER), (1, 2)))
+    meeting.connect_to_leader(address, 1, 3, SOON, MEMBER).close()
+    followers = list(pool.map(lambda rank: meeting.connect_to_leader(address, rank, 3, SOON, MEMBER), (1, 2)))
     leader.result().broadcast(1)
     assert [follower.receive()[0] for follower in followers] == [1, 1]
     for channel in (leader.result(), *followers):
@@ -101,7 +101,7 @@ def test_rank_that_restarts_before_the_group_is_complete_meets_again(address: st
 
 def test_all_ranks_end_when_one_is_lost(address: str, pool: ThreadPoolExecutor) -> None:
     leader = leading(pool, address, 3)
-    first, second = pool.map(lambda rank: meeting.connect_to_host(address, rank, 3, SOON, MEMBER), (1, 2))
+    first, second = pool.map(lambda rank: meeting.connect_to_leader(address, rank, 3, SOON, MEMBER), (1, 2))
     lost: Future[str] = Future()
     leader.result().watch(lost.set_result)
     first.close()
@@ -110,10 +110,3 @@ def test_all_ranks_end_when_one_is_lost(address: str, pool: ThreadPoolExecutor) 
         second.receive()
     assert leader.result().lost(0.0) == "rank 1 is gone"
     second.close()
-
-
-def test_meeting_that_is_not_complete_in_time_fails(address: str) -> None:
-    with pytest.raises(EngineError, match="rank 1 did not connect within"):
-        meeting.accept_hosts(address, 2, 0.1, MEMBER)
-    with pytest.raises(EngineError, match="rank 0 could not be met at"):
-        meeting.connect_to_host(address, 1, 2, 0.1, MEMBER)

@@ -28,15 +28,15 @@ SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=
 KILLED_IN_A_STEP = """
     import os, signal
     from text_generation_shard.__main__ import main
-    from text_generation_shard.engines.torch.cuda.runner import Runner
+    from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
 
-    Runner.start = lambda self, plan: os.kill(os.getpid(), signal.SIGKILL)
+    CpuRunner.start = lambda self, plan: os.kill(os.getpid(), signal.SIGKILL)
     main()
 """
 OUT_OF_MEMORY = """
     import torch
     from text_generation_shard.__main__ import main
-    from text_generation_shard.engines.torch.huggingface import find_decoder
+    from text_generation_shard.engines.torch.models.huggingface import find_decoder
 
     def run_out(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -1,0 +1,111 @@
+"""Progress of slow work at a start: a line that changes on a terminal, log records every few seconds elsewhere.
+
+The launcher owns the terminal. A child that it tells so (logs.py) writes its state as lines that start with RELAYED among
+those of its log; the launcher shows the last one of each child below the log. Work that ends soon reports nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+
+import structlog
+
+RELAYED = "\x1eprogress "
+"""Start of a line with a state for the launcher. An empty state removes the last one."""
+LOG_S = 5.0
+"""Seconds between two log records."""
+SHOWN_AFTER_S, SHOWN_S = 0.5, 0.2
+"""Seconds before the first state on a terminal, and between two."""
+
+log = structlog.get_logger()
+
+Display = Callable[[str], None]
+_displays: list[Display] = []
+"""The display of this process; empty: progress goes to the log."""
+
+
+def use_display(display: Display) -> None:
+    """Show states by this function from now on; "" removes the last state."""
+    _displays[:] = [display]
+
+
+def show(state: str) -> None:
+    """Show a state on the display, if there is one."""
+    if _displays:
+        _displays[0](state)
+
+
+class WorkProgress:
+    """The progress of work with a known size, in bytes or in a number of steps."""
+
+    def __init__(
+        self, work: str, total: int, *, in_bytes: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._work = work
+        self.total = total
+        """May grow."""
+        self._in_bytes = in_bytes
+        self._clock = clock
+        self._started = self._logged = clock()
+        self._shown = self._started + SHOWN_AFTER_S - SHOWN_S
+        self.done = 0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the start."""
+        return self._clock() - self._started
+
+    def add(self, amount: int = 1) -> None:
+        """Count work that is done."""
+        self.done += amount
+        if self.done >= self.total:
+            return
+        now = self._clock()
+        left = round((now - self._started) * (self.total - self.done) / self.done) if self.done else None
+        percent = 100 * self.done // self.total
+        if _displays:
+            if now - self._shown >= SHOWN_S:
+                self._shown = now
+                done, total = self._amounts()
+                estimate = "" if left is None else f", {left} s left"
+                _displays[0](
+                    f"{self._work} {percent} % ({done} of {total}{' GiB' if self._in_bytes else ''}{estimate})"
+                )
+        elif now - self._logged >= LOG_S:
+            self._logged = now
+            done, total = self._amounts()
+            names = ("gib", "of_gib") if self._in_bytes else ("done", "of")
+            fields = dict(zip(names, (done, total), strict=True))
+            log.info(self._work, **fields, percent=percent, seconds_left=left)
+
+    def end(self) -> None:
+        """Remove the state from the terminal."""
+        show("")
+
+    def _amounts(self) -> tuple[float, float]:
+        return (gib(self.done), gib(self.total)) if self._in_bytes else (self.done, self.total)
+
+
+@contextmanager
+def phase(work: str) -> Iterator[None]:
+    """Show work of unknown size while it lasts; in the log, if it lasts for more than LOG_S seconds."""
+    started = time.monotonic()
+    delayed = Timer(SHOWN_AFTER_S, _displays[0], (work,)) if _displays else Timer(LOG_S, log.info, (work,))
+    delayed.daemon = True
+    delayed.start()
+    try:
+        yield
+    finally:
+        delayed.cancel()
+        delayed.join()
+        show("")
+        if not _displays and time.monotonic() - started >= LOG_S:
+            log.info("done", work=work, seconds=round(time.monotonic() - started, 1))
+
+
+def gib(size: int) -> float:
+    """Return a number of bytes in GiB, with two digits."""
+    return round(size / 2**30, 2)

@@ -1,0 +1,58 @@
+"""Unix sockets of servers: claimed before listening, removed after stopping.
+
+The launcher puts its shards' sockets in a private folder that it only names. `claim_socket` creates the folder and
+`remove_socket` removes it when it is empty. It thus exists only while a process lives that will remove it, and nothing
+stays in the file system even if the launcher is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+PRIVATE_FOLDER_PREFIX = "tgi-sockets-"
+"""Prefix of the name of a folder that holds only the sockets of one launcher's shards."""
+
+
+class SocketInUse(Exception):
+    """The path of a socket cannot be used: it is taken by a running server, another user or another kind of file, or its
+    folder cannot be created."""
+
+
+def claim_socket(path: Path) -> None:
+    """Prepare to listen on a socket: create its folder if it is a private one, remove a stale socket.
+
+    Raises SocketInUse. gRPC would remove the file unconditionally, and so take the socket from a running server.
+    """
+    if path.parent.name.startswith(PRIVATE_FOLDER_PREFIX):
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise SocketInUse(f"{path.parent} cannot be created: {error.strerror}") from error
+        if path.parent.stat().st_uid != os.geteuid():
+            raise SocketInUse(f"{path.parent} belongs to another user")
+    if not path.is_socket():
+        if path.exists():
+            raise SocketInUse(f"{path} exists and is not a socket")
+        return
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        else:
+            raise SocketInUse(f"a server already listens on {path}")
+
+
+def remove_socket(path: Path) -> None:
+    """Remove the socket of a stopped server, and its folder if that is a private one and empty."""
+    path.unlink(missing_ok=True)
+    if path.parent.name.startswith(PRIVATE_FOLDER_PREFIX):
+        try:
+            path.parent.rmdir()
+        except OSError:  # it holds another shard's socket, or is gone already
+            return

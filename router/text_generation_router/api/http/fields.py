@@ -1,0 +1,90 @@
+"""Types of the fields of bodies. As in TGI (serde), numbers have a size."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import orjson
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, GetPydanticSchema
+from typing_extensions import TypeAliasType
+
+WrittenNumber = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(float))]
+"""A number, already written as JSON."""
+WrittenLogprob = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(float | None))]
+"""A log-probability, already written as JSON; null if unknown."""
+WrittenJson = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(Any))]
+"""Any value, already written as JSON."""
+
+
+_FLOAT32 = struct.Struct("<f")  # native "f" would turn 1e39 into infinity
+
+
+def _to_float32(value: float) -> float:
+    """The nearest 32-bit float. TGI's rules apply to it: 1e-46 is 0, 0.99999999999 is 1."""
+    try:
+        rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
+    except OverflowError:
+        raise ValueError("must be a number of 32 bits") from None
+    return rounded
+
+
+Float32 = Annotated[float, AfterValidator(_to_float32)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
+UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+
+MAX_NAME = 256
+"""Characters of a name, an id or another word of a client."""
+MAX_MODEL_BYTES = 256
+"""Bytes of the name of a model as JSON: every chunk of a stream repeats it."""
+MAX_STOP_CHARACTERS = 1024
+"""Characters of a stop string: each new token is compared with it."""
+MAX_STOPS = 1024
+"""Stop strings that are read; `--max-stop-sequences` limits those that are used."""
+MAX_METADATA_CHARACTERS = 512
+"""OpenAI's limit for a value of `metadata`."""
+
+
+def _short_as_json(name: str) -> str:
+    if len(orjson.dumps(name)) - len('""') > MAX_MODEL_BYTES:
+        raise ValueError(f"must have at most {MAX_MODEL_BYTES} bytes")
+    return name
+
+
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+ModelName = Annotated[Name, AfterValidator(_short_as_json)]
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+
+# Validation of a list stops at its first invalid entry, so that a list of half a million is refused as fast as a short
+# one. These are aliases because FailFast cannot be part of a union.
+StopTexts = TypeAliasType("StopTexts", Annotated[list[StopText], FailFast(), Field(max_length=MAX_STOPS)])
+TokenIds = TypeAliasType("TokenIds", Annotated[list[UInt32], FailFast()])
+
+MAX_METADATA = 16
+"""OpenAI's limit for the keys of `metadata`."""
+
+
+def at_most(limit: int, what: str) -> Callable[[Any], Any]:
+    """A validator that refuses an object of more than `limit` keys before any key is validated.
+
+    Pydantic has no FailFast for objects.
+    """
+
+    def counted(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"must have at most {limit} {what}")
+        return value
+
+    return counted
+
+
+TextMetadata = TypeAliasType(
+    "TextMetadata",
+    Annotated[
+        dict[Name, Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)]],
+        BeforeValidator(at_most(MAX_METADATA, "keys")),
+    ],
+)
+AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_METADATA, "keys"))])

@@ -1,0 +1,49 @@
+"""RemoteStats: the figures of the whole server as an HTTP worker gets them, from the scheduler process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from text_generation_router.dashboard.state import Sample
+from text_generation_router.errors import Unhealthy
+from text_generation_router.metrics import HttpMetrics
+from text_generation_router.stats.wire import HISTORY, METRICS, SAMPLE, TIME, sample_from_bytes
+from text_generation_router.worker_link.scheduler_link import SchedulerLink
+
+MAX_SCRAPES = 4
+"""Scrapes that wait for an answer; further ones wait for these."""
+
+
+class RemoteStats:
+    """Asks the scheduler process; a Stats."""
+
+    def __init__(self, link: SchedulerLink) -> None:
+        self._link = link
+        self._scrapes = asyncio.Semaphore(MAX_SCRAPES)
+
+    async def metrics(self, *, openmetrics: bool) -> bytes:
+        async with self._scrapes:
+            return await self._link.call(METRICS, b"openmetrics" if openmetrics else b"")
+
+    async def sample_after(self, at: float) -> Sample:
+        return sample_from_bytes(await self._link.call(SAMPLE, TIME.pack(at)))
+
+    async def history(self) -> Sample:
+        return sample_from_bytes(await self._link.call(HISTORY))
+
+
+class OwnCounts:
+    """Handles the call for the counts of this worker."""
+
+    def __init__(self) -> None:
+        self.metrics: HttpMetrics | None = None
+        """None until it counts."""
+        self._process = time.time_ns()
+        """The number of this process, for the sums."""
+
+    async def answer(self, body: bytes) -> bytes:
+        """Return a snapshot. Raises Unhealthy."""
+        if self.metrics is None:
+            raise Unhealthy("the worker starts")
+        return self.metrics.snapshot(self._process)

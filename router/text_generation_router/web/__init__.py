@@ -1,0 +1,1 @@
+"""The HTTP server: connections, bodies, streams of events. It knows no dialect and no model."""

@@ -1,0 +1,54 @@
+"""The limits of a JSON text that are checked before it is parsed: its values, objects and arrays, and their nesting.
+
+An object or array costs a hundred times its bytes when it is parsed, and a microsecond when it is validated. A number or a
+short text costs twenty times its bytes.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from text_generation_router.web.body_errors import InvalidJson
+
+MAX_CONTAINERS = 1 << 15
+"""Objects and arrays of one body: a chat of 10,000 messages with a content part each."""
+MAX_VALUES = 1 << 20
+"""Values of one body: a prompt of as many token ids."""
+MAX_DEPTH = 128
+"""Levels of objects and arrays; the limit of serde_json, which TGI uses."""
+
+_CHUNK = 1 << 18
+"""Bytes that are searched for strings at once, without giving up the interpreter's lock."""
+_OTHER = bytes(set(range(256)) - set(b'"[]{},'))
+_STEPS = [0] * 256
+for _opening, _closing in (b"[]", b"{}"):
+    _STEPS[_opening], _STEPS[_closing] = 1, -1
+
+
+def check_structure(text: bytes | bytearray) -> None:
+    """Raise InvalidJson if a JSON text has too many values, or too many objects and arrays, or nests them too deep."""
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and text.count(b",") < MAX_VALUES:
+        return
+    structure = _structure(text)
+    containers = structure.count(b"[") + structure.count(b"{")
+    if containers + structure.count(b",") > MAX_VALUES:
+        raise InvalidJson(f"Failed to parse the request body as JSON: more than {MAX_VALUES} values")
+    if containers > MAX_CONTAINERS:
+        raise InvalidJson(f"Failed to parse the request body as JSON: more than {MAX_CONTAINERS} objects and arrays")
+    if max(accumulate(map(_STEPS.__getitem__, structure.translate(None, b","))), default=0) > MAX_DEPTH:
+        raise InvalidJson(f"Failed to parse the request body as JSON: nested more than {MAX_DEPTH} levels deep")
+
+
+def _structure(text: bytes | bytearray) -> bytes:
+    """Return the brackets and commas of a JSON text that are not inside of its strings, or too many of them."""
+    quoted = text.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHER)
+    found, in_string = bytearray(), False
+    for start in range(0, len(quoted), _CHUNK):
+        # Most strings are now `""`. The end of one string and the start of the next may be, too: then the two become one,
+        # with the same characters inside.
+        parts = quoted[start : start + _CHUNK].replace(b'""', b"").split(b'"')
+        found += b"".join(parts[in_string::2])
+        in_string ^= len(parts) % 2 == 0
+        if len(found) > 2 * MAX_VALUES:  # each value has a comma or two brackets
+            break
+    return bytes(found)

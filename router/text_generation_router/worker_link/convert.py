@@ -1,0 +1,141 @@
+"""Conversion of requests, errors and the state of the replicas to messages of worker_link.proto, and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import orjson
+
+from text_generation_proto import convert
+from text_generation_proto.values import Stopping, TraceContext
+from text_generation_proto.worker_link import worker_link_pb2 as pb
+from text_generation_router.errors import GenerationFailed, ServingError, error_classes
+from text_generation_router.request import (
+    Moves,
+    Priority,
+    QualityOfService,
+    Request,
+    RequestId,
+    RequestProgress,
+    TenantId,
+    TokenId,
+)
+from text_generation_router.scheduling.scheduler import SchedulerStats
+from text_generation_router.shards.cluster import ClusterInfo, MemberInfo
+from text_generation_router.worker_link.link import LinkBroken
+
+INFO = "info"
+"""Method that returns the state of the replicas, as `info_to_json`."""
+
+_ERRORS = {error.__name__: error for error in error_classes() if error.__init__ is ServingError.__init__}
+"""The errors that a scheduler process may raise. Those about a prompt have details that do not cross."""
+_PRIORITIES = {priority.value: priority for priority in Priority}
+
+
+def text_to_pb(text: str) -> bytes:
+    """Return the bytes of a name that a client gave: it may have code points that are not characters."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def text_from_pb(text: bytes) -> str:
+    """Return the name. Raises LinkBroken."""
+    try:
+        return text.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise LinkBroken(str(error)) from error
+
+
+def request_to_pb(request: Request, number: RequestId, progress: RequestProgress | None = None) -> pb.Submit:
+    """Convert a request, under a number of its own; `progress` if it was accepted before."""
+    qos, trace = request.qos, request.trace or TraceContext("")
+    stopping = Stopping(
+        request.max_new_tokens, stop_token_ids=request.stop_token_ids, min_new_tokens=request.min_new_tokens
+    )
+    return pb.Submit(
+        request=number,
+        prompt=request.prompt,
+        accepted=progress is not None,
+        generated=() if progress is None else progress.generated,
+        moves=0 if progress is None else progress.moves.total,
+        fruitless_moves=0 if progress is None else progress.moves.fruitless,
+        sampling=convert.sampling_to_pb(request.sampling),
+        stopping=convert.stopping_to_pb(stopping),
+        ignore_eos=request.ignore_eos,
+        logprobs=convert.logprobs_to_pb(request.logprobs),
+        grammar=None if request.grammar is None else convert.grammar_to_pb(request.grammar),
+        adapter=request.adapter,
+        tenant=text_to_pb(qos.tenant),
+        priority=qos.priority,
+        salt=text_to_pb(qos.salt),
+        first_token_by=qos.first_token_by,
+        queue_by=qos.queue_by,
+        end_by=qos.end_by,
+        traceparent=trace.traceparent,
+        tracestate=trace.tracestate,
+    )
+
+
+def request_from_pb(message: pb.Submit, prompt_before: tuple[TokenId, ...] = ()) -> Request:
+    """Convert it back: the part of a request that scheduler and shards use. Raises LinkBroken.
+
+    A prompt equal to `prompt_before` is that object: those of a request for many answers are there once.
+    """
+    stopping = convert.stopping_from_pb(message.stopping)
+    if not message.prompt or not stopping.max_new_tokens > 0 or not len(message.generated) < stopping.max_new_tokens:
+        raise LinkBroken("a request without tokens")
+    if message.priority not in _PRIORITIES:
+        raise LinkBroken("a request of an unknown priority")
+    prompt = tuple(message.prompt)
+    qos = QualityOfService(
+        TenantId(text_from_pb(message.tenant)),
+        _PRIORITIES[message.priority],
+        text_from_pb(message.salt),
+        message.first_token_by if message.HasField("first_token_by") else None,
+        message.queue_by if message.HasField("queue_by") else None,
+        message.end_by if message.HasField("end_by") else None,
+    )
+    return Request(
+        id=RequestId(message.request),
+        prompt=prompt_before if prompt == prompt_before else prompt,
+        max_new_tokens=stopping.max_new_tokens,
+        sampling=convert.sampling_from_pb(message.sampling),
+        stop_token_ids=stopping.stop_token_ids,
+        ignore_eos=message.ignore_eos,
+        min_new_tokens=stopping.min_new_tokens,
+        logprobs=convert.logprobs_from_pb(message.logprobs),
+        grammar=convert.grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
+        adapter=message.adapter,
+        qos=qos,
+        trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
+    )
+
+
+def progress_from_pb(message: pb.Submit) -> RequestProgress | None:
+    """Convert the progress of a request back; None if it is new."""
+    if not message.accepted:
+        return None
+    return RequestProgress(message.generated, Moves(message.moves, message.fruitless_moves))
+
+
+def refusal_to_pb(error: ServingError) -> pb.Refusal:
+    """Convert an error for a client."""
+    return pb.Refusal(
+        error=type(error).__name__, text=str(error).removeprefix(error.prefix), retry_after_s=error.retry_after_s
+    )
+
+
+def refusal_from_pb(message: pb.Refusal) -> ServingError:
+    """Convert it back."""
+    error = _ERRORS.get(message.error, GenerationFailed)
+    return error(message.text, retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None)
+
+
+def info_to_json(info: ClusterInfo) -> bytes:
+    """Return the state of the replicas as JSON."""
+    return orjson.dumps(asdict(info))
+
+
+def info_from_json(body: bytes) -> ClusterInfo:
+    """Convert it back."""
+    info = orjson.loads(body)
+    return ClusterInfo(SchedulerStats(**info["stats"]), [MemberInfo(**member) for member in info["members"]])

@@ -1,0 +1,162 @@
+"""Link: one end of the connection between an HTTP worker and the scheduler process. Frames of worker_link.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+import structlog
+from google.protobuf.message import DecodeError, Message
+
+LENGTH = struct.Struct("<I")
+"""The length of a frame before its bytes."""
+MAX_FRAME_BYTES = 1 << 28
+"""Largest message. The largest that is sent has the log-probabilities of a long prompt's tokens."""
+MAX_UNREAD_BYTES = 1 << 28
+"""Bytes that the other end has not read; beyond it the connection is cut off. A worker that writes the log-probabilities of many
+long prompts is seconds and tens of megabytes behind; one that hangs is killed before it reaches the limit."""
+HANDLED_AT_ONCE = 1 << 16
+"""Bytes of frames that are handled before the event loop runs: the worker writes to its clients in between."""
+CREDENTIALS = struct.Struct("3i")
+"""The process, user and group of a peer."""
+
+log = structlog.get_logger()
+
+Received = TypeVar("Received", bound=Message)
+
+
+class LinkBroken(Exception):
+    """The other end sent something that breaks the protocol."""
+
+
+class Link(asyncio.Protocol, Generic[Received]):
+    """Reads messages of one type and writes others. All of an iteration of the event loop are written together.
+
+    All calls are made on the event loop of the process.
+    """
+
+    def __init__(
+        self,
+        received: type[Received],
+        on_message: Callable[[Received], None],
+        on_open: Callable[[], None],
+        on_end: Callable[[], None],
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
+        """`on_message` may raise LinkBroken. `on_end` is called once if `on_open` was called."""
+        self._received = received
+        self._on_message = on_message
+        self._on_open = on_open
+        self._on_end = on_end
+        self._max_unread_bytes = max_unread_bytes
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._rest = bytearray()
+        """The incomplete frame at the end of the bytes received."""
+        self._needed = 0
+        """Bytes of `_rest` that must be there before it is looked at again: a large frame comes in thousands of pieces."""
+        self._resuming = False
+        """True while whole frames in `_rest` wait for the next iteration of the event loop, and nothing is read."""
+        self._unsent: list[bytes] = []
+
+    @property
+    def closed(self) -> bool:
+        """True if there is no connection, or it is about to end."""
+        return self._transport is None or self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        _, user, _ = CREDENTIALS.unpack(peer)
+        if user != os.geteuid():
+            log.warning("connection of another user refused", user=user)
+            transport.close()
+            return
+        self._transport = cast("asyncio.Transport", transport)
+        self._on_open()
+
+    def data_received(self, data: bytes) -> None:
+        if self.closed:
+            return
+        if self._rest:
+            self._rest += data
+            if self._resuming or len(self._rest) < self._needed:
+                return
+            data = bytes(self._rest)
+        self._handle(data)
+
+    def _resume(self) -> None:
+        self._resuming = False
+        if self._transport is not None and not self.closed:
+            self._transport.resume_reading()
+            self._handle(bytes(self._rest))
+
+    def _handle(self, data: bytes) -> None:
+        """Handle frames, and keep the rest of `data`."""
+        try:
+            start = self._read_frames(data)
+        except (LinkBroken, DecodeError) as error:
+            self.cut_off(f"protocol error: {error}")
+        except Exception:  # a message that breaks something costs its own connection
+            log.exception("a message could not be handled")
+            self.cut_off("a message could not be handled")
+        else:
+            self._rest = bytearray(data[start:])
+
+    def _read_frames(self, data: bytes) -> int:
+        """Handle whole frames in `data`. Return the position behind them. Raises LinkBroken, DecodeError."""
+        start, size = 0, len(data)
+        self._needed = LENGTH.size
+        while size - start >= LENGTH.size and not self.closed:
+            (length,) = LENGTH.unpack_from(data, start)
+            if length > MAX_FRAME_BYTES:
+                raise LinkBroken(f"a frame of {length} bytes")
+            end = start + LENGTH.size + length
+            if end > size:
+                self._needed = end - start
+                break
+            self._on_message(self._received.FromString(data[start + LENGTH.size : end]))
+            start = end
+            if start >= HANDLED_AT_ONCE and start < size and self._transport is not None:
+                self._resuming = True
+                self._transport.pause_reading()
+                self._loop.call_soon(self._resume)
+                break
+        return start
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._transport is not None:
+            self._transport = None
+            self._on_end()
+
+    def send(self, message: Message) -> None:
+        """Send a message at the end of this iteration of the event loop; no-op once the connection has ended."""
+        frame = message.SerializeToString()
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(LENGTH.pack(len(frame)))
+        self._unsent.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._unsent = self._unsent, []
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._transport.get_write_buffer_size() > self._max_unread_bytes:
+            self.cut_off("the other end does not read")
+            return
+        self._transport.write(b"".join(frames))
+
+    def cut_off(self, reason: str) -> None:
+        """End the connection now, and say why."""
+        if self._transport is not None and not self._transport.is_closing():
+            log.warning("link cut off", reason=reason)
+            self._transport.abort()
+
+    def close(self) -> None:
+        """End the connection once everything is sent."""
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()

@@ -1,0 +1,150 @@
+"""SchedulerLink: the link of an HTTP worker to the scheduler process. A link that is lost is replaced by a new one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from google.protobuf.message import Message
+
+from text_generation_proto.worker_link import worker_link_pb2 as pb
+from text_generation_router.errors import Unhealthy
+from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.waiting import first_of
+from text_generation_router.worker_link.link import Link, LinkBroken
+from text_generation_router.worker_link.rpc import Handlers, LinkLost, RpcPeer
+
+CONNECT_EVERY_S = 0.05
+"""Seconds between two attempts to connect."""
+WITHOUT_LINK_S = 30.0
+"""Seconds without a link, or without a reply, for which requests and calls wait."""
+NO_ANSWER = "the scheduler process does not answer"
+MAX_UNSENT_BYTES = 1 << 30
+"""Bytes that the scheduler process has not read, all requests submitted again included; then the connection is cut off."""
+
+
+class SchedulerLink:
+    """The worker's end of the link, over all its connections: the state of the other end, and calls to it."""
+
+    def __init__(
+        self,
+        path: Path,
+        worker: int,
+        handlers: Handlers,
+        on_up: Callable[[], None],
+        on_report: Callable[[pb.Report], None],
+        on_down: Callable[[], None],
+    ) -> None:
+        """`path` is the Unix socket of the scheduler process, `worker` the number of this one; `handlers` answer it.
+
+        `on_up` is called after the first State of a connection, and `on_down` when such a connection has ended.
+        """
+        self.state = pb.State()
+        """The last one that arrived; of a lost link it is out of date."""
+        self.up = asyncio.Event()
+        """Set while there is a connection, from its first State on."""
+        self.down = asyncio.Event()
+        """Set from the end of a connection to the next attempt to connect."""
+        self.lost_at = time.monotonic()
+        """The time of the last loss; before the first connection that of the start."""
+        self._path = path
+        self._worker = worker
+        self._on_up, self._on_report, self._on_down = on_up, on_report, on_down
+        self._link: Link[pb.FromScheduler] | None = None
+        """None without a connection."""
+        self._model: ReplicaInfo | None = None
+        """None before the first connection."""
+        self._rpc = RpcPeer(self.send, pb.FromWorker, handlers)
+        self.held: dict[int, pb.TakePermits] = {}
+        """The permits that this worker holds, by number: the next connection begins with them."""
+
+    # ---------------------------------------------------------------------------------------------------- the connection
+
+    async def joined(self) -> ReplicaInfo:
+        """Connect, and return the description of the model. Waits as long as it takes."""
+        while self._model is None:
+            await self._connect()
+        return self._model
+
+    async def run(self) -> None:
+        """Connect again after each loss, until cancelled."""
+        while True:
+            await self.down.wait()
+            await self._connect()
+
+    def close(self) -> None:
+        """End the connection once everything is sent."""
+        if self._link is not None:
+            self._link.close()
+
+    def send(self, message: Message) -> None:
+        """Send a message; no-op without a connection."""
+        if self._link is not None:
+            self._link.send(message)
+
+    async def _connect(self) -> None:
+        """Try to connect until there is a link."""
+        loop = asyncio.get_running_loop()
+        while not self.up.is_set():
+            self.down.clear()
+            with suppress(OSError):
+                await loop.create_unix_connection(self._new_link, str(self._path))
+                await first_of(self.up.wait(), self.down.wait())
+            if not self.up.is_set():
+                await asyncio.sleep(CONNECT_EVERY_S)
+
+    def _new_link(self) -> Link[pb.FromScheduler]:
+        self._link = Link(pb.FromScheduler, self._handle, self._opened, self._ended, MAX_UNSENT_BYTES)
+        return self._link
+
+    def _opened(self) -> None:
+        self.send(pb.FromWorker(hello=pb.Hello(worker=self._worker, held=self.held.values())))
+
+    def _ended(self) -> None:
+        was_up = self.up.is_set()
+        self._link = None
+        self.up.clear()
+        self.down.set()
+        if was_up:
+            self.lost_at = time.monotonic()
+            self._on_down()
+        self._rpc.end()
+
+    def _handle(self, message: pb.FromScheduler) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "report":
+            self._on_report(message.report)
+        elif kind == "reply":
+            self._rpc.on_reply(message.reply)
+        elif kind == "state":
+            self.state = message.state
+            if message.state.HasField("info"):
+                self._model = ReplicaInfo(message.state.info, message.state.pool)
+                self.up.set()
+                self._on_up()
+        elif kind == "call":
+            self._rpc.on_call(message.call)
+        else:
+            raise LinkBroken("an unknown message")
+
+    # ------------------------------------------------------------------------------------------------------------- calls
+
+    async def call(self, method: str, body: bytes = b"") -> bytes:
+        """Return the scheduler process's reply to a call. Raises ServingError."""
+        return await self.request(lambda number: pb.FromWorker(call=pb.Call(number=number, method=method, body=body)))
+
+    async def request(self, message: Callable[[int], pb.FromWorker]) -> bytes:
+        """Send a message with a number, and return the reply; after a loss send it again. Raises ServingError."""
+        try:
+            async with asyncio.timeout(WITHOUT_LINK_S):
+                while True:
+                    if not self.up.is_set():
+                        async with asyncio.timeout_at(self.lost_at + WITHOUT_LINK_S):
+                            await self.up.wait()
+                    with suppress(LinkLost):
+                        return await self._rpc.send(message)
+        except TimeoutError:
+            raise Unhealthy(NO_ANSWER) from None

@@ -1,0 +1,211 @@
+"""WorkerLinkServer: the scheduler process's end of the links. A connection for each HTTP worker, over one cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+
+from text_generation_common.sockets import claim_socket, remove_socket
+from text_generation_proto.worker_link import worker_link_pb2 as pb
+from text_generation_router.errors import Draining, ServingError
+from text_generation_router.permits import Permits
+from text_generation_router.request import RequestId, TenantId, TokenId
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.waiting import background
+from text_generation_router.worker_link.columns import ReportReceiver, WorkerDelivery
+from text_generation_router.worker_link.convert import (
+    INFO,
+    info_to_json,
+    progress_from_pb,
+    refusal_to_pb,
+    request_from_pb,
+    text_from_pb,
+)
+from text_generation_router.worker_link.link import MAX_UNREAD_BYTES, Link, LinkBroken
+from text_generation_router.worker_link.rpc import Handler, RpcPeer
+
+STATE_EVERY_S = 0.25
+"""Seconds between two looks at the state of the cluster, which is sent when it changed."""
+
+log = structlog.get_logger()
+
+
+class WorkerLinkServer:
+    """The connections of the workers that are connected."""
+
+    def __init__(
+        self,
+        cluster: Cluster[ReportReceiver],
+        delivery: WorkerDelivery,
+        permits: Permits,
+        model: ReplicaInfo,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
+        """`delivery` is that of `cluster`; `model` describes the shards, and every worker gets it."""
+        self.cluster = cluster
+        self.delivery = delivery
+        self.permits = permits
+        self.model = model
+        self.connections: dict[int, WorkerConnection] = {}
+        """By number of the worker."""
+        self.handlers: dict[str, Handler] = {INFO: self._info}
+        """Handlers of the calls of workers; more may be added before `listening`."""
+        self._max_unread_bytes = max_unread_bytes
+
+    @asynccontextmanager
+    async def listening(self, path: Path) -> AsyncIterator[None]:
+        """Accept workers at a Unix socket inside the block. Raises OSError, SocketInUse."""
+        await asyncio.to_thread(claim_socket, path)
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_unix_server(self._connect, str(path))
+        try:
+            async with background(self._watch_state()):
+                yield
+        finally:
+            listener.close()
+            for connection in list(self.connections.values()):
+                connection.link.close()
+            await asyncio.to_thread(remove_socket, path)
+
+    def _connect(self) -> Link[pb.FromWorker]:
+        return WorkerConnection(self, self._max_unread_bytes).link
+
+    async def _watch_state(self) -> None:
+        last = self.state()
+        while True:
+            await asyncio.sleep(STATE_EVERY_S)
+            if (state := self.state()) != last:
+                last = state
+                for connection in self.connections.values():
+                    connection.link.send(pb.FromScheduler(state=state))
+
+    def state(self) -> pb.State:
+        """Return the state of the cluster."""
+        cluster = self.cluster
+        return pb.State(
+            ready=cluster.ready,
+            stopping=cluster.stopping,
+            shards_stopped=cluster.shards_stopped,
+            adapters=cluster.adapters,
+            status=cluster.status,
+        )
+
+    async def _info(self, body: bytes) -> bytes:
+        return info_to_json(await self.cluster.info())
+
+
+class WorkerConnection:
+    """One connection of a worker: its requests and its permits."""
+
+    def __init__(self, server: WorkerLinkServer, max_unread_bytes: int) -> None:
+        self.link = Link(
+            pb.FromWorker, self._handle, on_open=lambda: None, on_end=self._ended, max_unread_bytes=max_unread_bytes
+        )
+        self._server = server
+        self._worker: int | None = None
+        """None before Hello."""
+        self._permits: dict[int, tuple[int, TenantId]] = {}
+        """By number of the TakePermits."""
+        self._last_prompt: tuple[TokenId, ...] = ()
+        self.rpc = RpcPeer(self.link.send, pb.FromScheduler, server.handlers)
+        """Calls to the worker, and from it."""
+
+    # ------------------------------------------------------------------------------------------------- to the worker
+
+    def report(self, report: pb.Report) -> None:
+        """Send news of requests."""
+        self.link.send(pb.FromScheduler(report=report))
+
+    # ----------------------------------------------------------------------------------------------- from the worker
+
+    def _handle(self, message: pb.FromWorker) -> None:
+        kind = message.WhichOneof("kind")
+        if (kind == "hello") != (self._worker is None):
+            raise LinkBroken("the first message, and only that, is Hello")
+        if kind == "submit":
+            self._submit(message.submit)
+        elif kind == "cancel":
+            self._cancel(message.cancel)
+        elif kind == "take_permits":
+            self._take_permits(message.take_permits)
+        elif kind == "give_permits":
+            self._give_permits(message.give_permits.number)
+        elif kind == "call":
+            self.rpc.on_call(message.call)
+        elif kind == "reply":
+            self.rpc.on_reply(message.reply)
+        elif kind == "hello":
+            self._open(message.hello)
+        else:
+            raise LinkBroken("an unknown message")
+
+    def _open(self, hello: pb.Hello) -> None:
+        server = self._server
+        if hello.worker in server.connections:  # a worker whose lost connection is not yet known to be lost tries again
+            raise LinkBroken("this worker is connected")
+        self._worker = hello.worker
+        server.connections[hello.worker] = self
+        for held in hello.held:
+            self._hold(held, server.permits.hold)
+        state = server.state()
+        state.info.CopyFrom(server.model.info)
+        state.pool.CopyFrom(server.model.pool)
+        self.link.send(pb.FromScheduler(state=state))
+        log.info("HTTP worker connected", worker=hello.worker, permits=len(hello.held))
+
+    def _submit(self, message: pb.Submit) -> None:
+        server, progress = self._server, progress_from_pb(message)
+        request, cluster = request_from_pb(message, self._last_prompt), server.cluster
+        self._last_prompt = request.prompt
+        if request.id in server.delivery:
+            raise LinkBroken("a request was submitted twice")
+        try:
+            if cluster.draining and progress is None:
+                raise Draining
+            cluster.submit(request, self, progress)
+        except ServingError as error:
+            failure = pb.Failure(request=request.id, refusal=refusal_to_pb(error))
+            self.report(pb.Report(failures=[failure]))
+
+    def _cancel(self, message: pb.Cancel) -> None:
+        request = RequestId(message.request)
+        if self._server.delivery.is_of(self, request):
+            self._server.cluster.cancel(request, satisfied=message.satisfied)
+
+    def _take_permits(self, message: pb.TakePermits) -> None:
+        reply = pb.Reply(number=message.number)
+        try:
+            self._hold(message, self._server.permits.acquire)
+        except ServingError as error:
+            reply.refusal.CopyFrom(refusal_to_pb(error))
+        self.link.send(pb.FromScheduler(reply=reply))
+
+    def _hold(self, message: pb.TakePermits, hold: Callable[[int, TenantId], None]) -> None:
+        if message.number in self._permits or not message.count:
+            raise LinkBroken("invalid TakePermits")
+        tenant = TenantId(text_from_pb(message.tenant))
+        hold(message.count, tenant)
+        self._permits[message.number] = message.count, tenant
+
+    def _give_permits(self, number: int) -> None:
+        if (held := self._permits.pop(number, None)) is not None:
+            self._server.permits.give_back(*held)
+
+    def _ended(self) -> None:
+        """Cancel the worker's requests and take its permits back."""
+        server, requests = self._server, self._server.delivery.of(self)
+        if self._worker is not None:
+            del server.connections[self._worker]
+            (log.warning if requests else log.info)(
+                "HTTP worker disconnected", worker=self._worker, cancelled_requests=len(requests)
+            )
+        for request_id in requests:
+            server.cluster.cancel(request_id)
+        while self._permits:
+            server.permits.give_back(*self._permits.popitem()[1])
+        self.rpc.end()

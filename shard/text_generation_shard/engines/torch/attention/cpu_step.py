@@ -1,0 +1,109 @@
+"""A step on a CPU: its batch, and its attention by an `AttentionPlan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from text_generation_shard.engines.torch.attention.paged import AttentionPlan
+from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens
+from text_generation_shard.engines.torch.batch.kv_cache import LayerShape, PagedKVCache
+from text_generation_shard.engines.torch.batch.tiles import StepBatch, Tile
+from text_generation_shard.engines.torch.layers.norm import HeadNorms
+from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
+
+
+class PlainStep:
+    """The rotation of a step in plain torch. Results are new tensors: `out` is never given."""
+
+    def __init__(self, positions: Tensor, layers: Sequence[LayerShape]) -> None:
+        self.positions = positions
+        self._layers = layers
+        self._factors: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        head_dim = self._layers[layer].head_dim
+        widened = [functional.pad(each, (0, head_dim - each.shape[2])) for each in (keys, values)]
+        self._write(layer, torch.cat(widened).transpose(0, 1))
+
+    def rotate_and_append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: RotaryEmbedding,
+        head_norms: HeadNorms | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        shape = self._layers[layer]
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
+        # Without value heads, values are the keys before their norm and rotation.
+        values = None if heads.shape[1] > rotated.shape[1] else heads[:, shape.num_heads :].clone()
+        if head_norms is not None:
+            if head_norms.values:
+                own = heads[:, -shape.num_kv_heads :] if values is None else values
+                values = functional.rms_norm(own, (shape.head_dim,), None, head_norms.query.eps)
+            normed = functional.rms_norm(
+                rotated.to(head_norms.rows.dtype), (shape.head_dim,), None, head_norms.query.eps
+            )
+            rotated.copy_(normed * head_norms.rows)
+        if (factors := self._factors.get(rotary)) is None:
+            factors = self._factors[rotary] = rotary.factors(self.positions, qkv.dtype)
+        rotary.rotate(rotated, factors)
+        keys_values = heads[:, shape.num_heads :]
+        self._write(layer, keys_values if values is None else torch.cat((rotated[:, shape.num_heads :], values), dim=1))
+        queries = heads[:, : shape.num_heads]
+        if rotary.rope.query_beta:
+            queries.mul_(rotary.query_factors(self.positions).view(-1, 1, 1).to(qkv.dtype))
+        return queries
+
+    def _write(self, layer: int, keys_values: Tensor) -> None:
+        """Keep keys and values [tokens, 2 · KV heads, head_dim], keys first."""
+        raise NotImplementedError
+
+
+class CpuStep(PlainStep):
+    """Implements `Step`."""
+
+    def __init__(self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache) -> None:
+        super().__init__(batch.positions, plan.layers)
+        self._batch = batch
+        self._plan = plan
+        self._cache = cache
+
+    def token_ids(self) -> Tensor:
+        return self._batch.token_ids
+
+    def single_tokens(self) -> SingleTokens:
+        single = [tiles[0] for tiles in self._batch.rows if _is_single(tiles)]
+        places, slots = [offset for offset, _ in single], [tile.slot for _, tile in single]
+        return SingleTokens(torch.tensor(places, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64))
+
+    def sequences(self) -> list[SequenceTokens]:
+        return [
+            SequenceTokens(tiles[0][1].slot, tiles[0][1].start, [(offset, tile.length) for offset, tile in tiles])
+            for tiles in self._batch.rows
+            if not _is_single(tiles)
+        ]
+
+    def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        rows = functional.embedding(self._batch.token_ids, table)
+        return rows if scale == 1.0 else rows.mul_(scale)
+
+    def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
+        return self._plan.attend(layer, queries, rules)
+
+    def _write(self, layer: int, keys_values: Tensor) -> None:
+        self._cache.write(layer, self._batch.write_index, keys_values)
+
+
+def _is_single(tiles: list[tuple[int, Tile]]) -> bool:
+    """Return True if the tiles of a row are one token that continues its sequence."""
+    return len(tiles) == 1 and tiles[0][1].length == 1 and tiles[0][1].start > 0

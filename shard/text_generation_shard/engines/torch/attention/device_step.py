@@ -1,0 +1,150 @@
+"""A step on a GPU: its tokens on the device, and their attention by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens
+from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.kernels.operands import DecodeStep, RopeStep
+from text_generation_shard.engines.torch.layers.norm import HeadNorms
+from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.kernels.device_kernels import DeviceKernels
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """The memory that all steps of a runner read and write."""
+
+    kernels: DeviceKernels
+    cache: Sequence[Tensor]
+    """For each layer, [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]."""
+    layers: Sequence[LayerShape]
+    block_tables: Tensor
+    """int32 [slots + 1, blocks]: a row for each slot and one for the dummy slot."""
+    last_tokens: Tensor
+    """int32 [slots + 1]: the token sampled last."""
+
+
+class DeviceStep:
+    """Implements `Step`. `columns` int32 [3, tokens]: ids, positions and slots; see `step_plan`.
+
+    The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`.
+    """
+
+    def __init__(self, columns: Tensor, num_decoding: int, context: StepContext, plan: StepPlan | None = None) -> None:
+        self.columns = columns
+        self._context = context
+        self._plan = plan
+        self._num_decoding = num_decoding
+        self._ids, self._positions, self._slots = columns.unbind()
+        self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
+        self._decode_steps: dict[tuple[float, float | None], DecodeStep] = {}
+        self._queries: Tensor | None = None
+        self._out: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.columns.shape[1]
+
+    @property
+    def positions(self) -> Tensor:
+        return self._positions
+
+    def token_ids(self) -> Tensor:
+        ids = self._ids.long()
+        return torch.where(ids >= 0, ids, self._context.last_tokens[self._slots.long()].long())
+
+    def single_tokens(self) -> SingleTokens:
+        decoding = slice(0, self._num_decoding)
+        return SingleTokens(decoding, self._slots[decoding].long())
+
+    def sequences(self) -> list[SequenceTokens]:
+        plan = self._plan
+        if plan is None or not plan.sizes.chunks:
+            return []
+        positions, slots = plan.column("positions"), plan.column("slots")
+        starts = [self._num_decoding + offset for offset in plan.column("query_indptr").tolist()]
+        return [
+            SequenceTokens(int(slots[first]), int(positions[first]), [(first, end - first)])
+            for first, end in pairwise(starts)
+        ]
+
+    def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(self.num_tokens, table.shape[1], dtype=torch.float32, device=table.device)
+        self._context.kernels.embed(self._ids, self._slots, self._context.last_tokens, table, out, scale)
+        return out
+
+    def rotate_and_append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: RotaryEmbedding,
+        head_norms: HeadNorms | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        shape = self._context.layers[layer]
+        if out is None:
+            out = qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.num_heads]
+        key = rotary, shape
+        if (step := self._rope_steps.get(key)) is None:
+            step = self._rope_steps[key] = RopeStep(
+                self._positions,
+                self._slots,
+                self._context.block_tables,
+                rotary.table,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                0.0 if head_norms is None else head_norms.query.eps,
+                rotary.rope.query_beta,
+                max(rotary.rope.original_max_positions, 1),
+                head_norms is not None and head_norms.values,
+            )
+        weights = None if head_norms is None else (head_norms.query.weight, head_norms.key.weight)
+        self._context.kernels.rotate_and_append(qkv, out, step, self._context.cache[layer], weights)
+        return out
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        context = self._context
+        context.kernels.append(keys, values, context.cache[layer], self._positions, self._slots, context.block_tables)
+
+    def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
+        context, count = self._context, self._num_decoding
+        if out is None:
+            out = torch.empty(queries.shape[0], queries[0].numel(), dtype=queries.dtype, device=queries.device)
+        row_queries, chunk_queries, row_out, chunk_out = self._divided(queries, out)
+        cache_layer, window, sinks = context.cache[layer], context.layers[layer].window, rules.sinks
+        if count:
+            context.kernels.decode_attention(row_queries, cache_layer, self._decode_step(rules), window, row_out, sinks)
+        if count < len(queries):
+            context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out, sinks)
+        return out
+
+    def _divided(self, queries: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """Return queries and outputs of decode rows and of chunks; buffers that all layers use are divided once."""
+        if queries is not self._queries or out is not self._out:
+            count = self._num_decoding
+            self._queries, self._out = queries, out
+            self._parts = queries[:count], queries[count:], out[:count], out[count:]
+        return self._parts
+
+    def _decode_step(self, rules: ScoreRules) -> DecodeStep:
+        key = rules.scale, rules.softcap
+        if (step := self._decode_steps.get(key)) is None:
+            count = self._num_decoding
+            step = self._decode_steps[key] = DecodeStep(
+                self._positions[:count], self._slots[:count], self._context.block_tables, *key
+            )
+        return step

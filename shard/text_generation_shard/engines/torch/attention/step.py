@@ -1,0 +1,99 @@
+"""The protocol of a step: its tokens, and their attention. A CPU step attends by an `AttentionPlan`, a device step by kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from text_generation_shard.engines.torch.layers.norm import HeadNorms
+from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTokens:
+    """The tokens of one sequence in a step."""
+
+    slot: int
+    start: int
+    """Position of the first."""
+    places: list[tuple[int, int]]
+    """(index of the first in the flat order, number) of each run of tokens, in order of position."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleTokens:
+    """The sequences that a step continues by one token each."""
+
+    places: Tensor | slice
+    """The indices of the tokens in the flat order."""
+    slots: Tensor
+    """int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRules:
+    """The rules by which a layer turns queries and keys into weights: softmax(scale · q·kᵀ), changed as below."""
+
+    scale: float
+    softcap: float | None = None
+    """If given, scores s become softcap · tanh(s / softcap)."""
+    sinks: Tensor | None = None
+    """[heads]: scores of keys without values."""
+
+
+class Step(Protocol):
+    """The tokens of a step in flat order, and their attention over the paged KV cache.
+
+    Methods with an `out` write their result to it if it is given, and return it.
+    """
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def positions(self) -> Tensor:
+        """[tokens], an integer type."""
+        ...
+
+    def token_ids(self) -> Tensor:
+        """Return the token ids, int64 [tokens]."""
+        ...
+
+    def single_tokens(self) -> SingleTokens:
+        """Return the sequences that the step continues by one token each."""
+        ...
+
+    def sequences(self) -> list[SequenceTokens]:
+        """Return the places of the other tokens, by sequence."""
+        ...
+
+    def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """Return the rows of `table` [vocabulary, hidden] of the tokens, times `scale`."""
+        ...
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [KV heads, tokens, dim], filled with zeros up to head_dim, to the cache of a layer."""
+
+    def rotate_and_append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: RotaryEmbedding,
+        head_norms: HeadNorms | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the rotated queries [tokens, heads, head_dim]; append rotated keys, and values.
+
+        `qkv` [tokens, (heads + 2 · KV heads) · head_dim] has query heads, key heads and value heads; it may be overwritten.
+        Without value heads, values are the keys before their norm and rotation.
+        """
+        ...
+
+    def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
+        """Return the attention over the cache of a layer, [tokens, heads · head_dim].
+
+        `queries` is [tokens, heads, head_dim]; the tokens' keys and values have been appended.
+        """
+        ...

@@ -1,0 +1,117 @@
+"""The paged KV cache of a CPU: one pool of blocks for all layers.
+
+A block holds, for one layer, [key or value, KV head, token in block, head_dim]. The tokens of a head are contiguous, so one
+`index_select` over (block, key or value, head) returns keys and values in the layout that attention multiplies.
+
+Attention reads whole blocks and masks positions past the end of a sequence. A mask hides finite numbers only: 0 × NaN is NaN.
+A partly filled block is therefore cleared when a sequence enters it, so that no data of its previous owner can leak. Where a
+sequence is padded to the length of another, it reads its own last block again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The heads of one layer on one rank, and the positions that they attend to."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Number of positions that a token attends to, including its own; None: all."""
+    chunk: int | None = None
+    """Positions are divided into chunks of this length, and a token attends to its own chunk alone; None: not divided."""
+
+    def first_position(self, position: int) -> int:
+        """Return the first position that the token at `position` attends to."""
+        first = 0 if self.window is None else position - self.window + 1
+        return max(0, first, 0 if self.chunk is None else position // self.chunk * self.chunk)
+
+
+BLOCK_SIZE = 16
+"""Tokens in a block."""
+
+
+WriteIndex = Mapping[int, Tensor]
+"""The index that `PagedKVCache.write` needs, by the number of KV heads of the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Shape of the KV cache, layer by layer, and its dtype."""
+
+    layers: tuple[LayerShape, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        head_dims = sum(layer.num_kv_heads * layer.head_dim for layer in self.layers)
+        return 2 * BLOCK_SIZE * head_dims * self.dtype.itemsize
+
+
+class PagedKVCache:
+    """The pool of blocks, numbered 0 <= block < num_blocks. Layers of the same shape share one tensor."""
+
+    def __init__(self, shape: CacheShape, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        sizes = [(layer.num_kv_heads, layer.head_dim) for layer in shape.layers]
+        self._num_kv_heads = [num_kv_heads for num_kv_heads, _ in sizes]
+        # Not zeroed: every block is written or cleared before it is read, and on CPU an unused block is never committed.
+        self.pools = {
+            (num_kv_heads, head_dim): torch.empty(
+                sizes.count((num_kv_heads, head_dim)),
+                num_blocks,
+                2 * num_kv_heads * BLOCK_SIZE * head_dim,
+                device=shape.device,
+                dtype=shape.dtype,
+            )
+            for num_kv_heads, head_dim in dict.fromkeys(sizes)
+        }
+        """[layers, blocks, numbers of a block] for each pair of KV heads and head_dim."""
+        layers = [self.pools[size][sizes[:index].count(size)] for index, size in enumerate(sizes)]
+        self._tokens = [layer.view(-1, head_dim) for layer, (_, head_dim) in zip(layers, sizes, strict=True)]
+        self._pairs = [
+            layer.view(-1, BLOCK_SIZE * head_dim) for layer, (_, head_dim) in zip(layers, sizes, strict=True)
+        ]
+        self._pair_offsets = {
+            heads: torch.arange(2 * heads, device=shape.device) * BLOCK_SIZE for heads in set(self._num_kv_heads)
+        }
+        self._head_offsets = {
+            heads: torch.arange(2 * heads, device=shape.device).view(2, 1, heads, 1)
+            for heads in set(self._num_kv_heads)
+        }
+
+    def write_index(self, blocks: Tensor, offsets: Tensor) -> WriteIndex:
+        """Return the index that `write` needs for tokens [tokens], each at an offset of a block."""
+        return {
+            heads: ((blocks * (2 * heads * BLOCK_SIZE) + offsets).unsqueeze(1) + pairs).flatten()
+            for heads, pairs in self._pair_offsets.items()
+        }
+
+    def write(self, layer: int, index: WriteIndex, keys_values: Tensor) -> None:
+        """Store `keys_values` [tokens, 2 · KV heads, head_dim], keys first."""
+        tokens = self._tokens[layer]
+        tokens.index_copy_(0, index[self._num_kv_heads[layer]], keys_values.reshape(-1, tokens.shape[1]))
+
+    def read_index(self, blocks: Tensor, num_kv_heads: int) -> Tensor:
+        """Return the index that `read` needs for block tables [sequences, blocks], in layers with that many KV heads."""
+        return (blocks.unsqueeze(1) * (2 * num_kv_heads) + self._head_offsets[num_kv_heads]).flatten()
+
+    def read(self, layer: int, index: Tensor, out: Tensor) -> None:
+        """Copy keys and values to `out`, which has the layout [2, sequences, KV heads, tokens, head_dim]."""
+        pairs = self._pairs[layer]
+        torch.index_select(pairs, 0, index, out=out.view(-1, pairs.shape[1]))
+
+    def clear(self, blocks: Tensor) -> None:
+        """Zero the given blocks in every layer."""
+        for pool in self.pools.values():
+            pool.index_fill_(1, blocks, 0.0)

@@ -1,0 +1,236 @@
+"""The plan of a step, as one int32 array: built on the host, broadcast to every rank and copied to the device unchanged.
+
+    header | ids | positions | slots | sampling | cells | blocks | pages | query indptr | page indptr | last pages
+
+The tokens of decode rows come first, one each, then the tokens of prompt chunks. `sampling` holds the indices of the tokens
+whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
+are updated: `cells` are indices into the flattened tables, `blocks` the new values. The last four columns are the inputs of
+FlashInfer's planner for the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.step.sequence import StepRow, StepRows
+
+Ints = NDArray[np.int32]
+
+LAST_SAMPLED = -1
+"""Instead of a token id: the last token sampled for the slot, which is on the device."""
+COLUMNS = (
+    "ids",
+    "positions",
+    "slots",
+    "sampling",
+    "cells",
+    "blocks",
+    "pages",
+    "query_indptr",
+    "page_indptr",
+    "last_pages",
+)
+_COLUMN = {name: index for index, name in enumerate(COLUMNS)}
+HEADER = 8
+"""Length of the header; its first six numbers are used."""
+ALIGNMENT = 4
+"""Columns start at multiples of this many numbers, 16 bytes: Triton compiles a separate kernel for less aligned pointers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSizes:
+    """Lengths of the columns of a plan."""
+
+    tokens: int
+    sampling: int
+    updates: int
+    pages: int = 0
+    chunks: int = 0
+
+    @lru_cache(maxsize=1024)  # noqa: B019 – instances are small, and most steps have the sizes of the previous one
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return the start and end of each of COLUMNS."""
+        ends = self.chunks + 1 if self.chunks else 0
+        at = HEADER
+        bounds = []
+        for length in (*(self.tokens,) * 3, self.sampling, *(self.updates,) * 2, self.pages, ends, ends, self.chunks):
+            bounds.append((at, at + length))
+            at += -(-length // ALIGNMENT) * ALIGNMENT
+        return bounds
+
+
+Allocate = Callable[[int], Ints]
+"""Allocates an array of the given length."""
+
+
+def pageable_memory(length: int) -> Ints:
+    """Allocate ordinary, pageable memory."""
+    return np.empty(length, dtype=np.int32)
+
+
+TableUpdate = tuple[int, int]
+"""A cell of the flattened block tables, and its new block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Size of a padded decode plan, to fit a CUDA graph."""
+
+    tokens: int
+    updates: int
+    slot: int
+    """The dummy slot."""
+    update: TableUpdate
+    """An update without effect."""
+
+
+@dataclass(slots=True)  # not frozen: creating it would take four times as long, once per step
+class StepPlan:
+    """The plan of a step of one or more tokens."""
+
+    numbers: Ints
+    """The whole array; the header holds the sizes, and whether tokens are sampled greedily in the forward pass."""
+    sizes: PlanSizes
+    bounds: list[tuple[int, int]]
+    greedy: bool
+
+    @classmethod
+    def blank(cls, sizes: PlanSizes, *, greedy: bool, memory: Allocate) -> StepPlan:
+        """Allocate a plan with `memory`; the columns are not initialized."""
+        bounds = sizes.bounds()
+        numbers = memory(bounds[-1][1])
+        numbers[:HEADER] = (sizes.tokens, sizes.sampling, sizes.updates, sizes.pages, sizes.chunks, greedy, 0, 0)
+        return cls(numbers, sizes, bounds, greedy)
+
+    @classmethod
+    def read(cls, numbers: Ints) -> StepPlan:
+        """Return the plan in an array received from rank 0."""
+        tokens, sampling, updates, pages, chunks, greedy, *_ = numbers[:HEADER].tolist()
+        sizes = PlanSizes(tokens, sampling, updates, pages, chunks)
+        return cls(numbers, sizes, sizes.bounds(), bool(greedy))
+
+    @classmethod
+    @lru_cache(maxsize=128)  # one per capture size; without graphs, one per step size
+    def dummy(cls, padding: Padding, *, greedy: bool = True) -> StepPlan:
+        """Return a plan of padding only; must not be modified."""
+        plan = cls.blank(PlanSizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=pageable_memory)
+        plan.column("ids")[:] = LAST_SAMPLED
+        plan.column("positions")[:] = 0
+        plan.column("slots")[:] = padding.slot
+        plan.column("cells")[:], plan.column("blocks")[:] = padding.update
+        return plan
+
+    def column(self, name: str) -> Ints:
+        """Return a view of one of COLUMNS."""
+        start, end = self.bounds[_COLUMN[name]]
+        return self.numbers[start:end]
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of tokens of decode rows."""
+        return self.sizes.tokens - int(self.column("query_indptr")[-1]) if self.sizes.chunks else self.sizes.tokens
+
+    @property
+    def longest_chunk(self) -> int:
+        """Number of tokens of the longest chunk."""
+        return int(np.diff(self.column("query_indptr")).max())
+
+    @property
+    def num_sampling(self) -> int:
+        """Number of tokens that are sampled."""
+        return self.sizes.sampling if self.sizes.chunks else self.sizes.tokens
+
+
+def plan_decoding(
+    rows: StepRows,
+    updates: Sequences[TableUpdate],
+    padding: Padding,
+    *,
+    greedy: bool,
+    memory: Allocate = pageable_memory,
+) -> StepPlan:
+    """Plan one token for each of `rows`, in order. `padding` must have room for all rows and updates."""
+    dummy = StepPlan.dummy(padding, greedy=greedy)
+    plan = StepPlan(memory(len(dummy.numbers)), dummy.sizes, dummy.bounds, greedy)
+    plan.numbers[:] = dummy.numbers
+    _put_decoding(plan, rows, rows.others)
+    _put_updates(plan, updates)
+    return plan
+
+
+def plan_chunks(
+    rows: StepRows, updates: Sequences[TableUpdate], *, greedy: bool, memory: Allocate = pageable_memory
+) -> StepPlan:
+    """Plan one token for each decode row, then the tokens of each chunk; there is at least one chunk."""
+    decoding = [row for row in rows.others if not row.prefills]
+    chunks = rows.others[len(decoding) :]
+    first = rows.num_persistent + len(decoding)
+    ends = [row.start + row.length for row in chunks]
+    tables = [row.sequence.blocks[: -(-end // BLOCK_SIZE)] for row, end in zip(chunks, ends, strict=True)]
+    chunk_tokens = sum(row.length for row in chunks)
+    num_sampling = first + sum(row.samples for row in chunks)
+    sizes = PlanSizes(first + chunk_tokens, num_sampling, len(updates), pages=sum(map(len, tables)), chunks=len(chunks))
+    plan = StepPlan.blank(sizes, greedy=greedy, memory=memory)
+    _put_decoding(plan, rows, decoding)
+    ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
+    ids[:first] = LAST_SAMPLED
+    sampling = list(range(first))
+    at = first
+    for row, end in zip(chunks, ends, strict=True):
+        after = at + row.length
+        ids[at:after] = row.sequence.tokens[row.start : end]
+        positions[at:after] = np.arange(row.start, end, dtype=np.int32)
+        slots[at:after] = row.sequence.slot
+        if row.samples:
+            sampling.append(after - 1)
+        at = after
+    plan.column("sampling")[:] = sampling
+    _put_updates(plan, updates)
+    plan.column("pages")[:] = [block for table in tables for block in table]
+    plan.column("query_indptr")[:] = np.cumsum([0, *(row.length for row in chunks)])
+    plan.column("page_indptr")[:] = np.cumsum([0, *map(len, tables)])
+    plan.column("last_pages")[:] = [(end - 1) % BLOCK_SIZE + 1 for end in ends]
+    return plan
+
+
+def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[StepRow]) -> None:
+    """Write positions and slots of persistent rows and of other decode rows; the device knows their tokens."""
+    positions, slots = plan.column("positions"), plan.column("slots")
+    first = rows.num_persistent
+    if rows.persistent is not None:
+        positions[:first] = rows.persistent.starts
+        slots[:first] = rows.persistent.slots
+    if decoding:
+        count = first + len(decoding)
+        positions[first:count] = [row.start for row in decoding]
+        slots[first:count] = [row.sequence.slot for row in decoding]
+
+
+def _put_updates(plan: StepPlan, updates: Sequences[TableUpdate]) -> None:
+    if updates:
+        plan.column("cells")[: len(updates)] = [cell for cell, _ in updates]
+        plan.column("blocks")[: len(updates)] = [block for _, block in updates]
+
+
+def table_updates(rows: StepRows, max_blocks: int) -> list[TableUpdate]:
+    """Return the updates of the block tables [slots, max_blocks] that a step of `rows` needs, and mark them as sent."""
+    updates: list[TableUpdate] = []
+    # Of the persistent rows, only those marked as changed have new blocks.
+    sequences = [row.sequence for row in rows.others]
+    if rows.persistent is not None:
+        sequences += [sequence for sequence in rows.persistent.changed if sequence.is_held]
+    for sequence in sequences:
+        known = sequence.synced_blocks
+        if known < len(sequence.blocks):
+            # Blocks beyond the longest sequence are never read.
+            blocks = sequence.blocks[known:max_blocks]
+            updates.extend(enumerate(blocks, sequence.slot * max_blocks + known))
+            sequence.synced_blocks = len(sequence.blocks)
+    return updates

@@ -1,0 +1,96 @@
+"""Builds an engine around a model: the device, the group, the runner and the executor of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from text_generation_common.cpus import usable_cpus
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine, EngineError
+from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, LayerShape
+from text_generation_shard.engines.torch.build.prepare import Description, Prepared
+from text_generation_shard.engines.torch.device.memory import DeviceMemory, keep_freed_memory
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.runner import Model, Runner
+from text_generation_shard.engines.torch.engine.trace import open_trace
+from text_generation_shard.engines.torch.engine.worker import TPWorker
+from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
+from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
+from text_generation_shard.engines.torch.layers.ops import Ops
+from text_generation_shard.engines.torch.layers.precision import MAX_NARROW_HIDDEN_SIZE
+from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup, join_group
+from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
+from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
+
+ScoreScales = Sequence[tuple[float, float | None]]
+"""Scale and softcap of the scores of each layer."""
+
+
+class EngineBuilder:
+    """The parts of an engine that do not depend on the kind of its model. Joins the group of this rank when it is created."""
+
+    def __init__(self, config: ShardConfig, prepared: Prepared[Description]) -> None:
+        self._config = config
+        self._grammars = prepared.grammars
+        self.info = prepared.info
+        self.device, self.dtype = prepared.target.device, prepared.dtype
+        # torch counts the cores of its affinity only, not the quota of a container.
+        torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), usable_cpus()))
+        if self.device.type == "cuda":
+            _prepare_gpu(self.device, self.dtype)
+        else:
+            keep_freed_memory()
+        self.group = join_group(config, self.device)
+        fraction = config.cuda_memory_fraction if self.device.type == "cuda" else config.cpu_memory_fraction
+        self._memory = DeviceMemory(self.device, fraction)
+        self.usable_memory = int(prepared.target.memory * fraction)
+
+    def runner(
+        self,
+        model_with: Callable[[Ops], Model],
+        layers: Iterable[LayerShape],
+        scales: ScoreScales,
+        hidden_size: int,
+        group: ParallelGroup | None = None,
+    ) -> Runner:
+        """Return the runner of a model; with `group`, for the steps of another group than that of the model."""
+        shape = CacheShape(tuple(layers), self.device, self.dtype)
+        group = group or self.group
+        sizes = self.info.max_slots, self.info.max_sequence_length
+        if self.device.type == "cpu":
+            return CpuRunner(model_with(CpuOps(self.group)), group, shape, *sizes)
+        # Imports Triton, which torch for CPUs comes without.
+        from text_generation_shard.engines.torch.kernels.device_kernels import DeviceKernels
+
+        kernels = DeviceKernels(
+            shape, scales, self.info.vocab_size, self.info.max_slots, narrow=hidden_size <= MAX_NARROW_HIDDEN_SIZE
+        )
+        return DeviceRunner(model_with(DeviceOps(kernels, self.group, self.dtype)), kernels, group, shape, *sizes)
+
+    def executor(self, runner: Runner, group: ParallelGroup | None = None) -> Executor:
+        """Return the executor of rank 0 of a group."""
+        runs_ahead = self.device.type == "cuda"
+        return Executor(runner, self._memory, group or self.group, runs_ahead=runs_ahead)
+
+    def engine(self, runner: Runner) -> Engine:
+        """Return the engine of rank 0, or of a follower."""
+        if self._config.rank > 0:
+            execute = TPWorker(runner, self._memory, self.device).execute
+            return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
+        return TorchEngine(self.info, self.executor(runner), self._grammars, open_trace(self._config))
+
+
+def _prepare_gpu(device: torch.device, dtype: torch.dtype) -> None:
+    """Make `device` the one of this thread. Raises EngineError if it cannot compute in `dtype`."""
+    if dtype == torch.float32:
+        raise EngineError("dtype float32 is not served on CUDA: --dtype bfloat16 or float16")
+    torch.cuda.set_device(device)
+    # Split-K products add their parts in float32: in bfloat16 the logits of a small model are 10 % less accurate.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # Graphs cannot be captured on the default stream; one thread does all work of the engine, on this stream.
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

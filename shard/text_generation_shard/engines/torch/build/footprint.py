@@ -1,0 +1,125 @@
+"""The memory that a model takes in the torch engine, from its config and the headers of its files: no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError, EngineInfo
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape
+from text_generation_shard.engines.torch.build.prepare import Description, Prepared
+from text_generation_shard.engines.torch.device.memory import margin_of
+from text_generation_shard.engines.torch.engine.warm_up import pool_blocks
+from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.parameters import empty_weights
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.runner.decode_graphs import capture_sizes
+from text_generation_shard.engines.torch.runner.piecewise_graphs import CAPTURE_SIZES, PIECES_PER_GRAPH
+from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
+from text_generation_shard.engines.torch.weights.load import part_of, plan_loading
+
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.models.huggingface.config import TransformersConfig
+
+META = torch.device("meta")
+"""Holds shapes and no values."""
+CPU_PROCESS = 350 << 20
+"""Bytes of Python, PyTorch and the tokenizer of grammars."""
+CUDA_LIBRARIES = 1 << 30
+"""Bytes of the CUDA context, cuBLAS and FlashInfer's workspace."""
+SORTED_BYTES = 40
+"""Bytes of a logit in the hardest sampling on a CPU, and in the order by which a GPU finds thresholds."""
+LOGIT_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory of a model on one device, in bytes, as far as it is known before it is loaded."""
+
+    memory: int
+    """The memory of the device that may be used."""
+    weights: int
+    token: int | None
+    """KV cache of a token; None: found once the model is loaded."""
+    largest_step: int
+    """Estimate of the largest step, graphs and libraries; the start measures it."""
+    states: int = 0
+    """The states of all slots, of layers that have them."""
+
+    @property
+    def cache(self) -> int:
+        """The memory that is left for the KV cache."""
+        return self.memory - self.weights - self.largest_step - self.states
+
+    def blocks(self, info: EngineInfo, limits: WarmUpLimits) -> int | None:
+        """Return the KV blocks that fit; None if the size of a token is not known. Raises EngineError."""
+        return None if self.token is None else pool_blocks(info, limits, self.token * BLOCK_SIZE, self.cache)
+
+
+def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limits: WarmUpLimits) -> Footprint:
+    """Return the memory of a model in the native decoder. Raises EngineError for tensors that do not fit its config."""
+    model, dtype = prepared.model, prepared.dtype
+    tp = TensorParallelRank(config.rank, config.world_size)
+    with torch.inference_mode():
+        weights = empty_weights(model, tp, META, dtype, on_cpu=prepared.target.device.type == "cpu")
+    parameters = weights.named_parameters()
+    if config.load_format != "dummy":
+        plan_loading(Path(config.model_path), parameters, model.quantization)
+    nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
+    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, model.hidden_size)
+
+
+def transformers_footprint(
+    config: ShardConfig, prepared: Prepared[TransformersConfig], limits: WarmUpLimits
+) -> Footprint:
+    """Return the memory of a model that transformers runs. The tensors of its checkpoint are compared when it is loaded."""
+    from text_generation_shard.engines.torch.models.huggingface.load import load_model
+    from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
+
+    if config.load_format != "dummy":
+        Checkpoint(Path(config.model_path))
+    group = ParallelGroup(TensorParallelRank(config.rank, config.world_size))
+    dummy = config.model_copy(update={"load_format": "dummy"})
+    model = TransformersModel(load_model(dummy, prepared.model, group, META, prepared.dtype))
+    nbytes = sum({id(each): each.nbytes for each in model.library.parameters()}.values())
+    hidden_size = model.library.get_input_embeddings().weight.shape[1]
+    try:
+        model.record()
+    except EngineError:  # the values of tensors decide on its path: it cannot be followed without them
+        return _footprint(config, prepared, limits, nbytes, (), hidden_size)
+    states = model.states.bytes_each * (prepared.info.max_slots + 1) if model.keeps_states else 0
+    return _footprint(config, prepared, limits, nbytes, model.layers, hidden_size, states)
+
+
+def _footprint(
+    config: ShardConfig,
+    prepared: Prepared[Description],
+    limits: WarmUpLimits,
+    weights: int,
+    layers: Iterable[LayerShape],
+    hidden_size: int,
+    states: int = 0,
+) -> Footprint:
+    layers, target, info = tuple(layers), prepared.target, prepared.info
+    shape = CacheShape(layers, META, prepared.dtype)
+    tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
+    slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
+    # The outputs of all projections of a layer, and the residual stream around them.
+    width = prepared.model.active_weights // (max(len(layers), 1) * hidden_size) // config.world_size
+    step = tokens * (width + 4 * hidden_size) * prepared.dtype.itemsize
+    if target.device.type == "cpu":
+        memory = int(target.memory * config.cpu_memory_fraction)
+        step += slots * info.vocab_size * SORTED_BYTES + CPU_PROCESS
+    else:
+        memory = int(target.memory * config.cuda_memory_fraction) - margin_of(target.memory)
+        graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(len(layers) + 1) // PIECES_PER_GRAPH)
+        step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES
+    return Footprint(memory, weights, shape.block_bytes // BLOCK_SIZE if layers else None, step, states)

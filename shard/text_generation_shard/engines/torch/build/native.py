@@ -1,0 +1,31 @@
+"""Builds the engine of a model that the native decoder computes."""
+
+from __future__ import annotations
+
+import torch
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine
+from text_generation_shard.engines.torch.build.builder import EngineBuilder
+from text_generation_shard.engines.torch.build.prepare import Target, prepare
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.decoder import Decoder
+from text_generation_shard.engines.torch.models.native.parameters import empty_weights
+from text_generation_shard.engines.torch.weights.load import load
+
+
+@torch.inference_mode()
+def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engine:
+    """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
+    builder = EngineBuilder(config, prepare(config, model_config, Target.of(config)))
+    on_cpu, group = builder.device.type == "cpu", builder.group
+    weights = empty_weights(model_config, group.tp, builder.device, builder.dtype, on_cpu=on_cpu)
+    load(config, weights.named_parameters(), model_config.quantization)
+    weights.process_weights_after_loading()
+    if on_cpu:
+        weights.pack()
+    scales = [(model_config.attention_scale, model_config.attention_softcap)] * model_config.num_layers
+    runner = builder.runner(
+        lambda ops: Decoder(model_config, weights, ops, group), weights.layer_shapes, scales, model_config.hidden_size
+    )
+    return builder.engine(runner)

@@ -1,0 +1,165 @@
+"""A model against the device that is to run it: what is checked and known before memory for weights is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+import torch
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.device.memory import total_memory
+from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
+from text_generation_shard.grammar import Grammars, load_grammars
+
+if TYPE_CHECKING:  # it imports transformers
+    from text_generation_shard.engines.torch.models.huggingface.config import TransformersConfig
+
+MAX_SLOTS = 256
+MAX_TOP_N_TOKENS = 20
+DEVICES = ("cpu", "cuda")
+CPU_PREFILL_TOKENS = 1536
+"""On CPU, larger chunks do not speed up prefill. Prompts that arrive together also decode together if one step computes them."""
+CPU_CHUNK_TOKENS = 64
+"""Half as many cost a third more time each beside 48 decoding sequences, twice as many as much."""
+CUDA_PREFILL_TOKENS = (1024, 8192)
+"""Minimum and maximum. Products of fewer rows are slower; activations of more rows take memory from the KV cache."""
+CUDA_CHUNK_PRODUCTS = 16e12
+"""Multiplications per chunk, about 50 ms on a Hopper GPU: long enough to amortize a launch, short enough not to delay decoding.
+Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
+
+MAX_WEIGHTS_PER_BYTE = 1.0
+"""Most weights for a byte of a checkpoint without quantization: twice as many as in float16."""
+MAX_QUANTIZED_WEIGHTS_PER_BYTE = 8.0
+"""The same with quantization: twice as many as with 2 bits for a weight."""
+
+
+ModelDescription: TypeAlias = "ModelConfig | TransformersConfig"
+Description = TypeVar("Description", bound=ModelDescription)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The device that is to run a model, and the bytes of its memory."""
+
+    device: torch.device
+    memory: int
+
+    @classmethod
+    def of(cls, config: ShardConfig) -> Target:
+        """Return the device that the settings name. Raises EngineError if it is not there."""
+        device = choose_device(config.device)
+        if device.type == "cpu":
+            return cls(device, total_memory())
+        return cls(device, torch.cuda.get_device_properties(device).total_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[Description]):
+    """A model that can be served, as far as its config and the headers of its files show."""
+
+    model: Description
+    target: Target
+    info: EngineInfo
+    grammars: Grammars | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of weights, activations and KV cache."""
+        dtype: torch.dtype = getattr(torch, self.info.dtype)
+        return dtype
+
+
+def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> Prepared[ModelConfig]:
+    """Check a model for the native decoder. Raises EngineError."""
+    dtype = getattr(torch, config.dtype or model_config.dtype)
+    check_memory(model_config, dtype.itemsize, target, config.world_size)
+    return describe(config, model_config, target)
+
+
+def describe(config: ShardConfig, model_config: Description, target: Target) -> Prepared[Description]:
+    """Compare a model with its checkpoint and return its description. Raises EngineError."""
+    check_checkpoint(config, model_config)
+    grammars = load_grammars(config.model_path, model_config.eos_token_ids) if config.rank == 0 else None
+    return Prepared(model_config, target, engine_info(config, model_config, target.device, grammars), grammars)
+
+
+def check_memory(config: ModelDescription, itemsize: int, target: Target, ranks: int) -> None:
+    """Raise EngineError if the weights cannot fit in the memory of the devices, before any is allocated."""
+    on_cuda = target.device.type == "cuda"
+    memory = ranks * target.memory if on_cuda else target.memory
+    projections = projection_itemsize(config.quantization, itemsize) if on_cuda else itemsize
+    weights = config.projection_weights * projections + config.embedding_weights * itemsize
+    if weights > memory:
+        raise EngineError(
+            f"config.json describes weights of {weights / 2**30:,.1f} GiB, and there are only {memory / 2**30:,.1f} GiB "
+            f"of memory on {f'{ranks} × {target.device}' if on_cuda else 'this machine'}"
+        )
+
+
+def check_checkpoint(config: ShardConfig, model_config: ModelDescription) -> None:
+    """Raise EngineError if config.json describes a far larger model than the files hold, before memory for it is allocated.
+
+    A smaller difference is found by the loader, which names the tensor.
+    """
+    if config.load_format == "dummy":
+        return
+    weights = model_config.projection_weights + model_config.embedding_weights
+    nbytes = Checkpoint(Path(config.model_path)).nbytes
+    is_quantized = model_config.quantization is not None
+    if weights > nbytes * (MAX_QUANTIZED_WEIGHTS_PER_BYTE if is_quantized else MAX_WEIGHTS_PER_BYTE):
+        raise EngineError(
+            f"{config.model_path}: config.json describes {weights:,} weights, and the checkpoint has only {nbytes:,} bytes"
+        )
+
+
+def engine_info(
+    config: ShardConfig, model_config: ModelDescription, device: torch.device, grammars: Grammars | None
+) -> EngineInfo:
+    """Return the description of the engine that `config` asks for."""
+    return EngineInfo(
+        engine="torch",
+        model_id=config.model_id or config.model_path,
+        model_type=model_config.model_type,
+        dtype=config.dtype or model_config.dtype,
+        device=str(device),
+        scheduling=Scheduling.STEP,
+        vocab_size=model_config.vocab_size,
+        max_sequence_length=model_config.max_sequence_length,
+        max_slots=config.max_batch_size or MAX_SLOTS,
+        block_size=BLOCK_SIZE,
+        eos_token_ids=model_config.eos_token_ids,
+        suggested_prefill_tokens=_suggested_prefill_tokens(model_config, device, config.world_size),
+        suggested_chunk_tokens=CPU_CHUNK_TOKENS if device.type == "cpu" else 0,
+        max_top_n_tokens=MAX_TOP_N_TOKENS,
+        grammar_kinds=grammars.kinds if grammars is not None else (),
+    )
+
+
+def _suggested_prefill_tokens(config: ModelDescription, device: torch.device, ranks: int) -> int:
+    if device.type == "cpu":
+        return CPU_PREFILL_TOKENS
+    least, most = CUDA_PREFILL_TOKENS
+    tokens = int(CUDA_CHUNK_PRODUCTS * ranks / config.active_weights)
+    return min(max(1 << (tokens.bit_length() - 1), least), most)
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise EngineError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from None
+    if device.type not in DEVICES:
+        raise EngineError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise EngineError(f"device {name!r} is not available")
+        device = torch.device("cuda", device.index or 0)
+    return device

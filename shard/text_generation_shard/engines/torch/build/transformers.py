@@ -1,0 +1,125 @@
+"""Builds the engine of a model that transformers runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+import torch
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine, EngineError, EngineInfo
+from text_generation_shard.engines.torch.build.builder import EngineBuilder
+from text_generation_shard.engines.torch.build.prepare import Prepared, Target, check_memory, describe
+from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.runner import Runner
+from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FLASHINFER_HEAD_DIMS
+from text_generation_shard.engines.torch.layers.precision import Precision
+from text_generation_shard.engines.torch.models.huggingface.check import CHUNK, TOKENS, WINDOW, check_model
+from text_generation_shard.engines.torch.models.huggingface.config import TransformersConfig, read_config
+from text_generation_shard.engines.torch.models.huggingface.find_decoder import find_decoder
+from text_generation_shard.engines.torch.models.huggingface.load import load_model
+from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
+from text_generation_shard.engines.torch.models.huggingface.sharding import divide
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+
+STATES_FRACTION = 0.25
+"""Largest share of the usable memory that the states of layers with a state take."""
+
+log = structlog.get_logger()
+
+
+def build_transformers_engine(config: ShardConfig) -> Engine:
+    """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
+    prepared = prepare_for_transformers(config, Target.of(config))
+    builder = EngineBuilder(config, prepared)
+    on_cpu, group, device = builder.device.type == "cpu", builder.group, builder.device
+    library = load_model(config, prepared.model, group, device, builder.dtype)
+    model = TransformersModel(library, () if on_cpu else FLASHINFER_HEAD_DIMS)
+    hidden_size = library.get_input_embeddings().weight.shape[1]
+    builder.info = info = _with_states(builder.info, model, builder.usable_memory)
+
+    def runner(steps_of: ParallelGroup | None = None) -> Runner:
+        if not on_cpu:
+            torch.cuda.empty_cache()
+        return builder.runner(model.with_ops, model.layers, model.rules, hidden_size, steps_of)
+
+    def executor() -> Executor:
+        alone = ParallelGroup(TensorParallelRank())
+        return builder.executor(runner(alone), alone)
+
+    def check() -> None:
+        limits = (WINDOW, CHUNK) if on_cpu else (WINDOW,)
+        check_model(model, info.vocab_size, info.max_sequence_length, executor, group, limits)
+
+    if not on_cpu or config.world_size > 1:
+        precision = Precision.uniform(builder.dtype) if on_cpu else Precision.of(hidden_size, builder.dtype)
+        model.decoder = find_decoder(model, info.max_sequence_length, group, precision)
+    _check_with_and_without_decoder(model, check)
+    model.record()
+    if not on_cpu:
+        builder.info = _bounded_by_chunk(info, model)
+    return builder.engine(runner())
+
+
+def prepare_for_transformers(config: ShardConfig, target: Target) -> Prepared[TransformersConfig]:
+    """Check a model that transformers is to run. Raises EngineError."""
+    model_config = read_config(Path(config.model_path), config.quantize)
+    dtype = getattr(torch, config.dtype or model_config.dtype)
+    # The weights are dequantized.
+    check_memory(replace(model_config, quantization=None), dtype.itemsize, target, config.world_size)
+    if config.world_size > 1:
+        _check_division(model_config, config)
+    prepared = describe(config, model_config, target)
+    if (longest := prepared.info.max_sequence_length) < TOKENS:
+        raise EngineError(
+            f"{config.model_path}/config.json: a context of {longest} tokens is shorter than the {TOKENS} that the check "
+            "of a model for transformers takes"
+        )
+    return prepared
+
+
+def _check_division(model_config: TransformersConfig, config: ShardConfig) -> None:
+    """Raise EngineError if the model cannot be divided over the ranks, before the checkpoint is read."""
+    with torch.device("meta"):
+        model = model_config.model_class(model_config.library)
+    divide(model, ParallelGroup(TensorParallelRank(config.rank, config.world_size)), torch.device("meta"))
+
+
+def _with_states(info: EngineInfo, model: TransformersModel, memory: int) -> EngineInfo:
+    """Record the model and allocate the states of all slots; return the description with as many slots as have memory."""
+    model.record()
+    if not model.keeps_states:
+        return info
+    slots = int(memory * STATES_FRACTION) // model.states.bytes_each - 1
+    if slots < 1:
+        raise model.refusal(f"the states of two sequences take {2 * model.states.bytes_each / 2**30:.1f} GiB of memory")
+    if slots < info.max_slots:
+        log.info("the memory of states bounds the number of sequences", sequences=slots)
+    info = replace(info, max_slots=min(slots, info.max_slots), keeps_states=True)
+    model.states.allocate(info.max_slots)
+    return info
+
+
+def _check_with_and_without_decoder(model: TransformersModel, check: Callable[[], None]) -> None:
+    """Check the model in the native decoder if one was found, else in the library's layers. Raises EngineError."""
+    if model.decoder is not None:
+        try:
+            return check()
+        except EngineError as error:
+            log.warning("the native decoder is not used", reason=str(error))
+            model.decoder = None
+    check()
+
+
+def _bounded_by_chunk(info: EngineInfo, model: TransformersModel) -> EngineInfo:
+    """Return the description of an engine whose kernels do not divide positions into chunks."""
+    chunks = [layer.chunk for layer in model.layers if layer.chunk is not None]
+    if not chunks or min(chunks) >= info.max_sequence_length:
+        return info
+    # Within the first chunk, it makes no difference.
+    log.info("sequences end with the first chunk of attention", tokens=min(chunks))
+    return replace(info, max_sequence_length=min(chunks))

@@ -1,0 +1,318 @@
+"""The torch engine: Llama-family decoders from Hugging Face safetensors, on CPU or CUDA.
+
+A step is launched (executor), sampled (sampling) and recorded (step.table). On a CPU this happens in order. On a GPU a step
+is launched before the tokens of the previous one are read, so that the device never waits for the host:
+
+    host    launch k+1 · read k · sample k+1 │ report k · orders · launch k+2 · read k+1 · sample k+2 │ …
+    device  … k ──────────► k+1 ───────────────────────────────────────────► k+2 ──────────
+
+The forward pass reads the tokens of the previous step on the device. Sampling depends on host state: penalties, grammars,
+minimum lengths. It is launched while the forward pass runs. If every row is sampled greedily without constraints, the device
+samples within the forward pass. A sequence that finished in step k is computed once more in step k+1; that result is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_common.one_line import typed_line
+from text_generation_common.progress import phase
+from text_generation_proto.values import FailureCode, WarmUpLimits
+from text_generation_shard.engine import (
+    EngineInfo,
+    Failure,
+    InsufficientMemory,
+    Orders,
+    StepResult,
+    SynchronousEngine,
+    TopTokens,
+)
+from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers
+from text_generation_shard.engines.torch.engine.executor import Executor, Launched
+from text_generation_shard.engines.torch.engine.scoring import PendingScores, start_scores
+from text_generation_shard.engines.torch.engine.trace import StepTrace
+from text_generation_shard.engines.torch.engine.warm_up import pool_blocks, worst_step
+from text_generation_shard.engines.torch.sampling.history import TokenHistories
+from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
+from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
+from text_generation_shard.grammar import Grammars
+from text_generation_shard.step.masks import Mask, TokenMasks, choice_of_tokens
+from text_generation_shard.step.sequence import GREEDY, SamplerOutput, Sequence, StepRow, StepRows
+from text_generation_shard.step.table import SequenceTable
+
+Masks = dict[int, Mask]
+
+NO_TOKEN = (FailureCode.NUMERICS, "the logits leave no token to choose")
+GREEDY_ROW = SamplingRow(GREEDY, 0, 0)
+"""Settings of a persistent row in a step that is not greedy as a whole: the row itself still takes the most probable token."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in flight."""
+
+    rows: StepRows
+    started: DeviceEvent
+    computed: DeviceEvent | None
+    launched: Launched | None
+    """Until the tokens are sampled; then dropped, because its tensors are large."""
+    masking: Future[Masks] | None = None
+    masks: Masks = field(default_factory=dict)
+    """Masks of rows with a grammar, by slot."""
+    late: dict[int, Sequence] = field(default_factory=dict)
+    """Sequences whose mask is not ready, by index."""
+    sampled: Tensor | None = None
+    """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
+    scores: list[PendingScores] = field(default_factory=list)
+    top_token_rows: list[tuple[int, StepRow]] = field(default_factory=list)
+    """Sampling rows that asked for top tokens, with their index in the step; `tops` holds their candidates."""
+    tops: TopCandidates | None = None
+    done: DeviceEvent | None = None
+
+
+class TorchEngine(SynchronousEngine):
+    """The engine described in the module docstring."""
+
+    def __init__(
+        self, info: EngineInfo, executor: Executor, grammars: Grammars | None = None, trace: StepTrace | None = None
+    ) -> None:
+        self.info = info
+        self.grammars = grammars
+        self._masks = None if grammars is None else TokenMasks(grammars, info.vocab_size, in_step=info.keeps_states)
+        self._executor = executor
+        self._trace = trace
+        self._device = torch.device(info.device)
+        self._events = EventRecorder(self._device)
+        self._table = SequenceTable(info, runs_ahead=executor.runs_ahead)
+        self._histories = TokenHistories(self._device)
+        self._downloads = PinnedBuffers(self._device)
+        """Sampled tokens are copied here."""
+        self._in_flight: _Step | None = None
+        """The step that is launched but not yet recorded, if the executor runs ahead."""
+
+    def warm_up(self, limits: WarmUpLimits) -> int:
+        executor = self._executor
+        self.reset()
+        orders, worst_blocks = worst_step(self.info, limits, executor.threshold_search.rows_at_once)
+        executor.allocate(0)
+        executor.begin_measuring()
+        try:
+            self._allocate(worst_blocks)
+            self._table.apply(orders)
+            rows = self._table.rows()
+            with torch.inference_mode(), phase("computing the largest step and compiling its kernels"):
+                self._record(self._sample(self._launch(rows)))
+            self.reset()
+            # The peak includes the KV cache of the warm-up step, which the final one replaces.
+            available = executor.spare_bytes() + worst_blocks * executor.block_bytes
+            num_blocks = pool_blocks(self.info, limits, executor.block_bytes, available)
+            self._allocate(num_blocks)
+            executor.ready()
+        except torch.OutOfMemoryError:
+            raise InsufficientMemory("the largest step does not fit: lower max_batch_prefill_tokens") from None
+        finally:
+            self.reset()
+        return num_blocks
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        return self._table.apply(orders)
+
+    @torch.inference_mode()
+    def step(self) -> StepResult | None:
+        rows = self._table.rows()
+        before, self._in_flight = self._in_flight, None
+        if not rows and before is None:
+            if self._trace is not None:
+                self._trace.pause()
+            return StepResult() if self._table.wait_for_mask() else None
+        launched = self._or_fail(rows, partial(self._launch, rows)) if rows else StepResult()
+        result = StepResult() if before is None else self._record(before)
+        if isinstance(launched, _Step):
+            launched = self._or_fail(launched.rows, partial(self._sample, launched))
+        if isinstance(launched, StepResult):
+            result.failed += launched.failed
+        elif self._executor.runs_ahead:
+            self._in_flight = launched
+        else:
+            return self._record(launched)
+        return result
+
+    @property
+    def running(self) -> int:
+        return len(self._table)
+
+    @property
+    def used_blocks(self) -> int:
+        return self._table.used_blocks
+
+    @property
+    def prefilling(self) -> int:
+        return self._table.prefilling
+
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        self._executor.on_broken(callback)
+
+    def reset(self) -> None:
+        if self._in_flight is not None and self._in_flight.done is not None:
+            self._in_flight.done.wait()
+        self._in_flight = None
+        if self._trace is not None:
+            self._trace.pause()
+        self._table.clear()
+        self._histories.clear()
+
+    def close(self) -> None:
+        self.reset()
+        self._executor.close()
+        if self._trace is not None:
+            self._trace.close()
+        if self.grammars is not None:
+            self.grammars.close()
+        if self._masks is not None:
+            self._masks.close()
+
+    def _allocate(self, num_blocks: int) -> None:
+        self._executor.allocate(num_blocks)
+        self._table.num_blocks = num_blocks
+
+    def _or_fail(self, rows: StepRows, part: Callable[[], _Step]) -> _Step | StepResult:
+        """Run a part of a step. An error fails the sequences of this step only, unless the executor is broken for good."""
+        try:
+            return part()
+        except Exception as error:
+            if self._executor.is_broken_by(error):
+                raise
+            return self._table.fail(rows, f"the step failed: {typed_line(error)}")
+
+    def _launch(self, rows: StepRows) -> _Step:
+        ahead = self._executor.runs_ahead
+        # On a CPU the masks are computed during the forward pass; on a GPU they depend on tokens not read yet.
+        masking = None if ahead else self._start_masks(rows.sampling)
+        greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
+        launched = self._executor.launch(rows, greedy=greedy)
+        self._table.begin(rows)
+        return _Step(rows, launched.started, launched.computed, launched, masking)
+
+    def _sample(self, step: _Step) -> _Step:
+        """Sample the tokens of a step and start copying its results to the host."""
+        launched, step.launched = step.launched, None
+        assert launched is not None
+        for row, ranges in launched.prefills:
+            if (scores := row.sequence.prompt_scores) is not None:
+                step.scores += start_scores(row.sequence, scores, ranges, launched.hidden, self._executor.logits)
+        packed = launched.sampled
+        if launched.logits is not None and packed is None:
+            rows, first = step.rows.sampling, step.rows.num_persistent
+            masking = step.masking or self._start_masks(rows)
+            step.masks = {} if masking is None else masking.result()
+            if penalized := [row.sequence for row in rows if needs_history(row.sequence.sampling)]:
+                self._histories.update(penalized)
+            settings = [self._sampling_row(row, step.masks) for row in rows]
+            sampled = sample(launched.logits, [GREEDY_ROW] * first + settings, self._executor.threshold_search)
+            step.late = {
+                index: row.sequence
+                for index, row in enumerate(rows, first)
+                if row.sequence.matcher is not None and row.sequence.slot not in step.masks
+            }
+            self._table.retract(step.late.values())
+            for index, sequence in step.late.items():
+                sampled.token_ids[index] = sequence.tokens[-1]  # the input of its next step, again
+            self._executor.store_sampled_tokens(step.rows, sampled.token_ids)
+            step.top_token_rows = [
+                (index, row) for index, row in enumerate(rows, first) if row.sequence.top_n and index not in step.late
+            ]
+            if step.top_token_rows:
+                most = max(row.sequence.top_n for _, row in step.top_token_rows)
+                step.tops = top_candidates(sampled, [index for index, _ in step.top_token_rows], most)
+            packed = torch.cat((sampled.token_ids.int(), sampled.logprobs.view(torch.int32)))
+        if packed is not None:
+            step.sampled = self._downloads.take(len(packed))
+            step.sampled.copy_(packed, non_blocking=True)
+        step.done = self._events.record()
+        return step
+
+    def _record(self, step: _Step) -> StepResult:
+        """Wait for the results of a step and record them."""
+        assert step.done is not None
+        if self._trace is not None:
+            self._trace.before_wait()
+        step.done.wait()
+        if self._trace is not None:
+            self._trace.after_wait(step.rows, step.started, step.done)
+        for scores in step.scores:
+            scores.finish()
+        chosen = SamplerOutput([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)
+        _add_mask_results(step, chosen)
+        chosen.late.update(step.late)
+        tops = self._top_tokens(step, chosen)
+        result = self._table.advance(step.rows, chosen)
+        result.top_tokens = tops
+        result.forward_ns = (step.computed or step.done).ns_since(step.started)
+        return result
+
+    def _top_tokens(self, step: _Step, chosen: SamplerOutput) -> list[TopTokens]:
+        if step.tops is None:
+            return []
+        return [
+            TopTokens(row.sequence.slot, 0, *step.tops.top(number, row.sequence.top_n))
+            for number, (index, row) in enumerate(step.top_token_rows)
+            if index not in chosen.failures and row.sequence.is_held
+        ]
+
+    def _start_masks(self, rows: list[StepRow]) -> Future[Masks] | None:
+        """Start computing the grammar masks of the rows that sample, in the background.
+
+        If the step fails, its sequences fail too, so their matchers are not used again.
+        """
+        constrained = [row.sequence for row in rows if row.sequence.matcher is not None and row.sequence.is_held]
+        return self._masks.start(constrained) if constrained and self._masks is not None else None
+
+    def _sampling_row(self, row: StepRow, masks: Masks) -> SamplingRow:
+        sequence = row.sequence
+        sampling = sequence.sampling
+        allowed, suppressed = choice_of_tokens(sequence, masks.get(sequence.slot), self.info.vocab_size)
+        return SamplingRow(
+            sampling=sampling,
+            position=len(sequence.tokens),
+            last_token=sequence.tokens[-1],
+            history=self._histories.tokens(sequence) if needs_history(sampling) else None,
+            generated=sequence.generated_before + sequence.generated,
+            suppressed=suppressed,
+            allowed=None if allowed is None else torch.from_numpy(allowed),
+        )
+
+
+def _is_greedy(row: StepRow) -> bool:
+    """Return True if only the most probable token can follow, regardless of the previous step's token."""
+    return row.start + row.length >= row.sequence.greedy_from
+
+
+def _read(packed: Tensor, rows: int) -> SamplerOutput:
+    """Unpack token ids and logprobs; rows with an invalid logprob are failures."""
+    numbers, half = packed.numpy(), len(packed) // 2
+    read = SamplerOutput(numbers[:rows].tolist(), numbers[half : half + rows].view(np.float32).tolist())
+    # A NaN or infinity among the logits propagates to their sum, to the logprob, and to the sum of all logprobs.
+    if not isfinite(sum(read.logprobs)):
+        invalid = [index for index, logprob in enumerate(read.logprobs) if not isfinite(logprob)]
+        read.failures = dict.fromkeys(invalid, NO_TOKEN)
+    return read
+
+
+def _add_mask_results(step: _Step, chosen: SamplerOutput) -> None:
+    """Add the completions and failures reported by the grammar masks."""
+    if not step.masks:
+        return
+    for index, row in enumerate(step.rows.sampling, step.rows.num_persistent):
+        if mask := step.masks.get(row.sequence.slot):
+            if mask.is_complete:
+                chosen.grammar_ended.add(index)
+            if mask.failure is not None:
+                chosen.failures[index] = (FailureCode.GRAMMAR, mask.failure)

@@ -1,0 +1,173 @@
+"""Plans steps and runs them on all ranks; on a GPU without waiting for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch.step_plan import (
+    Ints,
+    StepPlan,
+    plan_chunks,
+    plan_decoding,
+    table_updates,
+)
+from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers, upload
+from text_generation_shard.engines.torch.device.memory import DeviceMemory
+from text_generation_shard.engines.torch.engine.runner import Runner
+from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, spare_bytes
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
+from text_generation_shard.step.sequence import StepRow, StepRows
+
+
+@dataclass(slots=True)
+class Launched:
+    """A forward pass that has been launched. On a GPU its tensors are not computed yet."""
+
+    hidden: Tensor
+    """[tokens, hidden]: hidden states of all tokens, as `Executor.logits` expects them."""
+    prefills: list[tuple[StepRow, list[tuple[int, int, int]]]]
+    """Rows that prefill and the location of their tokens: (offset in `hidden`, first position, number of tokens)."""
+    logits: Tensor | None
+    """[rows that sample, vocabulary], in order, persistent rows first; None if no row samples."""
+    sampled: Tensor | None
+    """int32 [2 · n], where n ≥ the number of rows that sample, if tokens were sampled greedily within the forward pass: n
+    token ids, then the bits of n logprobs. The whole allocation, because a slice could not be copied in one transfer."""
+    started: DeviceEvent
+    computed: DeviceEvent | None
+    """Recorded when the model has finished; None if nothing follows it in the step."""
+
+
+class Executor:
+    """Holds the model and the KV cache of a device: rank 0 of its group, or the only rank. Called from one thread.
+
+    With `runs_ahead`, a step is launched before the tokens of the previous one are known.
+    """
+
+    def __init__(self, runner: Runner, memory: DeviceMemory, group: ParallelGroup, *, runs_ahead: bool) -> None:
+        self.runs_ahead = runs_ahead
+        self._runner = runner
+        self._memory = memory
+        self._group = group
+        self._device = runner.device
+        self._pinned = PinnedBuffers(self._device)
+        self._events = EventRecorder(self._device)
+
+    @property
+    def threshold_search(self) -> ThresholdSearch:
+        """The search that the sampler uses on this device."""
+        if self._device.type != "cuda":
+            return SORTING
+        from text_generation_shard.engines.torch.kernels import threshold
+
+        return ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block."""
+        return self._runner.block_bytes
+
+    def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
+        """Launch the forward pass of some rows; `greedy` if every row takes its most probable token."""
+        plan = self._plan(rows, greedy=greedy)
+        self._broadcast(WorkerCommand.STEP, plan.numbers.data.cast("B"))
+        started = self._events.record()
+        output = self._runner.start(plan)
+        return Launched(
+            hidden=output.normed,
+            prefills=_prefills(rows) if rows.prefills else [],
+            # A graph computes the logits of its padding rows too.
+            logits=None if output.logits is None else output.logits[: rows.num_sampling],
+            sampled=output.sampled,
+            started=started,
+            computed=None if output.sampled is not None else self._events.record(),
+        )
+
+    def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
+        """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""
+        self._broadcast(WorkerCommand.LOGITS, ROW_RANGE.pack(first, end))
+        return self._runner.logits(hidden[first:end])
+
+    def store_sampled_tokens(self, rows: StepRows, token_ids: Tensor) -> None:
+        """Store the sampled tokens of the rows that sample, as inputs of the next steps."""
+        self._broadcast(WorkerCommand.SAMPLED)
+        persistent = [] if rows.persistent is None else rows.persistent.slots.tolist()
+        slots = upload([*persistent, *(row.sequence.slot for row in rows.sampling)], torch.int64, self._device)
+        self._runner.broadcast_sampled_tokens(slots, token_ids)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Replace the KV cache by one of `num_blocks` blocks. Raises torch.OutOfMemoryError."""
+        self._broadcast(WorkerCommand.ALLOCATE, num_blocks.to_bytes(8, "little"))
+        self._runner.allocate(num_blocks)
+
+    def begin_measuring(self) -> None:
+        """Measure peak memory from here on."""
+        self._broadcast(WorkerCommand.BEGIN_MEASURING)
+        self._memory.begin_measuring()
+
+    def spare_bytes(self) -> int:
+        """Return the usable memory minus the peak since `begin_measuring`, in bytes."""
+        self._broadcast(WorkerCommand.SPARE_BYTES)
+        spare = spare_bytes(self._runner, self._memory)
+        return spare if self._group.tp.world_size == 1 else min([spare, *self._group.leader.gather()])
+
+    def ready(self, max_tokens: int | None = None) -> None:
+        """Prepare what depends on the final size of the KV cache; if given, only for steps of at most `max_tokens` tokens."""
+        self._broadcast(WorkerCommand.READY)
+        self._runner.capture(max_tokens=max_tokens)
+
+    def is_broken_by(self, error: Exception) -> bool:
+        """Return True if no step can be computed after this error of a step.
+
+        This is so for any error in a group, whose ranks no longer agree, and for an error of the device itself.
+        """
+        if self._group.tp.world_size > 1:
+            return True
+        if self._device.type != "cuda":
+            return False
+        try:
+            # The step is abandoned, and its host memory will be reused.
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            return True
+        return False
+
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        """Register a callback for fatal failure. May be called from any thread, with the reason."""
+        if self._group.tp.world_size > 1:
+            self._group.leader.watch(callback)
+
+    def close(self) -> None:
+        """Free the device."""
+        self._runner.allocate(0)
+        self._group.close()
+        del self._runner
+
+    def _plan(self, rows: StepRows, *, greedy: bool) -> StepPlan:
+        updates = table_updates(rows, self._runner.max_blocks)
+        if rows.prefills:
+            return plan_chunks(rows, updates, greedy=greedy, memory=self._pinned_memory)
+        padding = self._runner.padding(len(rows), len(updates))
+        return plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
+
+    def _pinned_memory(self, length: int) -> Ints:
+        numbers: Ints = self._pinned.take(length).numpy()
+        return numbers
+
+    def _broadcast(self, kind: WorkerCommand, payload: bytes | memoryview = b"") -> None:
+        if self._group.tp.world_size > 1:
+            self._group.leader.broadcast(kind, payload)
+
+
+def _prefills(rows: StepRows) -> list[tuple[StepRow, list[tuple[int, int, int]]]]:
+    prefills: list[tuple[StepRow, list[tuple[int, int, int]]]] = []
+    at = rows.num_persistent
+    for row in rows.others:
+        if row.prefills:
+            prefills.append((row, [(at, row.start, row.length)]))
+        at += row.length
+    return prefills

@@ -1,0 +1,119 @@
+"""The interface of a model, and of what runs its planned steps on one rank: every rank runs the same plans in the same order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.attention.step import Step
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
+from text_generation_shard.engines.torch.batch.step_plan import Padding, StepPlan
+from text_generation_shard.engines.torch.parallel.channel import PeerLossTranslator
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+
+
+class Model(Protocol):
+    """A model that an executor runs, with the weights of one rank."""
+
+    def forward(self, step: Step) -> Tensor:
+        """Return hidden states [tokens, hidden], as `logits` expects them; writes keys and values to the cache."""
+        ...
+
+    def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
+        """Return `forward` for steps of at most `max_tokens` tokens, to be captured in pieces: see `PiecewiseGraphs`.
+
+        Between its attentions it depends on data on the device alone. None: it does not.
+        """
+        ...
+
+    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
+        """Return logits [rows, vocabulary] for some rows of hidden states; the same on every rank.
+
+        Written to the first rows of `memory` if given: see `logits_memory`.
+        """
+        ...
+
+    def logits_memory(self, rows: int) -> Tensor:
+        """Allocate a buffer for the logits of `rows` rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """Output of a step on the device."""
+
+    normed: Tensor
+    """[tokens, hidden]: input of the LM head."""
+    logits: Tensor | None
+    """float32 [rows that sample, vocabulary]; None if no row samples."""
+    sampled: Tensor | None
+    """int32 [2 · n], n ≥ the number of rows that sample, if sampled greedily: n token ids, then the bits of n logprobs."""
+
+
+class Runner(ABC):
+    """One rank's model, KV cache and block tables. Steps run in inference mode.
+
+    Block tables and last tokens have one row more than there are slots: it belongs to the dummy slot, which pads the rows of a
+    graph.
+    """
+
+    def __init__(
+        self, model: Model, group: ParallelGroup, shape: CacheShape, max_slots: int, max_sequence_length: int
+    ) -> None:
+        self._model = model
+        self._group = group
+        self._translate_peer_loss = PeerLossTranslator(group.channel)
+        self._shape = shape
+        self.device = shape.device
+        self._max_slots = max_slots
+        self.max_blocks = -(-max_sequence_length // BLOCK_SIZE)
+        """Blocks of the longest sequence."""
+        self._tables = torch.zeros(max_slots + 1, self.max_blocks, dtype=torch.int32, device=self.device)
+        self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block."""
+        return self._shape.block_bytes
+
+    @abstractmethod
+    def allocate(self, num_blocks: int) -> None:
+        """Replace the KV cache by one of `num_blocks` blocks; drops the graphs."""
+
+    def capture(self, *, only_largest: bool = False, max_tokens: int | None = None) -> int:
+        """Capture the graphs, if the device has any; returns the memory weight of a full set, in whole-step graphs.
+
+        With `max_tokens`, only those of at most that number of tokens.
+        """
+        return 0
+
+    def padding(self, rows: int, updates: int) -> Padding:
+        """Return the size of the plan of a decode step."""
+        return Padding(rows, updates, self._max_slots, (0, 0))
+
+    def drop_graphs(self) -> None:  # noqa: B027 – most devices have none
+        """Free the graphs, if there are any."""
+
+    @abstractmethod
+    def start(self, plan: StepPlan) -> ForwardOutput:
+        """Launch a step. The plan's memory may be reused when the step has finished. Raises GroupBroken, like those below."""
+
+    def broadcast_sampled_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Store the sampled tokens of some slots for the next steps and broadcast them; on rank 0."""
+        self._last_tokens.index_copy_(0, slots, token_ids.int())
+        self.receive_sampled_tokens()
+
+    def receive_sampled_tokens(self) -> None:
+        """Receive the sampled tokens that rank 0 broadcasts."""
+        with self._translate_peer_loss:
+            self._group.broadcast(self._last_tokens)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Return logits [rows, vocabulary] for some hidden states of the last step."""
+        with self._translate_peer_loss:
+            return self._model.logits(normed)

@@ -1,0 +1,84 @@
+"""The worker of a follower rank: executes the commands that rank 0 broadcasts, in the same order."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.device.copies import PinnedBuffers
+from text_generation_shard.engines.torch.device.memory import DeviceMemory
+from text_generation_shard.engines.torch.engine.runner import Runner
+
+GRAPH_BYTES = 4 << 20
+"""Driver memory of a graph, besides its tensors."""
+
+ROW_RANGE = struct.Struct("<2q")
+"""Rows of hidden states: first, end."""
+
+
+class WorkerCommand(IntEnum):
+    """Kinds of messages on the control channel."""
+
+    STEP = 16
+    ALLOCATE = 17
+    BEGIN_MEASURING = 18
+    SPARE_BYTES = 19
+    READY = 20
+    LOGITS = 21
+    SAMPLED = 22
+
+
+class TPWorker:
+    """Executes the commands on this rank's device."""
+
+    def __init__(self, runner: Runner, memory: DeviceMemory, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._runner = runner
+        self._memory = memory
+        self._pinned = PinnedBuffers(device)
+        self._hidden = torch.empty(0)
+        """Hidden states of the last step."""
+
+    @torch.inference_mode()
+    def execute(self, kind: int, payload: memoryview) -> int | None:
+        """Execute a command; returns its reply, if it has one. `payload` is not used after that."""
+        if self._stream is not None:
+            # The current stream is per thread, and a follower runs in its own thread.
+            torch.cuda.set_stream(self._stream)
+        match kind:
+            case WorkerCommand.STEP:
+                received = np.frombuffer(payload, dtype=np.int32)
+                numbers = self._pinned.take(received.size).numpy()
+                numbers[:] = received
+                plan = StepPlan.read(numbers)
+                self._hidden = self._runner.start(plan).normed
+            case WorkerCommand.ALLOCATE:
+                self._runner.allocate(int.from_bytes(payload, "little"))
+            case WorkerCommand.BEGIN_MEASURING:
+                self._memory.begin_measuring()
+            case WorkerCommand.SPARE_BYTES:
+                return spare_bytes(self._runner, self._memory)
+            case WorkerCommand.READY:
+                self._runner.capture()
+            case WorkerCommand.SAMPLED:
+                self._runner.receive_sampled_tokens()
+            case WorkerCommand.LOGITS:
+                first, end = ROW_RANGE.unpack(payload)
+                self._runner.logits(self._hidden[first:end])
+            case _:
+                raise ValueError(f"unknown command {kind}")
+        return None
+
+
+def spare_bytes(runner: Runner, memory: DeviceMemory) -> int:
+    """Return the memory left after the largest step and all graphs; captures the largest graphs to measure them."""
+    spare = memory.spare_bytes()
+    before = memory.in_use()
+    graphs = runner.capture(only_largest=True)
+    taken = memory.in_use() - before
+    runner.drop_graphs()
+    return spare - taken - graphs * GRAPH_BYTES

@@ -1,0 +1,91 @@
+"""The write of keys and values to the cache, for models whose own code rotates them: see rope.py for ours."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+
+_ELEMENTS_PER_PROGRAM = 1024
+
+
+def append(
+    keys: Tensor, values: Tensor, cache_layer: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+) -> None:
+    """Write `keys` and `values` [heads, tokens, dim] with any strides of heads and tokens to the cache of a layer.
+
+    `cache_layer` [blocks, 2, heads, BLOCK_SIZE, head_dim], contiguous; zeros fill each head up to its head_dim. `positions` and
+    `slots` int32 [tokens], `block_tables` int32 [slots, blocks].
+    """
+    heads, tokens, key_dim = keys.shape
+    head_dim = cache_layer.shape[4]
+    width = triton.next_power_of_2(head_dim)
+    group = max(_ELEMENTS_PER_PROGRAM // width, 1)
+    _append_kernel[(tokens, triton.cdiv(heads, group))](
+        keys,
+        values,
+        cache_layer,
+        positions,
+        slots,
+        block_tables,
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        block_tables.stride(0),
+        HEADS=heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=values.shape[2],
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=BLOCK_SIZE,
+        GROUP=group,
+        WIDTH=width,
+        num_warps=4,
+    )
+
+
+# Read one number at a time, at any offset of a buffer: the same compiled kernel serves aligned and unaligned pointers.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots", "block_tables"])
+def _append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    keys: tl.tensor,
+    values: tl.tensor,
+    cache_layer: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    block_tables: tl.tensor,
+    key_head_stride: int,
+    key_token_stride: int,
+    value_head_stride: int,
+    value_token_stride: int,
+    table_stride: int,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    token = tl.program_id(0)
+    position = tl.load(positions + token)
+    block = tl.load(block_tables + tl.load(slots + token) * table_stride + position // BLOCK_SIZE).to(tl.int64)
+    heads = (tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None]
+    columns = tl.arange(0, WIDTH)[None, :]
+    is_head = heads < HEADS
+    place = token.to(tl.int64)
+    key = tl.load(
+        keys + place * key_token_stride + heads * key_head_stride + columns,
+        mask=is_head & (columns < KEY_DIM),
+        other=0.0,
+    )
+    value = tl.load(
+        values + place * value_token_stride + heads * value_head_stride + columns,
+        mask=is_head & (columns < VALUE_DIM),
+        other=0.0,
+    )
+    targets = cache_layer + ((block * (2 * HEADS) + heads) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM + columns
+    stored = is_head & (columns < HEAD_DIM)
+    tl.store(targets, key.to(cache_layer.dtype.element_ty), mask=stored)
+    tl.store(targets + HEADS * BLOCK_SIZE * HEAD_DIM, value.to(cache_layer.dtype.element_ty), mask=stored)

@@ -1,0 +1,114 @@
+"""The kernels of a GPU: our own in Triton, and FlashInfer for most prompt chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.batch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.kernels.activation import activate
+from text_generation_shard.engines.torch.kernels.append import append
+from text_generation_shard.engines.torch.kernels.chunk_attention import MAX_HEAD_DIM, PagedChunkAttention
+from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
+from text_generation_shard.engines.torch.kernels.embedding import embed
+from text_generation_shard.engines.torch.kernels.experts import experts
+from text_generation_shard.engines.torch.kernels.flashinfer_chunks import (
+    FLASHINFER_HEAD_DIMS,
+    FlashInferChunks,
+)
+from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
+from text_generation_shard.engines.torch.kernels.matvec import (
+    MAX_ROWS,
+    matvec,
+    matvec_add,
+    norm_matvec,
+    norm_matvec_activate,
+)
+from text_generation_shard.engines.torch.kernels.norm import add_rms_norm, rms_norm
+from text_generation_shard.engines.torch.kernels.operands import DecodeStep
+from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
+from text_generation_shard.engines.torch.kernels.routing import route
+from text_generation_shard.engines.torch.kernels.tables import update_tables
+
+Heads = tuple[int, int, int]
+"""Query heads, KV heads, head_dim."""
+
+
+class DeviceKernels:
+    """The kernels by name, with the workspaces of those that have any, for each kind of heads that the layers have.
+
+    `rules` are scale and softcap of the scores of each layer. Everything called in a forward pass can be captured in a CUDA graph,
+    except `chunk_attention`, which is planned on the host for each step.
+    """
+
+    update_tables = staticmethod(update_tables)
+    embed = staticmethod(embed)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    rotate_and_append = staticmethod(rotate_and_append)
+    append = staticmethod(append)
+    activate = staticmethod(activate)
+    norm_matvec = staticmethod(norm_matvec)
+    norm_matvec_activate = staticmethod(norm_matvec_activate)
+    matvec = staticmethod(matvec)
+    matvec_add = staticmethod(matvec_add)
+    route = staticmethod(route)
+    experts = staticmethod(experts)
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        rules: Sequence[tuple[float, float | None]],
+        vocab_size: int,
+        max_slots: int,
+        *,
+        narrow: bool,
+    ) -> None:
+        # Up to this number of tokens in a step, fused products are faster than separate ones. Measured on an H200: wide products
+        # beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
+        self.fused_tokens = MAX_ROWS if narrow else 1
+        self._chunks: dict[Heads, FlashInferChunks | PagedChunkAttention] = {}
+        self._decoding: dict[Heads, DecodeAttention] = {}
+        layers_of: dict[Heads, list[int]] = {}
+        for index, layer in enumerate(shape.layers):
+            layers_of.setdefault((layer.num_heads, layer.num_kv_heads, layer.head_dim), []).append(index)
+        for heads, layers in layers_of.items():
+            if len({rules[index] for index in layers}) > 1:
+                raise EngineError("attention is scaled by layer, which is not served on CUDA")
+            scale, softcap = rules[layers[0]]
+            if heads[2] > MAX_HEAD_DIM:
+                raise EngineError(f"head_dim {heads[2]} is not served on CUDA, only up to {MAX_HEAD_DIM}")
+            if heads[2] in FLASHINFER_HEAD_DIMS:
+                windows = frozenset(shape.layers[index].window for index in layers)
+                self._chunks[heads] = FlashInferChunks(*heads, windows, shape.dtype, scale=scale, softcap=softcap)
+            else:
+                self._chunks[heads] = PagedChunkAttention(*heads, shape.device, scale=scale, softcap=softcap)
+            self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device)
+        self.sample_greedy = GreedySampler(max_slots, vocab_size, shape.device).run
+
+    def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        for chunks in self._chunks.values():
+            chunks.plan(plan, columns)
+
+    def chunk_attention(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None
+    ) -> None:
+        self._chunks[_heads(queries, cache_layer)].run(queries, cache_layer, window, out, sinks)
+
+    def decode_attention(
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        step: DecodeStep,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        self._decoding[_heads(queries, cache_layer)].run(queries, cache_layer, step, window, out, sinks)
+
+
+def _heads(queries: Tensor, cache_layer: Tensor) -> Heads:
+    return queries.shape[1], cache_layer.shape[2], cache_layer.shape[4]

@@ -1,0 +1,95 @@
+"""Attention of prompt chunks over the paged cache.
+
+Heads of the usual sizes are served by FlashInfer's batched prefill, planned on the host once per step, all others by our own
+kernel, see kernels/chunk_attention.py. A plan of FlashInfer is written to pinned memory and copied asynchronously. Two sets of
+buffers alternate: when a step is planned, the copy of the previous step may still be pending, but none before that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+WORKSPACE = 256 << 20
+"""Bytes for partial results of long prompts that are split."""
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+"""Measured sizes. FlashInfer has a kernel for 512 as well, and compiles it for GPUs after Hopper only."""
+BUFFER_SETS = 2
+
+
+class FlashInferChunks:
+    """The interface of `PagedChunkAttention`; `windows` are the sliding windows of the layers, None for full attention."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        windows: frozenset[int | None],
+        dtype: torch.dtype,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> None:
+        try:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+        except ImportError as error:
+            raise EngineError(
+                f"the torch engine on CUDA needs FlashInfer: pip install 'flashinfer-python>=0.6.14' 'ninja>=1.11' ({error})"
+            ) from None
+        self._heads = (num_heads, num_kv_heads, head_dim)
+        self._dtype = dtype
+        self._scale, self._softcap = scale, softcap
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
+        self._buffer_sets: list[dict[int | None, BatchPrefillWithPagedKVCacheWrapper]] = [
+            {window: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND") for window in windows}
+            for _ in range(BUFFER_SETS)
+        ]
+
+    def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        self._buffer_sets.append(self._buffer_sets.pop(0))
+        query_indptr, page_indptr, last_pages = (
+            torch.from_numpy(plan.column(name)) for name in ("query_indptr", "page_indptr", "last_pages")
+        )
+        num_heads, num_kv_heads, head_dim = self._heads
+        longest = plan.longest_chunk
+        for window, wrapper in self._buffer_sets[0].items():
+            wrapper.plan(
+                query_indptr,
+                page_indptr,
+                columns["pages"],
+                last_pages,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                BLOCK_SIZE,
+                causal=True,
+                window_left=-1 if window is None else window - 1,
+                sm_scale=self._scale,
+                logits_soft_cap=self._softcap,
+                q_data_type=self._dtype,
+                non_blocking=True,
+                max_token_per_sequence=longest,
+            )
+
+    def run(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
+        wrapper, heads_out = self._buffer_sets[0][window], out.view(queries.shape)
+        if sinks is None:
+            wrapper.run(queries, cache_layer, out=heads_out)
+        else:
+            # A sink s scales the result by 1 / (1 + exp(s) / Σ exp(scores)).
+            _, log2_sums = wrapper.run(queries, cache_layer, out=heads_out, return_lse=True)
+            heads_out.mul_(torch.sigmoid(log2_sums * math.log(2) - sinks.float()).unsqueeze(-1))

@@ -1,0 +1,93 @@
+"""The operands of kernels that are more than tensors, without Triton: CPUs have them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GatedActivation:
+    """act(gate) · up of products [rows, 2 · inner]: [rows, inner].
+
+    Called, it computes in the dtype of its input; the kernels fuse it into the product before it.
+    """
+
+    kind: str
+    """"silu", "gelu", "gelu_pytorch_tanh", or "clamped_swiglu": (up + 1) · gate · sigmoid(alpha · gate), of gpt-oss."""
+    interleaved: bool = False
+    """True: gate and up alternate, gate first. False: all of gate comes first."""
+    alpha: float = 1.702
+    limit: float = 7.0
+    """Clamps up on both sides and gate from above, for "clamped_swiglu" alone."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
+        if self.kind != "clamped_swiglu":
+            return ACTIVATIONS[self.kind](gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """The weights of a product with one weight per expert; they may be views with any strides."""
+
+    weight: Tensor
+    """[experts, outputs, inputs]."""
+    bias: Tensor | None = None
+    """[experts, outputs]."""
+    packed_product: Callable[[Tensor, Tensor], Tensor] | None = None
+    """The product with packed weights: maps rows [rows, inputs], in order of their experts, and the first row of each expert,
+    int32 [experts + 1], to [rows, outputs]. `weight` then has a shape and no values."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeStep:
+    """The inputs of the rotation that are the same in all layers of a step."""
+
+    positions: Tensor
+    """int32 [tokens]."""
+    slots: Tensor
+    """int32 [tokens]."""
+    block_tables: Tensor
+    """int32 [slots, blocks]."""
+    table: Tensor
+    """float32 [max_positions, 2, head_dim / 2], of `RotaryEmbedding`."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    """Epsilon of the query and key norms."""
+    query_beta: float = 0.0
+    """Rotated queries are multiplied by 1 + query_beta · ln(1 + ⌊position / query_period⌋)."""
+    query_period: int = 1
+    norms_values: bool = False
+    """True: values are normed too, without a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """The inputs of decode attention that are the same in all layers of a step."""
+
+    positions: Tensor
+    """int32 [T]: the token attends to keys 0 … position."""
+    slots: Tensor
+    """int32 [T]: row of the block table."""
+    block_tables: Tensor
+    """int32 [slots, blocks of the longest sequence]."""
+    scale: float
+    """Factor of the products of query and key, usually 1 / √head_dim."""
+    softcap: float | None = None
+    """If given, scores s become softcap · tanh(s / softcap)."""

@@ -1,0 +1,59 @@
+"""`Ops` on a CPU: products with weights packed for oneDNN, in the dtype of the model, and updates in place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
+from text_generation_shard.engines.torch.layers.expert_linear import experts_by_loop, softmax_top_k
+from text_generation_shard.engines.torch.layers.linear import Linear
+from text_generation_shard.engines.torch.layers.norm import RMSNorm
+from text_generation_shard.engines.torch.layers.ops import ResidualStream
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+
+
+class CpuOps:
+    """Implements `Ops` for a rank of `group`, on any device."""
+
+    has_buffers = False
+    route = staticmethod(softmax_top_k)
+    experts = staticmethod(experts_by_loop)
+
+    def __init__(self, group: ParallelGroup) -> None:
+        self._group = group
+
+    def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+        return _rms_norm(stream.residual, norm)
+
+    def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
+        return linear(self.norm(stream, norm))
+
+    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
+        gate, up = gate_up(self.norm(stream, norm)).chunk(2, dim=-1)
+        return ACTIVATIONS[kind](gate).mul_(up)
+
+    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
+        self.add(stream, linear(x), norm)
+
+    def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
+        self._group.all_reduce(update)
+        stream.residual.add_(update if norm is None else _rms_norm(update, norm), alpha=stream.scale)
+
+    def multiply(self, stream: ResidualStream, factor: float) -> None:
+        stream.residual.mul_(factor)
+
+    def add_sum(
+        self, stream: ResidualStream, parts: tuple[Tensor, Tensor], norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+    ) -> None:
+        for part in parts:
+            self._group.all_reduce(part)
+        update = _rms_norm(_rms_norm(parts[0], norms[0]) + _rms_norm(parts[1], norms[1]), norm)
+        stream.residual.add_(update, alpha=stream.scale)
+
+
+def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+    """Return the normed rows in the dtype of `x`, which the weight may exceed."""
+    if norm.weight.dtype == x.dtype:
+        return functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+    return functional.rms_norm(x.float(), norm.weight.shape, norm.weight, norm.eps).to(x.dtype)

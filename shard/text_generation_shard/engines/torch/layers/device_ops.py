@@ -1,0 +1,108 @@
+"""`Ops` by kernels, on a GPU.
+
+For a few tokens, each product is one kernel with the operations before and after it. For more tokens products are those of
+cuBLAS, and an output is added to the residual stream by the kernel of the norm that reads it next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
+from text_generation_shard.engines.torch.layers.linear import Linear
+from text_generation_shard.engines.torch.layers.norm import RMSNorm
+from text_generation_shard.engines.torch.layers.ops import ResidualStream
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.kernels.device_kernels import DeviceKernels
+
+
+class DeviceOps:
+    """Implements `Ops` for a rank of `group`. `dtype` is that of the model: see `Precision`."""
+
+    has_buffers = True
+
+    def __init__(self, kernels: DeviceKernels, group: ParallelGroup, dtype: torch.dtype) -> None:
+        self._kernels = kernels
+        self._group = group
+        self._dtype = dtype
+        self.route = kernels.route
+        self.experts = kernels.experts
+
+    def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            assert stream.normed is not None
+            out = stream.normed
+        if stream.update is None:
+            self._kernels.rms_norm(stream.residual, norm.weight, norm.eps, out)
+        else:
+            update_weight = None if stream.update_norm is None else stream.update_norm.weight
+            self._kernels.add_rms_norm(
+                stream.update, stream.residual, norm.weight, norm.eps, out, update_weight, stream.scale, stream.factor
+            )
+            stream.update = stream.update_norm = None
+            stream.factor = 1.0
+        return out
+
+    def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
+        weight = self._fused_weight(linear, stream)
+        if out is None or weight is None:
+            return linear(self.norm(stream, norm), out)
+        self._kernels.norm_matvec(stream.residual, norm.weight, norm.eps, weight, out, linear.bias)
+        return out
+
+    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
+        if (weight := self._fused_weight(gate_up, stream)) is not None:
+            inner = self._inner(stream, weight.shape[0])
+            self._kernels.norm_matvec_activate(
+                stream.residual, norm.weight, norm.eps, weight, kind, inner, gate_up.bias
+            )
+        else:
+            product = gate_up(self.norm(stream, norm))
+            inner = self._inner(stream, product.shape[1])
+            self._kernels.activate(product, kind, inner)
+        return inner
+
+    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
+        weight = self._fused_weight(linear, stream)
+        if norm is not None or weight is None:
+            self.add(stream, linear(x), norm)
+            return
+        # The residual stream itself is part of rank 0's summand.
+        product = self._kernels.matvec_add if self._group.tp.rank == 0 else self._kernels.matvec
+        product(x, weight, stream.residual, linear.bias, stream.scale)
+        self._group.all_reduce(stream.residual)
+
+    def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
+        self._group.all_reduce(update)
+        stream.update, stream.update_norm = update, norm
+
+    def multiply(self, stream: ResidualStream, factor: float) -> None:
+        if stream.update is None:
+            stream.residual.mul_(factor)
+        else:
+            stream.factor *= factor
+
+    def add_sum(
+        self, stream: ResidualStream, parts: tuple[Tensor, Tensor], norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+    ) -> None:
+        for part in parts:
+            self._group.all_reduce(part)
+        total, update = torch.empty_like(stream.residual), torch.empty_like(stream.residual)
+        self._kernels.rms_norm(parts[0], norms[0].weight, norms[0].eps, total)
+        self._kernels.add_rms_norm(parts[1], total, norm.weight, norm.eps, update, norms[1].weight, 1.0, 1.0)
+        stream.update, stream.update_norm = update, None
+
+    def _inner(self, stream: ResidualStream, gate_up_width: int) -> Tensor:
+        """Allocate the inner values of an MLP."""
+        shape = len(stream.residual), gate_up_width // 2
+        return torch.empty(shape, dtype=self._dtype, device=stream.residual.device)
+
+    def _fused_weight(self, linear: Linear, stream: ResidualStream) -> MatvecWeight | None:
+        """Return the weight of a product that is computed by one kernel with the operations next to it, None for others."""
+        few = len(stream.residual) <= self._kernels.fused_tokens
+        return linear.matvec_weight if few and stream.update is None else None

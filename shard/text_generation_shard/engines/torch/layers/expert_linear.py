@@ -1,0 +1,85 @@
+"""A mixture of experts in plain torch: the choice of the experts of each token, and the grouped product with its operands.
+
+Every token has k experts. For each of these pairs, out = weight · down(act(gate(x)) · up(x)); the results of a token's k experts
+are added in the order of its ids, so that the sum does not depend on the other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
+from text_generation_shard.engines.torch.layers.linear import DenseLinear
+
+
+@dataclass(slots=True)
+class ExpertLinear(ExpertWeights):
+    """A product with one weight per expert."""
+
+    packed: tuple[DenseLinear, ...] = ()
+    """After `pack`: the products of the experts, which hold the weights."""
+
+    def pack(self) -> None:
+        """Reorder the weights for products on a CPU; `weight` can be used for nothing else: see `Linear.pack`."""
+        biases = [None] * len(self.weight) if self.bias is None else self.bias.unbind()
+        packed = []
+        for weight, bias in zip(self.weight.unbind(), biases, strict=True):
+            packed.append(DenseLinear(weight, bias, weight.dtype))
+            packed[-1].pack()
+        self.packed = tuple(packed)
+        self.weight = self.weight.new_empty(0).expand(len(packed), *self.weight.shape[1:-1], 0)
+
+    def of(self, expert: int, x: Tensor) -> Tensor:
+        """Return the product of one expert with `x` [rows, inputs]."""
+        if self.packed:
+            return self.packed[expert](x)
+        return functional.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
+
+
+def experts_by_loop(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertLinear, down: ExpertLinear, activation: GatedActivation
+) -> Tensor:
+    """Return the weighted sum over the k experts of each token, [tokens, hidden], in the dtype of `x` [tokens, hidden].
+
+    `ids` and `weights` (float32) are [tokens, k]. Loops over the experts that have tokens, which waits for a device.
+    """
+    tokens, k = ids.shape
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    rows = order.div(k, rounding_mode="floor")
+    counts = flat.bincount(minlength=len(gate_up.weight))
+    results = x.new_empty(tokens * k, down.weight.shape[1], dtype=weights.dtype)
+    end = 0
+    for expert, count in enumerate(counts.tolist()):
+        if not count:
+            continue
+        start, end = end, end + count
+        results[order[start:end]] = down.of(expert, activation(gate_up.of(expert, x[rows[start:end]]))).to(
+            results.dtype
+        )
+    first, *others = results.view(tokens, k, -1).mul_(weights.unsqueeze(-1)).unbind(1)
+    for other in others:
+        first = first + other
+    return first.to(x.dtype)
+
+
+Routed = tuple[Tensor, Tensor]
+"""The ids [tokens, k] and the weights, float32 [tokens, k], of the chosen experts."""
+
+
+def softmax_top_k(logits: Tensor, k: int, *, normalize: bool, expert_scale: Tensor | None = None) -> Routed:
+    """Choose by probability over all experts, from `logits` [tokens, experts]; computed in float32.
+
+    With `normalize`, the weights of a token sum to one (`norm_topk_prob`), as in a softmax of the chosen logits. Gemma 4 then
+    multiplies them by `expert_scale` [experts].
+    """
+    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if expert_scale is not None:
+        weights = weights * expert_scale.float()[ids]
+    return ids, weights

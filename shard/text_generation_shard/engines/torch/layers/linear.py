@@ -1,0 +1,162 @@
+"""y = x·Wᵀ + b, for the part of a projection that one rank computes.
+
+Nothing here waits for the device, so that everything can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
+from text_generation_shard.engines.torch.layers.precision import Precision
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+from text_generation_shard.engines.torch.weights.parameter import OtherSource, ParameterShard
+
+TYPICAL_ROWS = 16
+"""Rows of x that oneDNN optimizes the weight layout for; measured, 1 to 512 give the same layout and speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProjection:
+    """A projection of the checkpoint that has the rows of several."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A projection of the checkpoint, and this rank's ranges of its outputs and inputs."""
+
+    name: str
+    outputs: ShardRange
+    inputs: ShardRange
+    fused: FusedProjection | None = None
+    """The projection that has these rows in the checkpoint, from `first_row` on, if it is not one of its own."""
+    first_row: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the whole weight."""
+        return self.outputs.total, self.inputs.total
+
+    @property
+    def starts(self) -> tuple[int, int]:
+        return self.outputs.start, self.inputs.start
+
+    def source(self, kind: str) -> OtherSource | None:
+        """Return the place of the weight or the bias in the fused projection."""
+        if self.fused is None:
+            return None
+        shape = (self.fused.rows, self.inputs.total) if kind == "weight" else (self.fused.rows,)
+        return OtherSource(f"{self.fused.name}.{kind}", shape, first_row=self.first_row)
+
+
+class Linear(Protocol):
+    """y = x·Wᵀ + b, for the part of a projection that one rank computes."""
+
+    bias: Tensor | None
+
+    @property
+    def matvec_weight(self) -> MatvecWeight | None:
+        """The weight for products with a few rows that are fused with the operations next to them; None if it has none."""
+        ...
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return y [rows, outputs] for x [rows, inputs], written to `out` if given."""
+        ...
+
+    def pack(self) -> None:
+        """Reorder the loaded weight for products on a CPU, without `out`; the weight can be used for nothing else."""
+
+
+class DenseLinear:
+    """A weight [outputs, inputs] and an optional bias [outputs]; the output dtype is that of the weight, or float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, products: torch.dtype) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._products = products
+        self._packed = False
+
+    @property
+    def matvec_weight(self) -> Tensor:
+        return self.weight
+
+    def pack(self) -> None:
+        """Reorder the weight for oneDNN, which otherwise does so at every call: half of a decode step's time.
+
+        torch's operators for it have names with an underscore only.
+        """
+        if _packs(self.weight):
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, TYPICAL_ROWS)
+            self._packed = True
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return y [rows, outputs] for x [rows, inputs] in the dtype of the weight, written to `out` if given."""
+        if self._packed:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return y
+        if self._products != self.weight.dtype:
+            y = float32_product(x, self.weight, out)
+            return y if self.bias is None else y.add_(self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+class ParallelLinear(DenseLinear):
+    """Fused projections with the same input. The output dtype is `precision.products`."""
+
+    def __init__(
+        self, projections: Sequence[Projection], device: torch.device, precision: Precision, *, bias: bool
+    ) -> None:
+        self.projections = tuple(projections)
+        rows = sum(projection.outputs.length for projection in projections)
+        weight = torch.empty(rows, projections[0].inputs.length, device=device, dtype=precision.model)
+        super().__init__(weight, weight.new_empty(rows) if bias else None, precision.products)
+
+    def named_parameters(self) -> dict[str, ParameterShard]:
+        weights = fused_parameters(self.projections, "weight", self.weight)
+        return weights | fused_parameters(self.projections, "bias", self.bias)
+
+    def process_weights_after_loading(self) -> None:
+        """Nothing to prepare."""
+
+
+def _packs(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def float32_product(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """Return x · weightᵀ in float32 for x and weight of one dtype, written to `out` if given."""
+    if x.dtype == torch.float32 or x.device.type == "cpu":
+        return torch.mm(x.float(), weight.float().t(), out=out)
+    if out is None:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+
+
+def fused_parameters(projections: Sequence[Projection], kind: str, fused: Tensor | None) -> dict[str, ParameterShard]:
+    """Return the rows of a fused weight or bias under the checkpoint names of its projections."""
+    if fused is None:
+        return {}
+    dims = fused.ndim
+    return {
+        f"{each.name}.{kind}": ParameterShard(rows, each.shape[:dims], each.starts[:dims], other=each.source(kind))
+        for each, rows in zip(projections, fused_rows(projections, fused), strict=True)
+    }
+
+
+def fused_rows(projections: Sequence[Projection], fused: Tensor) -> tuple[Tensor, ...]:
+    """Return views of the rows of each projection."""
+    return torch.split(fused, [projection.outputs.length for projection in projections])

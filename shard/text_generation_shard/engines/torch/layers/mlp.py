@@ -1,0 +1,57 @@
+"""The MLP of a layer: the part between its attention and the next layer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from text_generation_shard.engines.torch.layers.linear import Linear, ParallelLinear
+from text_generation_shard.engines.torch.layers.norm import RMSNorm
+from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
+from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear
+from text_generation_shard.engines.torch.weights.parameter import ParameterShard
+
+
+class LayerMLP(Protocol):
+    """The part of a layer after its attention."""
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        """Add the MLP of the stream, normed by `before`, to the stream. `after` norms the sum over the ranks."""
+
+
+class GatedMLP:
+    """down(act(gate(x)) · up(x))."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self._activation = activation
+
+    def inner(self, ops: Ops, stream: ResidualStream, before: RMSNorm) -> Tensor:
+        """Return the input of `down`, [tokens, inner]."""
+        return ops.norm_linear_activate(stream, before, self.gate_up, self._activation)
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        ops.add_linear(stream, self.inner(ops, stream, before), self.down, after)
+
+
+class DenseMLP(GatedMLP):
+    """A gated MLP whose weights come from a checkpoint."""
+
+    gate_up: ParallelLinear | QuantizedLinear
+    down: ParallelLinear | QuantizedLinear
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        """Return the tensors to fill, by checkpoint name."""
+        return {**self.gate_up.named_parameters(), **self.down.named_parameters()}
+
+    def process_weights_after_loading(self) -> None:
+        """Prepare the loaded weights for use."""
+        self.gate_up.process_weights_after_loading()
+        self.down.process_weights_after_loading()
+
+    def pack(self) -> None:
+        """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
+        self.gate_up.pack()
+        self.down.pack()

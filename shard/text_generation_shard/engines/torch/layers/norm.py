@@ -1,0 +1,54 @@
+"""The weights of RMS norms (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+
+
+class RMSNorm:
+    """x · rsqrt(mean(x²) + eps) · weight over vectors of some width. Fill `weight`, then process it."""
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        zero_centered: bool = False,
+        factor: float = 1.0,
+    ) -> None:
+        self.weight = torch.empty(width, device=device, dtype=dtype)
+        self.eps = eps
+        self._zero_centered = zero_centered
+        self._factor = factor
+
+    def process_weights_after_loading(self) -> None:
+        """Add the 1 of a zero-centered weight, and multiply by the factor.
+
+        The weight becomes float32: in bfloat16 the 1 would take its bits.
+        """
+        if self._zero_centered:
+            self.weight = self.weight.float() + 1.0
+        if self._factor != 1.0:
+            self.weight = self.weight.float() * self._factor
+
+
+class HeadNorms:
+    """The norms of each query head and each key head before the rotation; with `values`, also of each value head, without a weight."""
+
+    def __init__(self, query: RMSNorm, key: RMSNorm, *, values: bool = False) -> None:
+        self.query, self.key, self.values = query, key, values
+        self.rows = torch.empty(0)
+        """[query heads + key heads, head_dim], after loading: one weight row per head, so that all are normed at once."""
+
+    def process_weights_after_loading(self, num_heads: int, num_kv_heads: int, order: list[int] | None) -> None:
+        """Process both norms and fill `rows`; `order` is that of the dimensions of a head: see `head_order`."""
+        for norm in (self.query, self.key):
+            norm.process_weights_after_loading()
+            norm.weight = norm.weight if order is None else norm.weight[order]
+        self.fill_rows(num_heads, num_kv_heads)
+
+    def fill_rows(self, num_heads: int, num_kv_heads: int) -> None:
+        """Fill `rows` from the weights of the norms."""
+        self.rows = torch.cat((self.query.weight.expand(num_heads, -1), self.key.weight.expand(num_kv_heads, -1)))

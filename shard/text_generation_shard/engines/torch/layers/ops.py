@@ -1,0 +1,83 @@
+"""The operations of a layer besides attention, with an implementation for CPUs and one for GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
+from text_generation_shard.engines.torch.layers.linear import Linear
+from text_generation_shard.engines.torch.layers.norm import RMSNorm
+
+
+@dataclass(slots=True)
+class ResidualStream:
+    """The sum of the outputs of all layers so far; every layer reads its norm and adds to it."""
+
+    residual: Tensor
+    """[tokens, hidden]; on a GPU float32: rounding it to bfloat16 after each layer alone would cost as much precision as all
+    products together."""
+    normed: Tensor | None = None
+    """Buffer [tokens, hidden] for normed hidden states; None: each norm allocates its own."""
+    update: Tensor | None = None
+    """An output that is still to be added: the norm that reads the stream next adds it, in the same kernel."""
+    update_norm: RMSNorm | None = None
+    """The norm of `update`, if it has one."""
+    scale: float = 1.0
+    """Factor of all updates."""
+    factor: float = 1.0
+    """Factor of the stream that is still to be applied after the update."""
+
+
+class Ops(Protocol):
+    """The operations of a layer besides attention. Methods with an `out` write their result to it if given, and return it."""
+
+    has_buffers: bool
+    """True if results that pass from one piece of a CUDA graph to another have to be in given buffers."""
+
+    def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+        """Return the normed stream [tokens, hidden]."""
+        ...
+
+    def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """Return the product of the normed stream: [tokens, outputs]."""
+        ...
+
+    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
+        """Return act(gate) · up of the product of the normed stream: [tokens, outputs / 2]."""
+        ...
+
+    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
+        """Add the product of `x` [tokens, inputs] to the stream, as `add` does."""
+
+    def multiply(self, stream: ResidualStream, factor: float) -> None:
+        """Multiply the stream with `factor`, after the last update."""
+
+    def add_sum(
+        self, stream: ResidualStream, parts: tuple[Tensor, Tensor], norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+    ) -> None:
+        """Add norm(norms[0](parts[0]) + norms[1](parts[1])) to the stream; the parts are first summed over the ranks."""
+
+    def route(
+        self, logits: Tensor, experts_each: int, *, normalize: bool, expert_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids and the weights of the experts of each token: see `softmax_top_k`."""
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: GatedActivation,
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts: see `experts_by_loop`."""
+        ...
+
+    def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
+        """Add `update` [tokens, hidden], summed over the ranks, then normed, then scaled, to the stream."""

@@ -1,0 +1,181 @@
+"""y = x·Wᵀ + b by humming-kernels: packed weights of 4 and 8 bits, activations in the model's dtype.
+
+humming compiles kernels for each shape and format when it is first called, into the folder HUMMING_CACHE_DIR (default
+~/.humming/cache): on an H200, 47 s for an 8B model, 0.6 s for each product from the cache. They can be captured in CUDA graphs.
+
+Measured on an H200, the products of a layer of an 8B model in int4 have 2.01, 1.85, 1.14, 0.89 and 0.96 times the speed of cuBLAS in
+bfloat16 at 1, 32, 128, 256 and 2,048 rows. The small ones, of queries, keys and values and of the output, are slower from about 100
+rows on (0.87, 0.79 and 0.88): those are computed by cuBLAS with a dequantized copy. Integers have a second copy, in the order of
+our own kernel for a few rows, which is fused with the operations next to it: see kernels/packed_matvec.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.device.copies import compute_capability
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.layers.linear import Projection, fused_parameters
+from text_generation_shard.engines.torch.layers.quantized.packed_format import (
+    bits_and_group,
+    dense_weight,
+    packed_bits_and_group,
+    packed_parameters,
+    packed_tensors,
+    weight_config,
+)
+from text_generation_shard.engines.torch.weights.parameter import ParameterShard
+from text_generation_shard.engines.torch.weights.quantization.format import WeightFormat
+from text_generation_shard.engines.torch.weights.quantization.formats.integers import GroupedIntegers, unpacked
+
+if TYPE_CHECKING:
+    from humming.config import LayerConfig
+
+MAX_ROWS, MAX_COPIED = 96, 1 << 25
+"""Rows from which on a dequantized copy is faster, for weights of at most MAX_COPIED values; larger ones have no copy."""
+FREE_FOR_CACHE = 0.5
+"""Share of the device's memory that copies for our own kernel leave free."""
+OUTPUT_MULTIPLE, INPUT_MULTIPLE = 64, 32
+"""Multiples of the sizes of a weight that its layout needs."""
+MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
+FEW_ROWS, WIDE_OUTPUTS = (16, 32), 1 << 14
+"""Rows for which humming chooses a slower tiling on an H200, of weights of 4 bits: 83 against 65 µs for the products of a layer of
+an 8B model at 32 rows. Weights with many outputs are fastest with wide tiles."""
+
+
+@functools.cache
+def is_installed() -> bool:
+    return find_spec("humming") is not None
+
+
+def can_multiply(
+    projections: Sequence[Projection], weights: WeightFormat | None, device: torch.device, *, padded: bool = False
+) -> bool:
+    """Return True if humming is installed and multiplies these projections on the device; `padded`: with padded outputs."""
+    found = bits_and_group(weights)
+    if found is None or device.type == "cpu" or not is_installed():
+        return False
+    if compute_capability(device) < MIN_CAPABILITY:
+        return False
+    inputs, group = projections[0].inputs, found[1] or 1
+    outputs = [projection.outputs for projection in projections]
+    return (
+        (padded or sum(part.length for part in outputs) % OUTPUT_MULTIPLE == 0)
+        and all(part.length % 8 == 0 and part.start % 8 == 0 for part in outputs)
+        and inputs.length % INPUT_MULTIPLE == 0
+        and inputs.start % max(group, INPUT_MULTIPLE) == 0
+        and inputs.length % group == 0
+    )
+
+
+class HummingLinear:
+    """Fused projections in a packed format: weights int32 [outputs, inputs·bits/32] until they are processed."""
+
+    def __init__(
+        self,
+        projections: Sequence[Projection],
+        weights: WeightFormat,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        bias: bool,
+    ) -> None:
+        from humming.layer import HummingLayer
+
+        self.projections = tuple(projections)
+        self._weights, (self._bits, _) = weights, packed_bits_and_group(weights)
+        with torch.device(device):
+            self._layer = HummingLayer(
+                shape_n=sum(projection.outputs.length for projection in projections),
+                shape_k=projections[0].inputs.length,
+                weight_config=weight_config(weights, dtype),
+                torch_dtype=dtype,
+                has_bias=bias,
+            )
+        self.weight: Tensor = self._layer.weight.data
+        self.bias: Tensor | None = self._layer.bias.data if bias else None
+        self._dense: Tensor | None = None
+        self.matvec_weight: PackedWeight | None = None
+        self._tilings: str | None = None
+
+    def named_parameters(self) -> dict[str, ParameterShard]:
+        parts = packed_parameters(self.projections, self._weights, packed_tensors(self._layer))
+        return parts | fused_parameters(self.projections, "bias", self.bias)
+
+    def process_weights_after_loading(self) -> None:
+        """Copy a small weight, dequantized, and integers for our own kernel; reorder the packed weight for humming's."""
+        layer = self._layer
+        scales = layer.weight_scale.data
+        zeros = layer.zero_point.data if hasattr(layer, "zero_point") else None
+        if layer.shape_n * layer.shape_k <= MAX_COPIED:
+            self._dense = dense_weight(self._weights, self.weight, scales, zeros).to(layer.torch_dtype)
+        if isinstance(self._weights, GroupedIntegers) and has_room(self.weight.device):
+            points = None if zeros is None else unpacked(zeros, self._bits, 0)
+            self.matvec_weight = PackedWeight.of(self.weight, scales, points, self._bits)
+        layer.transform()
+        self.weight = layer.weight.data
+        if torch.cuda.get_device_capability(self.weight.device) == HOPPER:
+            self._tilings = tilings(layer.humming_config, self._bits)
+
+    def pack(self) -> None:
+        """Nothing to reorder: a CPU has no such layers."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return y [rows, outputs] for x [rows, inputs] in the model's dtype, written to `out` if given."""
+        if self._dense is None or x.shape[0] < MAX_ROWS:
+            return self.packed_product(x, out)
+        if self.bias is None:
+            return torch.mm(x, self._dense.t(), out=out)
+        return torch.addmm(self.bias, x, self._dense.t(), out=out)
+
+    def packed_product(
+        self, x: Tensor, out: Tensor | None, options: str | None = None, tiling: str | None = None
+    ) -> Tensor:
+        """Compute the product with the packed weight at any number of rows, with humming's options or another tiling."""
+        from humming.layer import HummingLayerMethod
+
+        if options is None and tiling is None:
+            tiling = self._tilings
+        y: Tensor = HummingLayerMethod.forward_layer(
+            self._layer, x, outputs=out, compute_config=options, tuning_config=tiling
+        )
+        return y
+
+
+@functools.cache
+def tilings(config: LayerConfig, bits: int) -> str:
+    """Return humming's tilings by the number of rows, with better ones where they were measured.
+
+    All kernels are launched with programmatic dependent launch: see kernels/pdl.py.
+    """
+    from humming.tune import get_heuristics_config
+
+    found = []
+    for first, last, own in get_heuristics_config(config):
+        tiling = own
+        if bits == 4 and FEW_ROWS[0] < last <= FEW_ROWS[1] and config.shape_n % 256 == 0 and config.shape_k % 64 == 0:
+            is_wide = config.shape_n >= WIDE_OUTPUTS
+            tiling = {
+                "mma_type": "wgmma",
+                "block_shape": (last, 256 if is_wide else 128, 64),
+                "warp_shape": (last, 32, 64),
+                "num_stages": 6 if is_wide else 4,
+                "num_ctas_per_sm": 2,
+                "use_warp_spec": True,
+                "use_tma": True,
+            }
+        found.append((first, last, tiling | {"use_pdl": True}))
+    return json.dumps(found)
+
+
+def has_room(device: torch.device) -> bool:
+    """Return True if there is memory for further copies of weights: the KV cache needs the rest."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free >= FREE_FOR_CACHE * total

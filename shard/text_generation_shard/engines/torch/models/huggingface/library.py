@@ -1,0 +1,183 @@
+"""The parts of transformers that the backend uses. Importing them takes seconds: only models that need them do.
+
+No code of a model folder is run: configs and classes are those of the library, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeAlias
+
+import transformers
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from text_generation_shard.engine import EngineError
+
+OLDEST = (4, 57)
+"""First version with the arguments and the attention interface that this backend uses."""
+VERSION: str = transformers.__version__
+
+WRAPPERS: tuple[Any, ...] = tuple(
+    getattr(modeling_auto, name)
+    for name in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
+    if hasattr(modeling_auto, name)
+)
+"""The mappings of models of several modalities; the second is of versions from 5 on."""
+CONFIG_FILE, MODEL_FILE = "configuration_", "modeling_"
+"""Begins of the names of the library's modules."""
+ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Model types with code of their own that computes the same as a model of the library, from the same fields and tensors."""
+
+LibraryConfig: TypeAlias = Any
+"""A PretrainedConfig: each has attributes of its own."""
+LibraryModel: TypeAlias = Any
+"""A PreTrainedModel, whose interface has no complete types."""
+LibraryModule: TypeAlias = Any
+"""A module of a model. Each has attributes of its own."""
+
+
+def check_version() -> None:
+    """Raise EngineError if this version of transformers is too old; keep the library's warnings out of the log."""
+    if tuple(int(part) for part in VERSION.split(".")[:2]) < OLDEST:
+        raise EngineError(f"transformers {VERSION} is too old, at least {'.'.join(map(str, OLDEST))} is needed")
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def config_from_json(values: dict[str, Any]) -> LibraryConfig:
+    """Return the config of a config.json. Raises an error of any type if the library does not take it."""
+    with warnings.catch_warnings(action="ignore"):
+        values = _as_known(values)
+        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+
+
+def is_known(model_type: str) -> bool:
+    """Return True if this version of transformers has a config for `model_type`."""
+    return ALIASES.get(model_type, model_type) in CONFIG_MAPPING
+
+
+def decoder_class(whole: LibraryConfig) -> tuple[LibraryModel, LibraryConfig] | None:
+    """Return the class that generates text with models of `whole`, and the config that it takes; None if there is none.
+
+    For a model of several modalities this is the class of its text part, if the library has one, else its own class without the
+    other parts.
+    """
+    text = whole.get_text_config(decoder=True)
+    found = _mapped(MODEL_FOR_CAUSAL_LM_MAPPING, text) or _unlisted(text)
+    if found is not None:
+        return found, text
+    wrapper = next((each for each in (_mapped(mapping, whole) for mapping in WRAPPERS) if each is not None), None)
+    return None if wrapper is None else (_text_part(wrapper), whole)
+
+
+def _mapped(mapping: Any, config: LibraryConfig) -> LibraryModel | None:  # noqa: ANN401 – a mapping of the library
+    try:
+        found = mapping.get(type(config), None)
+    except ValueError:  # the mapping names a class that the library has not
+        return None
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _unlisted(config: LibraryConfig) -> LibraryModel | None:
+    """Return the class for text with this config that the library has, although no mapping names it."""
+    name = type(config).__module__
+    if not name.rpartition(".")[2].startswith(CONFIG_FILE):
+        return None
+    module = import_module(name.replace(f".{CONFIG_FILE}", f".{MODEL_FILE}"))
+    classes = (each for name, each in vars(module).items() if name.endswith("ForCausalLM"))
+    return next((each for each in classes if each.config_class is type(config)), None)
+
+
+def _text_part(wrapper: LibraryModel) -> LibraryModel:
+    """Return the class of a model of several modalities without its parts that a text does not pass.
+
+    So the names of tensors, their conversion and the last steps to the logits are those of the whole model.
+    """
+
+    def init(self: LibraryModel, config: LibraryConfig) -> None:
+        wrapper.__init__(self, config)
+        decoder, head = base_of(self), self.get_output_embeddings()
+        passed = [module for module in self.modules() if decoder in module.modules() or head in module.modules()]
+        for module in passed:
+            if module is decoder or module is head:
+                continue
+            for name, child in module.named_children():
+                if child not in passed and any(True for _ in child.parameters()):
+                    setattr(module, name, None)
+
+    return type(wrapper.__name__, (wrapper,), {"__init__": init, "__module__": wrapper.__module__})
+
+
+def share_conversions(whole: LibraryConfig, model_class: LibraryModel) -> None:
+    """Convert the tensors of a text part, such as those of single experts, as the library does for the whole model."""
+    if find_spec("transformers.conversion_mapping") is None:  # versions of the library that convert none
+        return
+    from transformers import conversion_mapping as library
+
+    conversions: Callable[[str], list[Any] | None] = library.get_checkpoint_conversion_mapping
+    known = (model_class.__name__, whole.get_text_config(decoder=True).model_type)
+    given = conversions(whole.model_type) or []
+    if any(hasattr(each, "operations") for each in given) and not any(conversions(name) for name in known):
+        library.register_checkpoint_conversion_mapping(model_class.__name__, given)
+
+
+def register_attention(name: str, function: Callable[..., object]) -> None:
+    """Make `function` the attention of models whose config asks for `name`."""
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+
+
+def new_cache(config: LibraryConfig) -> Any:  # noqa: ANN401 – see LibraryModel
+    """Return an empty cache of the library for one sequence."""
+    return DynamicCache(config=config)
+
+
+def base_of(model: LibraryModel) -> LibraryModel:
+    """Return the part of a model whose output its LM head gets."""
+    decoder = model.get_decoder()
+    if isinstance(decoder, PreTrainedModel) and decoder is not model:
+        return decoder
+    return model.base_model if model.base_model is not model else model.model
+
+
+def part_before_head(model: LibraryModel) -> LibraryModel:
+    """Return the largest part of a model that has the decoder and not the LM head: the one whose output the head gets."""
+    decoder, head = base_of(model), model.get_output_embeddings()
+    return next(each for each in model.modules() if decoder in (parts := list(each.modules())) and head not in parts)
+
+
+class HiddenStates(BaseModelOutput):
+    """The output of a base model, which has no other parts, under any name."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def use_attention(model: LibraryModel, name: str) -> None:
+    """Let every part of the model use the attention function `name`.
+
+    `set_attn_implementation` skips classes that do not declare the attention interface.
+    """
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
+
+
+def _as_known(value: Any) -> Any:  # noqa: ANN401 – JSON
+    """Return JSON with known model types, and the numbers that JSON has not, as the library writes them: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {
+            key: ALIASES.get(each, each) if key == "model_type" and isinstance(each, str) else _as_known(each)
+            for key, each in value.items()
+        }
+    return [_as_known(each) for each in value] if isinstance(value, list) else value

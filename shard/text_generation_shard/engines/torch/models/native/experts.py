@@ -1,0 +1,228 @@
+"""The mixture of experts of a layer: its weights, or one rank's part of them, and its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, Routed
+from text_generation_shard.engines.torch.layers.linear import DenseLinear, Projection
+from text_generation_shard.engines.torch.layers.mlp import DenseMLP
+from text_generation_shard.engines.torch.layers.norm import RMSNorm
+from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
+from text_generation_shard.engines.torch.layers.quantized.choice import quantized_experts
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
+from text_generation_shard.engines.torch.weights.parameter import OtherSource, ParameterShard
+
+FUSED_MODULE = "mlp"
+"""The module that has the tensors of all experts in checkpoints that transformers 5 wrote in its own layout."""
+
+
+class Experts:
+    """A router, experts, and possibly an expert shared by all tokens. Each rank has some inner values of every expert."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layer: str,
+        tp: TensorParallelRank,
+        device: torch.device,
+        dtype: torch.dtype,
+        shared: DenseMLP | None,
+    ) -> None:
+        config, hidden = model.experts, model.hidden_size
+        assert config is not None
+        self._config = config
+        interleaved = config.family.clamped
+        self._activation = GatedActivation(config.activation, interleaved, config.alpha, config.limit)
+        module = config.family.module
+        self._prefix = f"{layer}{module}." if module else layer
+        self._fused = f"{layer}{FUSED_MODULE}." if module else layer
+        self._inner = tp.even(config.inner, "inner values of an expert")
+        self._shared = shared
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        biased = config.family.clamped
+        # Rounded logits would choose other experts: they are float32 in any precision.
+        self._router = DenseLinear(empty(config.count, hidden), empty(config.count) if biased else None, torch.float32)
+        self._shared_gate = None if shared is None else DenseLinear(empty(1, hidden), None, torch.float32)
+        gate_up, down = (2 * self._inner.length, hidden), (hidden, self._inner.length)
+        self._packed = quantized_experts(self._projections(hidden), model.quantization, device, dtype) or ()
+        products = self._packed or (None, None)
+        weights = [empty(config.count, *((shape[0], 0) if self._packed else shape)) for shape in (gate_up, down)]
+        gate_up_bias = empty(config.count, gate_up[0]) if biased else None
+        # The outputs of the ranks are summed, so only one rank adds the bias.
+        down_bias = empty(config.count, hidden) if biased and tp.rank == 0 else None
+        self._gate_up = ExpertLinear(weights[0], gate_up_bias, products[0])
+        self._down = ExpertLinear(weights[1], down_bias, products[1])
+
+    def _projections(self, hidden: int) -> list[list[list[Projection]]]:
+        """Return the projections of each expert, in the order of their rows: of gate and up, and of down."""
+        whole, family = ShardRange.whole(hidden), self._config.family
+        names = [f"{self._prefix}experts.{expert}." for expert in range(self._config.count)]
+        if family.clamped:
+            rows = _doubled(self._inner)
+            gate_up = [[Projection(f"{name}gate_up_proj", rows, whole)] for name in names]
+        else:
+            inner = family.names[:2]
+            gate_up = [[Projection(name + each, self._inner, whole) for each in inner] for name in names]
+        down = "down_proj" if family.clamped else family.names[2]
+        return [gate_up, [[Projection(name + down, whole, self._inner)] for name in names]]
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        x = ops.norm(stream, before)
+        out = self.outputs(ops, x, self.route(ops, x))
+        if self._shared is not None and self._shared_gate is not None:
+            shared = self._shared.down(self._activation(self._shared.gate_up(x)))
+            out += shared * self._shared_gate(x).sigmoid().to(out.dtype)
+        ops.add(stream, out, after)
+
+    @property
+    def router_weight(self) -> Tensor:
+        """[experts, hidden]."""
+        return self._router.weight
+
+    def route(self, ops: Ops, x: Tensor, expert_scale: Tensor | None = None) -> Routed:
+        """Return the experts of each token: see `softmax_top_k`."""
+        # gpt-oss softmaxes the chosen logits, which is the same as normalizing the probabilities.
+        each, normalize = self._config.each, self._config.normalize
+        return ops.route(self._router(x), each, normalize=normalize, expert_scale=expert_scale)
+
+    def outputs(self, ops: Ops, x: Tensor, routed: Routed) -> Tensor:
+        """Return the weighted outputs of the chosen experts, without the other ranks' parts."""
+        return ops.experts(x, *routed, self._gate_up, self._down, self._activation)
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        """Return the tensors to fill. Those of an expert may be in a tensor of all experts instead: see OtherSource."""
+        family, prefix = self._config.family, self._prefix
+        parameters: dict[str, ParameterShard | Tensor] = {f"{prefix}{family.router}.weight": self._router.weight}
+        if self._router.bias is not None:
+            parameters[f"{prefix}{family.router}.bias"] = self._router.bias
+        if self._shared is not None and self._shared_gate is not None:
+            parameters |= self._shared.named_parameters()
+            parameters[f"{prefix}shared_expert_gate.weight"] = self._shared_gate.weight
+        if self._prefix != self._fused:
+            weight = self._router.weight
+            other = OtherSource(f"{self._fused}{family.router}.weight", tuple(weight.shape))
+            parameters[f"{prefix}{family.router}.weight"] = replace(ParameterShard.whole(weight), other=other)
+        for each in self._packed:
+            parameters |= each.named_parameters()
+        for expert in range(0 if self._packed else self._config.count):
+            parameters |= self._interleaved(expert) if family.clamped else self._of_expert(expert)
+        return parameters | self._biases()
+
+    def process_weights_after_loading(self) -> None:
+        for each in self._packed:
+            each.process_weights_after_loading()
+        if self._shared is not None:
+            self._shared.process_weights_after_loading()
+
+    def pack(self) -> None:
+        self._gate_up.pack()
+        self._down.pack()
+        if self._shared is not None:
+            self._shared.pack()
+
+    def _of_expert(self, expert: int) -> dict[str, ParameterShard]:
+        """Return gate, up and down of an expert: three tensors, or parts of `gate_up_proj` and `down_proj` of all experts."""
+        inner, config = self._inner, self._config
+        gate, up = self._gate_up.weight[expert].chunk(2)
+        hidden = gate.shape[1]
+        fused = f"{self._fused}experts.gate_up_proj"
+        whole, starts = (inner.total, hidden), (inner.start, 0)
+        shape = (config.count, 2 * inner.total, hidden)
+        sources = (
+            ParameterShard(gate, whole, starts, other=OtherSource(fused, shape, expert)),
+            ParameterShard(up, whole, starts, other=OtherSource(fused, shape, expert, first_row=inner.total)),
+            self._down_part(expert, transposed=False),
+        )
+        return {
+            f"{self._prefix}experts.{expert}.{name}.weight": source
+            for name, source in zip(config.family.names, sources, strict=True)
+        }
+
+    def _interleaved(self, expert: int) -> dict[str, ParameterShard]:
+        """Return the two weights of an expert of gpt-oss, which its checkpoints have for all experts, transposed."""
+        rows, name = _doubled(self._inner), f"{self._fused}experts.gate_up_proj"
+        weight = self._gate_up.weight[expert]
+        hidden = weight.shape[1]
+        source = OtherSource(name, (self._config.count, hidden, rows.total), expert, transposed=True)
+        return {
+            f"{self._prefix}experts.{expert}.gate_up_proj": ParameterShard(
+                weight, (rows.total, hidden), (rows.start, 0), other=source
+            ),
+            f"{self._prefix}experts.{expert}.down_proj": self._down_part(expert, transposed=True),
+        }
+
+    def _down_part(self, expert: int, *, transposed: bool) -> ParameterShard:
+        weight, inner = self._down.weight[expert], self._inner
+        hidden = weight.shape[0]
+        sizes = (inner.total, hidden) if transposed else (hidden, inner.total)
+        source = OtherSource(
+            f"{self._fused}experts.down_proj", (self._config.count, *sizes), expert, transposed=transposed
+        )
+        return ParameterShard(weight, (hidden, inner.total), (0, inner.start), other=source)
+
+    def _biases(self) -> dict[str, ParameterShard | Tensor]:
+        biases: dict[str, ParameterShard | Tensor] = {}
+        if (bias := self._gate_up.bias) is not None:
+            rows = _doubled(self._inner)
+            biases[f"{self._prefix}experts.gate_up_proj_bias"] = ParameterShard(
+                bias, (self._config.count, rows.total), (0, rows.start)
+            )
+        if self._down.bias is not None:
+            biases[f"{self._prefix}experts.down_proj_bias"] = self._down.bias
+        return biases
+
+
+class ExpertsBesideMLP:
+    """Experts and a dense MLP, whose outputs are normed and added (Gemma 4)."""
+
+    def __init__(
+        self, experts: Experts, dense: DenseMLP, layer: str, norm: Callable[[int, float], RMSNorm], hidden: int
+    ) -> None:
+        self._experts, self._dense = experts, dense
+        self._router_norm = norm(hidden, hidden**-0.5)
+        self._expert_norm, self._after_dense, self._after_experts = (norm(hidden, 1.0) for _ in range(3))
+        self._norms = {
+            f"{layer}router.scale": self._router_norm,
+            f"{layer}pre_feedforward_layernorm_2.weight": self._expert_norm,
+            f"{layer}post_feedforward_layernorm_1.weight": self._after_dense,
+            f"{layer}post_feedforward_layernorm_2.weight": self._after_experts,
+        }
+        self._scale_name = f"{layer}router.per_expert_scale"
+        self._expert_scale = torch.empty_like(experts.router_weight[:, 0])
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        norms = {name: norm.weight for name, norm in self._norms.items()}
+        own = {**norms, self._scale_name: self._expert_scale}
+        return {**own, **self._dense.named_parameters(), **self._experts.named_parameters()}
+
+    def process_weights_after_loading(self) -> None:
+        for norm in self._norms.values():
+            norm.process_weights_after_loading()
+        self._dense.process_weights_after_loading()
+        self._experts.process_weights_after_loading()
+
+    def pack(self) -> None:
+        self._dense.pack()
+        self._experts.pack()
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        assert after is not None
+        dense = self._dense.down(self._dense.inner(ops, stream, before))
+        routed = self._experts.route(ops, ops.norm(stream, self._router_norm), self._expert_scale)
+        sparse = self._experts.outputs(ops, ops.norm(stream, self._expert_norm), routed)
+        ops.add_sum(stream, (dense, sparse), (self._after_dense, self._after_experts), after)
+
+
+def _doubled(inner: ShardRange) -> ShardRange:
+    """Return the rows of interleaved gate and up."""
+    return ShardRange(2 * inner.start, 2 * inner.length, 2 * inner.total)

@@ -1,0 +1,46 @@
+"""Runs steps on a CPU: each within the call that starts it."""
+
+from __future__ import annotations
+
+import torch
+
+from text_generation_shard.engines.torch.attention.cpu_step import CpuStep
+from text_generation_shard.engines.torch.attention.paged import AttentionPlan
+from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, PagedKVCache
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.batch.tiles import build_batch
+from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model, Runner
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+
+
+class CpuRunner(Runner):
+    """Implements `Runner`."""
+
+    def __init__(
+        self, model: Model, group: ParallelGroup, shape: CacheShape, max_slots: int, max_sequence_length: int
+    ) -> None:
+        super().__init__(model, group, shape, max_slots, max_sequence_length)
+        widths = [layer.window for layer in shape.layers if layer.window is not None]
+        self._window = max(widths) if len(widths) == len(shape.layers) else None
+        """The longest sliding window if every layer has one."""
+        self._cache = PagedKVCache(shape, 0)
+
+    def allocate(self, num_blocks: int) -> None:
+        # The old pool is freed first: both need not fit at once.
+        self._cache = PagedKVCache(self._shape, 0)
+        self._cache = PagedKVCache(self._shape, num_blocks)
+
+    def start(self, plan: StepPlan) -> ForwardOutput:
+        if plan.sizes.updates:
+            cells, blocks = (torch.from_numpy(plan.column(name)) for name in ("cells", "blocks"))
+            self._tables.view(-1)[cells.long()] = blocks
+        batch = build_batch(plan, self._tables, self._last_tokens, self._cache, self._window)
+        if batch.entered_blocks.numel():
+            self._cache.clear(batch.entered_blocks)
+        attention = AttentionPlan(batch, self._tables, self._cache, self._shape)
+        with self._translate_peer_loss:
+            hidden = batch.in_plan_order(self._model.forward(CpuStep(batch, attention, self._cache)))
+            if not plan.num_sampling:
+                return ForwardOutput(hidden, None, None)
+            sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden
+            return ForwardOutput(hidden, self._model.logits(sampling), None)

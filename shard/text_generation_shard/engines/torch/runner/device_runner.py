@@ -1,0 +1,151 @@
+"""Runs planned steps on the GPU of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from text_generation_common.progress import WorkProgress
+from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
+from text_generation_shard.engines.torch.batch.step_plan import ALIGNMENT, COLUMNS, Padding, StepPlan
+from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model, Runner
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.runner.decode_graphs import DecodeGraphs, GraphPool, wanted_sizes
+from text_generation_shard.engines.torch.runner.piecewise_graphs import CAPTURE_SIZES, PiecewiseGraphs
+
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.kernels.device_kernels import DeviceKernels
+
+
+class DeviceRunner(Runner):
+    """Implements `Runner` with kernels and graphs. The KV cache has one block more than `num_blocks`, for the dummy slot."""
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: DeviceKernels,
+        group: ParallelGroup,
+        shape: CacheShape,
+        max_slots: int,
+        max_sequence_length: int,
+    ) -> None:
+        super().__init__(model, group, shape, max_slots, max_sequence_length)
+        self._kernels = kernels
+        self._context = self._step_context(0)
+        self._graphs: DecodeGraphs | None = None
+        self._piecewise: PiecewiseGraphs | None = None
+
+    @property
+    def cache(self) -> Sequence[Tensor]:
+        """The KV cache, per layer."""
+        return self._context.cache
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: int) -> None:
+        self.drop_graphs()
+        # The old pool is freed first: both need not fit at once.
+        self._context = self._step_context(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._context = self._step_context(num_blocks + 1)
+        self._tables[self._max_slots] = num_blocks
+
+    @torch.inference_mode()
+    def capture(self, *, only_largest: bool = False, max_tokens: int | None = None) -> int:
+        if self.device.type != "cuda":
+            return 0
+        self.drop_graphs()
+        pool = GraphPool()
+        dummy_update = (self._max_slots * self.max_blocks, len(self.cache[0]) - 1)
+        # The decode graphs share one logits buffer: one per graph would take gigabytes.
+        run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
+        self._graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
+        sizes = self._graphs.sizes
+        progress = WorkProgress("capturing graphs", len(sizes) + len(CAPTURE_SIZES))
+        for size in wanted_sizes(sizes, only_largest, max_tokens):
+            self._graphs.capture(size, pool)
+            progress.add()
+        pieces = self.capture_pieces(pool, wanted_sizes(CAPTURE_SIZES, only_largest, max_tokens), progress.add)
+        progress.end()
+        return len(sizes) + (0 if pieces is None else len(pieces))
+
+    def capture_pieces(
+        self, recorder: GraphPool, sizes: Sequence[int], captured: Callable[[], None]
+    ) -> PiecewiseGraphs | None:
+        """Capture the pieces of the model, calling `captured` for each of `sizes`; later steps with chunks use those that fit.
+
+        Returns None for a model that cannot be cut at attention.
+        """
+        forward = self._model.cut_forward(CAPTURE_SIZES[-1])
+        if forward is None:
+            return None
+        self._piecewise = PiecewiseGraphs(forward, self._context, self._max_slots)
+        for size in sizes:
+            self._piecewise.capture(size, recorder)
+            captured()
+        return self._piecewise
+
+    def padding(self, rows: int, updates: int) -> Padding:
+        padding = None if self._graphs is None else self._graphs.padding(rows, updates)
+        return padding or super().padding(rows, updates)
+
+    def drop_graphs(self) -> None:
+        self._graphs = self._piecewise = None
+
+    def start(self, plan: StepPlan) -> ForwardOutput:
+        numbers = torch.from_numpy(plan.numbers)
+        with self._translate_peer_loss:
+            output = None if self._graphs is None else self._graphs.replay(plan, numbers)
+            return output or self._run(plan, numbers.to(self.device, non_blocking=True))
+
+    def _step_context(self, num_blocks: int) -> StepContext:
+        """Allocate a KV cache. It is zeroed, so that it is finite."""
+        cache = tuple(
+            torch.zeros(
+                (num_blocks, 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim),
+                dtype=self._shape.dtype,
+                device=self.device,
+            )
+            for layer in self._shape.layers
+        )
+        return StepContext(self._kernels, cache, self._shape.layers, self._tables, self._last_tokens)
+
+    def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
+        """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""
+        columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.bounds, strict=True)}
+        if plan.sizes.updates:
+            self._kernels.update_tables(columns["cells"], columns["blocks"], self._tables)
+        if plan.sizes.chunks:
+            self._kernels.plan_chunks(plan, columns)
+        normed = self._normed(plan, numbers)
+        if not plan.num_sampling:
+            return ForwardOutput(normed, None, None)
+        hidden, slots = normed, columns["slots"]
+        if plan.sizes.chunks:
+            sampling = columns["sampling"]
+            hidden, slots = hidden.index_select(0, sampling), slots.index_select(0, sampling)
+        logits = self._model.logits(hidden, logits)
+        if not plan.greedy:
+            return ForwardOutput(normed, logits, None)
+        # Aligned like the columns of a plan.
+        width = -(-plan.num_sampling // ALIGNMENT) * ALIGNMENT
+        sampled = torch.empty(2 * width, dtype=torch.int32, device=self.device)
+        token_ids, bits = sampled.view(2, width)[:, : plan.num_sampling]
+        self._kernels.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
+        return ForwardOutput(normed, logits, sampled)
+
+    def _normed(self, plan: StepPlan, numbers: Tensor) -> Tensor:
+        # The first three columns are those of the tokens; they have equal lengths and distances.
+        (start, _), (second, _), *_ = plan.bounds
+        columns = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
+        step = DeviceStep(columns, plan.num_decoding, self._context, plan)
+        if self._piecewise is not None and plan.sizes.chunks:
+            normed = self._piecewise.run(step)
+            if normed is not None:
+                return normed
+        return self._model.forward(step)

@@ -1,0 +1,155 @@
+"""Piecewise CUDA graphs, for steps with prompt chunks.
+
+For a step of a few hundred tokens, launching its hundreds of kernels takes longer than computing them. Only attention has to be
+launched: its shapes differ in each step, and FlashInfer plans it on the host. So a forward pass is cut at attention:
+
+    piece 0 · attention of layer 0 · piece 1 · attention of layer 1 · … · last piece
+
+The pieces are graphs, one set per capture size. They depend only on data on the device, and are replayed for any step that fits.
+A step uses the smallest set that fits; its padding tokens belong to the dummy slot, and attention skips them. Steps above the
+largest capture size keep the device busy without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
+from text_generation_shard.engines.torch.attention.step import ScoreRules
+from text_generation_shard.engines.torch.runner.decode_graphs import GraphPool, Work
+
+CAPTURE_SIZES = (16, 32, 64, *range(128, 1025, 64))
+"""Numbers of tokens to capture; a step is padded to the next one."""
+PIECES_PER_GRAPH = 16
+"""Number of pieces that take as much driver memory as the graph of a whole step."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """The arguments of an attention between two pieces, in memory that stays."""
+
+    layer: int
+    queries: Tensor
+    rules: ScoreRules
+    out: Tensor
+
+
+class PieceBuffers:
+    """Memory of results that pass from one piece to another, for the largest capture size."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+
+    def rows(self, name: str, like: Tensor) -> Tensor:
+        """Return the first rows of the buffer of a name, in the shape and dtype of `like`."""
+        key = name, like.shape[1:], like.dtype
+        if key not in self._found:
+            # Attention skips the padding rows, so any finite values do; later steps leave theirs.
+            self._found[key] = like.new_zeros(CAPTURE_SIZES[-1], *like.shape[1:])
+        return self._found[key][: len(like)]
+
+    def keep(self, name: str, values: Tensor) -> Tensor:
+        """Return a copy of `values` in the buffer of a name."""
+        return self.rows(name, values).copy_(values)
+
+
+class CutStep(DeviceStep):
+    """A step that calls `cut` with the arguments of each attention, and leaves the memory of its result as it is."""
+
+    def __init__(
+        self, columns: Tensor, context: StepContext, buffers: PieceBuffers, cut: Callable[[AttentionInputs], None]
+    ) -> None:
+        super().__init__(columns, columns.shape[1], context)
+        self._buffers = buffers
+        self._cut = cut
+
+    def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            # The caller has no buffers.
+            queries, out = self._buffers.keep("queries", queries), self._buffers.rows("attended", queries.flatten(1))
+        self._cut(AttentionInputs(layer, queries, rules, out))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedPass:
+    pieces: list[Work]
+    calls: list[AttentionInputs]
+    """The attentions between the pieces, padded to the capture size."""
+    normed: Tensor
+
+
+class PiecewiseGraphs:
+    """Sets of captured pieces that share memory. Call everything in inference mode.
+
+    `forward` is that of a model: see `Model.cut_forward`.
+    """
+
+    def __init__(self, forward: Callable[[DeviceStep], Tensor], context: StepContext, dummy_slot: int) -> None:
+        self._forward = forward
+        self._context = context
+        self._padding = torch.tensor([[0], [0], [dummy_slot]], dtype=torch.int32, device=context.block_tables.device)
+        """A padding token: id, position, slot."""
+        self._columns = self._padding.repeat(1, CAPTURE_SIZES[-1])
+        self._buffers = PieceBuffers()
+        self._captured: dict[int, _CapturedPass] = {}
+
+    def capture(self, size: int, recorder: GraphPool) -> None:
+        """Capture the pieces of one of CAPTURE_SIZES."""
+        columns = self._columns[:, :size]
+        # Run once before the capture: this compiles kernels, creates handles and allocates memory outside the pool.
+        self._run(columns, lambda _: None)
+        pieces: list[Work] = []
+        calls: list[AttentionInputs] = []
+
+        def cut(call: AttentionInputs) -> None:
+            pieces.append(recorder.end())
+            calls.append(call)
+            recorder.begin()
+
+        recorder.begin()
+        try:
+            normed = self._run(columns, cut)
+        finally:
+            pieces.append(recorder.end())
+        self._captured[size] = _CapturedPass(pieces, calls, normed)
+
+    def run(self, step: DeviceStep) -> Tensor | None:
+        """Return the same as the model's `forward`, valid until the next step; None if no capture size fits."""
+        tokens = step.num_tokens
+        size = capture_size_for(tokens)
+        if size not in self._captured:
+            return None
+        captured = self._captured[size]
+        self._columns[:, :tokens].copy_(step.columns)
+        if tokens < size:
+            self._columns[:, tokens:size].copy_(self._padding)
+        views: dict[tuple[int, torch.Size], Tensor] = {}
+        for index, piece in enumerate(captured.pieces):
+            if index:
+                call = captured.calls[index - 1]
+                # The same objects for the same memory: a step divides them once.
+                queries, out = (
+                    views.setdefault((each.data_ptr(), each.shape), each[:tokens]) for each in (call.queries, call.out)
+                )
+                step.attend(call.layer, queries, call.rules, out)
+            piece()
+        return captured.normed[:tokens]
+
+    def __len__(self) -> int:
+        """Memory weight of all sets, in whole-step graphs."""
+        pieces = max(len(captured.pieces) for captured in self._captured.values())
+        return len(CAPTURE_SIZES) * -(-pieces // PIECES_PER_GRAPH)
+
+    def _run(self, columns: Tensor, cut: Callable[[AttentionInputs], None]) -> Tensor:
+        normed = self._forward(CutStep(columns, self._context, self._buffers, cut))
+        return self._buffers.keep("normed", normed)
+
+
+def capture_size_for(tokens: int) -> int:
+    """Return the smallest capture size ≥ `tokens`; `tokens` itself, which is not a capture size, if there is none."""
+    return next((size for size in CAPTURE_SIZES if tokens <= size), tokens)

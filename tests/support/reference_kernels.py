@@ -1,0 +1,263 @@
+"""The kernels of a GPU in plain torch, and engines and runners of a GPU that run with them on a CPU.
+
+The kernels compute in the dtype of their inputs, including float64, but at least in float32; they round once, like the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from reference_ops import rms_norm
+from torch import Tensor
+from torch.nn import functional
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineInfo
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.device.memory import DeviceMemory
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.trace import open_trace
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, DecodeStep, RopeStep
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
+from text_generation_shard.engines.torch.layers.expert_linear import experts_by_loop, softmax_top_k
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.decoder import Decoder
+from text_generation_shard.engines.torch.models.native.parameters import empty_weights
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
+from text_generation_shard.engines.torch.weights.load import load
+from text_generation_shard.grammar import Grammars
+
+CPU = torch.device("cpu")
+
+
+class ReferenceKernels:
+    """Stands for `DeviceKernels`."""
+
+    fused_tokens = 1
+    route = staticmethod(softmax_top_k)
+    experts = staticmethod(experts_by_loop)
+
+    def __init__(self, scale: float, softcap: float | None = None) -> None:
+        self._scale, self._softcap = scale, softcap
+        self._chunks: list[tuple[int, Tensor, int]] = []
+        """For each planned chunk: its tokens, its pages, the number of tokens in the pages."""
+
+    def update_tables(self, cells: Tensor, blocks: Tensor, tables: Tensor) -> None:
+        tables.view(-1)[cells.long()] = blocks
+
+    def embed(
+        self, ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor, scale: float
+    ) -> None:
+        known = torch.where(ids >= 0, ids, last_tokens[slots.long()])
+        residual.copy_(table[known.long()]).mul_(scale)
+
+    def rms_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        out.copy_(rms_norm(residual.to(torch.promote_types(residual.dtype, torch.float32)), weight, eps))
+
+    def add_rms_norm(
+        self,
+        update: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        update_weight: Tensor | None,
+        scale: float,
+        factor: float,
+    ) -> None:
+        if update_weight is not None:
+            update = rms_norm(update.to(residual.dtype), update_weight, eps)
+        residual.add_(update, alpha=scale).mul_(factor)
+        self.rms_norm(residual, weight, eps, out)
+
+    def rotate_and_append(
+        self,
+        qkv: Tensor,
+        queries: Tensor,
+        step: RopeStep,
+        cache_layer: Tensor,
+        head_norms: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        heads = qkv.view(qkv.shape[0], -1, step.head_dim)
+        unrotated, keys = heads[:, : step.num_heads], heads[:, step.num_heads : step.num_heads + step.num_kv_heads]
+        values = heads[:, -step.num_kv_heads :]
+        if step.norms_values:
+            values = rms_norm(values.to(torch.promote_types(qkv.dtype, torch.float32)), 1.0, step.eps)
+        positions = step.positions.long()
+        cos, sin = step.table[positions].to(torch.promote_types(qkv.dtype, torch.float32)).unsqueeze(2).unbind(1)
+        if head_norms is None:
+            rotated_queries, rotated_keys = _rotated(unrotated, cos, sin), _rotated(keys, cos, sin)
+        else:
+            query_weight, key_weight = head_norms
+            rotated_queries = _rotated(rms_norm(unrotated.to(cos.dtype), query_weight, step.eps), cos, sin)
+            rotated_keys = _rotated(rms_norm(keys.to(cos.dtype), key_weight, step.eps), cos, sin)
+        if step.query_beta:
+            passed = torch.log1p((positions // step.query_period).to(rotated_queries.dtype))
+            rotated_queries = rotated_queries * (1 + step.query_beta * passed).view(-1, 1, 1)
+        queries.copy_(rotated_queries)
+        blocks = step.block_tables[step.slots.long(), positions // BLOCK_SIZE].long()
+        cache_layer[blocks, 0, :, positions % BLOCK_SIZE] = rotated_keys.to(cache_layer.dtype)
+        cache_layer[blocks, 1, :, positions % BLOCK_SIZE] = values.to(cache_layer.dtype)
+
+    def append(
+        self, keys: Tensor, values: Tensor, cache_layer: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+    ) -> None:
+        blocks, offsets = (
+            block_tables[slots.long(), positions.long() // BLOCK_SIZE].long(),
+            positions.long() % BLOCK_SIZE,
+        )
+        for which, heads in enumerate((keys, values)):
+            widened = functional.pad(heads, (0, cache_layer.shape[4] - heads.shape[2]))
+            cache_layer[blocks, which, :, offsets] = widened.transpose(0, 1).to(cache_layer.dtype)
+
+    def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
+        gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+        out.copy_(ACTIVATIONS[kind](gate) * up)
+
+    def norm_matvec(
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor | PackedWeight,
+        out: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        out.copy_(_product(rms_norm(residual, norm_weight, eps), weight, bias))
+
+    def norm_matvec_activate(
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor | PackedWeight,
+        kind: str,
+        out: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        self.activate(_product(rms_norm(residual, norm_weight, eps), weight, bias), kind, out)
+
+    def matvec(self, x: Tensor, weight: Tensor | PackedWeight, out: Tensor, bias: Tensor | None, scale: float) -> None:
+        out.copy_(_product(x.to(out.dtype), weight, bias) * scale)
+
+    def matvec_add(
+        self, x: Tensor, weight: Tensor | PackedWeight, residual: Tensor, bias: Tensor | None, scale: float
+    ) -> None:
+        residual += _product(x.to(residual.dtype), weight, bias) * scale
+
+    def decode_attention(
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        step: DecodeStep,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        rules = (window, step.scale, step.softcap, sinks)
+        for row, (position, slot) in enumerate(zip(step.positions.tolist(), step.slots.tolist(), strict=True)):
+            out[row] = attend(queries[row : row + 1], cache_layer, step.block_tables[slot], position + 1, *rules)
+
+    def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        queries, ends = plan.column("query_indptr").tolist(), plan.column("page_indptr").tolist()
+        rests = plan.column("last_pages").tolist()
+        self._chunks = [
+            (
+                queries[chunk + 1] - queries[chunk],
+                columns["pages"][ends[chunk] : ends[chunk + 1]],
+                (ends[chunk + 1] - ends[chunk] - 1) * BLOCK_SIZE + rest,
+            )
+            for chunk, rest in enumerate(rests)
+        ]
+
+    def chunk_attention(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None
+    ) -> None:
+        at = 0
+        for tokens, pages, length in self._chunks:
+            own = queries[at : at + tokens]
+            out[at : at + tokens] = attend(own, cache_layer, pages, length, window, self._scale, self._softcap, sinks)
+            at += tokens
+
+    def sample_greedy(
+        self, logits: Tensor, slots: Tensor, last_tokens: Tensor, token_ids: Tensor, logprobs: Tensor
+    ) -> None:
+        chosen, own = greedy(logits)
+        token_ids.copy_(chosen)
+        logprobs.copy_(own)
+        last_tokens[slots.long()] = chosen.int()
+
+
+def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
+    """Return x · weightᵀ (+ bias) in the dtype of x."""
+    if isinstance(weight, PackedWeight):
+        weight = weight.dequantized()
+    product = x @ weight.to(x.dtype).t()
+    return product if bias is None else product + bias
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x·cos + rotate_half(x)·sin for `heads` [tokens, heads, head_dim]; cos and sin [tokens, 1, head_dim / 2]."""
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first index of each row's maximum, and its log-probability."""
+    best = logits.max(1, keepdim=True).values
+    tokens = (logits == best).int().argmax(1)
+    return tokens, logits.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
+
+
+def attend(
+    queries: Tensor,
+    cache_layer: Tensor,
+    table: Tensor,
+    length: int,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with the last tokens of a sequence of `length`: `queries` [tokens, heads, head_dim] → [tokens, heads · head_dim]."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    queries, blocks = queries.to(dtype), cache_layer[table[: -(-length // BLOCK_SIZE)].long()].to(dtype)
+    first = 0 if window is None else max(0, length - queries.shape[0] - window + 1)  # earlier positions may be NaN
+    keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first:length]
+    share = queries.shape[1] // keys.shape[0]
+    keys, values = keys.repeat_interleave(share, dim=0), values.repeat_interleave(share, dim=0)
+    own = torch.arange(length - queries.shape[0], length, device=queries.device).unsqueeze(1)
+    seen = torch.arange(first, length, device=queries.device)
+    hidden = seen > own if window is None else (seen > own) | (seen <= own - window)
+    scores = torch.einsum("thd,hkd->htk", queries, keys) * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    result = torch.einsum("htk,hkd->thd", scores.softmax(-1)[..., : keys.shape[1]], values)
+    return result.flatten(1)
+
+
+def reference_engine(config: ShardConfig, info: EngineInfo, grammars: Grammars | None = None) -> TorchEngine:
+    """Return the engine of a GPU for a native model, on a CPU."""
+    folder, group = Path(config.model_path), ParallelGroup(TensorParallelRank())
+    model, dtype = read_model_config(folder), getattr(torch, info.dtype)
+    with torch.inference_mode():
+        weights = empty_weights(model, group.tp, CPU, dtype, on_cpu=False)
+        load(config, weights.named_parameters(), model.quantization)
+        weights.process_weights_after_loading()
+        kernels = ReferenceKernels(model.attention_scale, model.attention_softcap)
+        decoder = Decoder(model, weights, DeviceOps(kernels, group, dtype), group)
+        shape = CacheShape(weights.layer_shapes, CPU, dtype)
+        runner = DeviceRunner(decoder, kernels, group, shape, info.max_slots, info.max_sequence_length)
+        executor = Executor(runner, DeviceMemory(CPU, 0.4), group, runs_ahead=True)
+        return TorchEngine(info, executor, grammars, open_trace(config))

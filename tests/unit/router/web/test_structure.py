@@ -1,0 +1,54 @@
+"""Objects and arrays of a JSON text are counted before it is parsed; brackets in its strings do not count."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from text_generation_router.web.body_errors import InvalidJson
+from text_generation_router.web.structure import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, check_structure
+
+TRICKY = st.text(alphabet='[]{}"\\,:n/u0 é', max_size=12)
+
+
+def deep(levels: int) -> bytes:
+    return b"[" * levels + b"]" * levels
+
+
+@given(st.lists(st.one_of(TRICKY, st.dictionaries(TRICKY, TRICKY, max_size=2)), max_size=6))
+@example(['"', "[", "\\", '\\"[', ""])
+def test_brackets_in_strings_do_not_count(values: list[object]) -> None:
+    text = json.dumps([*values, "[" * 200]).encode()
+    check_structure(text)
+    containers = 1 + sum(isinstance(value, dict) for value in values)
+    some = b"[]," * (MAX_CONTAINERS - containers)
+    check_structure(b"[" + some + text[1:])
+    with pytest.raises(InvalidJson, match="more than 32768 objects and arrays"):
+        check_structure(b"[[]," + some + text[1:])
+
+
+def test_values_are_counted_in_a_body_of_any_length() -> None:
+    """Strings of all lengths, longer ones than are searched at once, begin and end anywhere."""
+    texts = [("[,\\" + '"' * (number % 3)) * (number * 20) for number in range(200)]
+    long = json.dumps(texts).encode()
+    values = len(texts)  # the first entry of a list has no comma before it
+    assert len(long) > 1 << 20
+    most = b",1" * (MAX_VALUES - values)
+    check_structure(long[:-1] + most + b"]")
+    with pytest.raises(InvalidJson, match="more than 1048576 values"):
+        check_structure(long[:-1] + most + b",1]")
+    with pytest.raises(InvalidJson, match="more than 1048576 values"):
+        check_structure(b"[" + b"[]," * (MAX_VALUES // 2) + b"1" + b",1" * MAX_VALUES + b"]")
+
+
+def test_depth_is_limited() -> None:
+    check_structure(b"[" + b"[]," * 500 + deep(MAX_DEPTH - 1) + b"]")
+    with pytest.raises(InvalidJson, match="nested more than 128 levels deep"):
+        check_structure(deep(MAX_DEPTH + 1))
+    for broken in (b"]" * 1000, b"[" * 1000, b'"' * 1000 + b"{" * 1000):  # the parser names the fault
+        with suppress(InvalidJson):
+            check_structure(broken)

@@ -1,0 +1,33 @@
+"""The kernel that writes keys and values to the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from full_grid import full
+from reference_kernels import ReferenceKernels
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.kernels.append import append
+
+
+def strided(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random heads [heads, tokens, dim] as a slice of a wider projection."""
+    wide = torch.randn(tokens, heads + 2, dim, device=device).to(dtype)
+    return wide[:, 1:-1].transpose(0, 1)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "head_dim"), [(64, 64, 64), (40, 24, 64), full(128, 128, 128)])
+def test_keys_and_values_are_written_and_filled_with_zeros(
+    key_dim: int, value_dim: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    keys, values = (strided(3, 5, dim, dtype, device) for dim in (key_dim, value_dim))
+    tables = torch.tensor([[1, 4], [2, 0]], dtype=torch.int32, device=device)
+    positions = torch.tensor([15, 16, 31, 0, 1], dtype=torch.int32, device=device)
+    slots = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32, device=device)
+    cache, expected = torch.full((2, 5, 2, 3, BLOCK_SIZE, head_dim), 7.0, device=device).to(dtype)
+    append(keys, values, cache, positions, slots, tables)
+    ReferenceKernels(1.0).append(keys, values, expected, positions, slots, tables)
+    assert torch.equal(cache, expected)
+    assert (cache == 7.0).sum() == cache.numel() - 5 * 2 * 3 * head_dim
