@@ -79,7 +79,7 @@ async def main() -> int:
         limits, access = WarmUpLimits(), ShardAccess.of()
         source = KubernetesSource("default", "shards", "grpc", fake.api)
         began = time.monotonic()
-        joining = join_first(source.members(), limits, access)
+        joining = join_first(source.members(), limits, access, lambda: None)
 
         def serving(count: int) -> Callable[[], bool]:
             return lambda: [member.state.value for member in cluster.members] == ["serving"] * count
