@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from safetensors import SafetensorError, safe_open
 
 from text_generation_common.lora import AdapterSource, parse_adapters
 from text_generation_common.model_files import ModelFileError, find_file
@@ -120,6 +119,8 @@ def _with_weights(name: str, folder: Path, rank: int, model: JsonObject) -> Lora
 
 def _shapes(folder: Path) -> Mapping[str, Sequence[int]]:
     """Return the shapes of the matrices in the header of a safetensors file. Raises EngineError."""
+    from safetensors import SafetensorError, safe_open  # an engine brings it; without adapters none is needed
+
     try:
         path = find_file(folder, WEIGHTS)
         with safe_open(path, framework="np") as file:
