@@ -86,12 +86,8 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_characters
             if length > max_characters:
                 raise RenderError(f"{TOO_LONG} {max_characters} characters")
             pieces.append(piece)
-    except (RenderError, MemoryError):
-        raise
     except RecursionError:
         raise RenderError("the template recurses too deeply") from None
-    except Exception as error:
-        raise RenderError(str(error) or type(error).__name__) from error
     return "".join(pieces)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from text_generation_router.chat.parsers.json_scanner import NUMBER
 from text_generation_router.chat.parsers.literals import literal_as_json, refuse
 
 Schema = Mapping[str, Any]
@@ -34,7 +35,6 @@ _NAMES: Final[dict[type, str]] = {
     str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array",
 }  # fmt: skip
 _INTEGER: Final = re.compile(r"(-?)0*(0|[1-9][0-9]*)(?:\.0+)?")
-_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
 
 def argument_types(parameters: Schema, name: str) -> frozenset[str]:
@@ -82,7 +82,7 @@ def value_as_json(text: str, types: frozenset[str]) -> str:
         return "null"
     if "integer" in types and (integer := _INTEGER.fullmatch(written)):
         return integer[1] + integer[2]
-    if "number" in types and _NUMBER.fullmatch(written):
+    if "number" in types and NUMBER.fullmatch(written):
         return written
     if "boolean" in types and written.lower() in ("true", "false"):
         return written.lower()

@@ -9,6 +9,7 @@ Command A, R7B  <|START_ACTION|>[{"tool_call_id": "0", "tool_name": NAME, "param
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Final
 
 from text_generation_router.chat.parsers.base import ArrayParser
@@ -51,8 +52,11 @@ class HunyuanParser(ArrayParser, starts=(HUNYUAN_CALLS,), ends=("</tool_calls>",
 class KeyCallReader(JsonCallReader):
     """Reads `{NAME: {…}}`. The first name counts."""
 
-    def _value(self, key: str, char: str) -> bool:
-        return self.started or (self._start(key) and self._open_arguments(char))
+    def _member(self, key: str, char: str) -> Generator[None, str, None] | tuple[()]:
+        if self.started:
+            return ()
+        self._start(key)
+        return self._arguments(char)
 
 
 class ApertusParser(ArrayParser, starts=(APERTUS_CALLS,), ends=("<|tools_suffix|>",)):

@@ -96,6 +96,7 @@ class CallParser:
             cls.SPECIAL = cls.__dict__.get("SPECIAL", own)
 
     def __init__(self, tools: Tools) -> None:
+        self.markers = self.SPECIAL
         self._tools = tools
         self._events = EventBuffer()
         self._rest = ""
@@ -106,10 +107,6 @@ class CallParser:
         """A call was read, its end marker was not."""
         self._reader: CallReader | None = None
         self._phase: Callable[[str, int], int] = self._text
-
-    @property
-    def markers(self) -> frozenset[str]:
-        return self.SPECIAL
 
     def feed(self, text: str) -> Sequence[Event]:
         if self._rest:
@@ -136,11 +133,15 @@ class CallParser:
 
     def _text(self, text: str, at: int) -> int:
         start, end = self.TEXT_MARKERS.find(text, at)
-        self._events.text(text[at:start])
+        self._content(text[at:start])
         if start == end:
             return self._hold(text, start)
         self._on_marker(text[start:end])
         return end
+
+    def _content(self, piece: str) -> None:
+        """Pass on text in front of a marker; may be empty."""
+        self._events.text(piece)
 
     def _is_bare(self, rest: str = "") -> bool:
         """Return True if nothing but special tokens and tags was read of a call, and `rest` may begin another one."""
@@ -246,7 +247,9 @@ class CallParser:
         assert reader is not None, "a call is being read"
         push = reader.push
         for here in range(at, len(text)):
-            if not push(text[here]):
+            try:
+                push(text[here])
+            except ValueError:
                 self._break_off(reader)
                 return here
             if reader.closed:

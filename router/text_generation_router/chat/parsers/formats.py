@@ -148,11 +148,7 @@ class JsonCallsParser(ArrayParser):
 class PlainParser:
     """No calls: all of the answer is text. Used for whole answers and inside `ReasoningParser`; plain streams need no parser."""
 
-    __slots__ = ()
-
-    @property
-    def markers(self) -> frozenset[str]:
-        return frozenset()
+    markers: frozenset[str] = frozenset()
 
     def feed(self, text: str) -> Sequence[Event]:
         return (TextDelta(text),) if text else ()

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
-from text_generation_router.chat.parsers.literals import FUNCTION_GEMMA, GEMMA, LiteralCallReader, LiteralSyntax
+from text_generation_router.chat.parsers.literals import LiteralCallReader
 from text_generation_router.chat.parsers.readers import CallReader
 from text_generation_router.chat.parsers.syntax import CallSyntax, Slot, Until
 
@@ -17,22 +17,25 @@ GEMMA_CALL: Final = "<|tool_call>"
 _CALL_END: Final = "<tool_call|>"
 FUNCTION_CALL: Final = "<start_function_call>"
 _FUNCTION_END: Final = "<end_function_call>"
+_MARK: Final = '<|"|>'
+_FUNCTION_MARK: Final = "<escape>"
+"""Stand around strings."""
 _CHANNEL: Final = "<|channel>"
 _CHANNEL_END: Final = "<channel|>"
 _THOUGHT: Final = "thought\n"
 GEMMA_THOUGHT: Final = (_CHANNEL, Until(_CHANNEL_END), Slot.GAP)
 
 
-def _calls(start: str, end: str, literals: LiteralSyntax) -> tuple[CallSyntax, ...]:
-    return (CallSyntax((f"{start}call:", Slot.NAME, "{", Until(end, inside=(literals.mark,))), blocks=True),)
+def _calls(start: str, end: str, mark: str) -> tuple[CallSyntax, ...]:
+    return (CallSyntax((f"{start}call:", Slot.NAME, "{", Until(end, inside=(mark,))), blocks=True),)
 
 
 class FunctionGemmaParser(CallParser, starts=(FUNCTION_CALL,), ends=(_FUNCTION_END,)):
     """FunctionGemma. The end tokens may be missing; without a start before it, that of a call is text."""
 
-    LITERALS: ClassVar = FUNCTION_GEMMA
-    SPECIAL = frozenset({FUNCTION_CALL, _FUNCTION_END, FUNCTION_GEMMA.mark})
-    CALLS = _calls(FUNCTION_CALL, _FUNCTION_END, FUNCTION_GEMMA)
+    MARK: ClassVar = _FUNCTION_MARK
+    SPECIAL = frozenset({FUNCTION_CALL, _FUNCTION_END, _FUNCTION_MARK})
+    CALLS = _calls(FUNCTION_CALL, _FUNCTION_END, _FUNCTION_MARK)
 
     def _head(self, text: str, at: int) -> int:
         return self._named(text, at)
@@ -41,15 +44,15 @@ class FunctionGemmaParser(CallParser, starts=(FUNCTION_CALL,), ends=(_FUNCTION_E
         return opening.removeprefix(self._opening[0]).strip().removeprefix("call:").removeprefix(":").strip()
 
     def _arguments_reader(self) -> CallReader:
-        return LiteralCallReader(self._events, self.LITERALS)
+        return LiteralCallReader(self._events, self.MARK)
 
 
 class Gemma4Parser(FunctionGemmaParser, starts=(GEMMA_CALL, _CHANNEL, _CHANNEL_END), ends=(_CALL_END,)):
     """Reads also reasoning."""
 
-    LITERALS = GEMMA
-    SPECIAL = frozenset({GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END, GEMMA.mark})
-    CALLS = _calls(GEMMA_CALL, _CALL_END, GEMMA)
+    MARK = _MARK
+    SPECIAL = frozenset({GEMMA_CALL, _CALL_END, _CHANNEL, _CHANNEL_END, _MARK})
+    CALLS = _calls(GEMMA_CALL, _CALL_END, _MARK)
     _ENDS_OF_REASONING = Markers((_CHANNEL_END, GEMMA_CALL))
 
     def __init__(self, tools: Tools) -> None:

@@ -143,14 +143,6 @@ class HarmonyParser(CallParser):
         if not self._is_message(header) and not header.lstrip().startswith("<|"):
             self._emit(header.strip() and header)
 
-    def _text(self, text: str, at: int) -> int:
-        start, end = self.TEXT_MARKERS.find(text, at)
-        self._content(text[at:start])
-        if start == end:
-            return self._hold(text, start)
-        self._on_marker(text[start:end])
-        return end
-
     def _content(self, piece: str) -> None:
         if piece:
             self._emit(self._separator + piece)

@@ -9,7 +9,7 @@ from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.base import Tools
 from text_generation_router.chat.parsers.formats import Llama3JsonParser
 from text_generation_router.chat.parsers.json_scanner import SPACE
-from text_generation_router.chat.parsers.literals import PYTHON, LiteralCallReader
+from text_generation_router.chat.parsers.literals import LiteralCallReader
 from text_generation_router.chat.parsers.readers import MAX_NAME
 from text_generation_router.chat.parsers.syntax import CallSyntax, Slot
 
@@ -54,7 +54,7 @@ class PythonicParser(Llama3JsonParser, starts=(PYTHON_START,), ends=(PYTHON_END,
         char = text[at]
         if char == "(" and self._name in self._tools:
             self._events.start(self._name)
-            self._read(LiteralCallReader(self._events, PYTHON))
+            self._read(LiteralCallReader(self._events))
             return at + 1
         if char in SPACE and not self._name:
             return self._skip(char, at)

@@ -25,13 +25,11 @@ class ReasoningParser:
     def __init__(
         self, inner: OutputParser, *, start: str = THINK, end: str = END_THINK, starts_inside: bool = False
     ) -> None:
-        if not start or not end:
-            raise ValueError("the markers of the reasoning must not be empty")
         self._inner = inner
         self._start = start
         self._end = end
         self._ends = Markers((end, *getattr(inner, "ENDS_OF_REASONING", ())))
-        self._markers = inner.markers | {start, end}
+        self.markers = inner.markers | {start, end}
         self._starts_inside = starts_inside
         self._rest = ""
         """The end of the last piece, which may be the start of a marker."""
@@ -42,10 +40,6 @@ class ReasoningParser:
         self._has_reasoning = False
         self._answering = False
         self._phase: Callable[[str], list[Event]] = self._before
-
-    @property
-    def markers(self) -> frozenset[str]:
-        return self._markers
 
     def feed(self, text: str) -> Sequence[Event]:
         if self._answering:
@@ -123,10 +117,7 @@ class FirstCall:
 
     def __init__(self, inner: OutputParser) -> None:
         self._inner = inner
-
-    @property
-    def markers(self) -> frozenset[str]:
-        return self._inner.markers
+        self.markers = inner.markers
 
     def feed(self, text: str) -> Sequence[Event]:
         return _without_further_calls(self._inner.feed(text))

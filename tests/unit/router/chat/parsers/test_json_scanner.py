@@ -11,7 +11,12 @@ from text_generation_router.chat.parsers.json_scanner import MAX_DEPTH, ObjectSc
 
 def fits(text: str) -> bool:
     scanner = ObjectScanner()
-    return all(map(scanner.push, text)) and scanner.closed
+    try:
+        for char in text:
+            scanner.push(char)
+    except ValueError:
+        return False
+    return scanner.closed
 
 
 VALUES = [
