@@ -15,8 +15,7 @@ from text_generation_router.grammar.schema import Schema, as_text
 _LEXEMES = re.compile(r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>|(%json)\s*')
 """The parts of rules in which %json means nothing (texts, comments, expressions, special tokens), and %json itself."""
 _HEAD = "%llguidance {}"
-_FREE = "FREE"
-_FREE_RULE = r"FREE: /(.|\n)*/"
+_FREE = r"FREE: /(.|\n)*/"
 
 
 def embedded_schemas(text: str) -> Iterator[object]:
@@ -49,25 +48,25 @@ class LarkRules:
         pieces = self._pieces(end)
         if not pieces[0].startswith("<["):
             if len(pieces) > 1:
-                return self._rule(f"{self.free} {pieces[0]}", terminal=True) + " " + " ".join(pieces[1:])
-            return self._rule(f"{self.free} {pieces[0]}", attributes="[lazy]")
+                return self.rule(f"{self.free} {pieces[0]}", terminal=True) + " " + " ".join(pieces[1:])
+            return self.rule(f"{self.free} {pieces[0]}", attributes="[lazy]")
         return f"{self.free_with(inside)} {' '.join(pieces)}"
 
     def schema(self, schema: Schema) -> str:
         """Return the expression of a normalised schema. Raises InvalidRequest."""
-        return self._rule(f"%json {as_text({'x-guidance': JSON_OPTIONS, **schema})}")
+        return self.rule(f"%json {as_text({'x-guidance': JSON_OPTIONS, **schema})}")
 
     def regex(self, expression: str) -> str:
         """Return the expression of a regular expression."""
         if not expression:
             return '""'
         written = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), expression)
-        return self._rule(f"/{written}/", terminal=True)
+        return self.rule(f"/{written}/", terminal=True)
 
     def nested(self, grammar: str) -> str:
         """Return the expression of a whole grammar, with rules of its own."""
         body = "\n".join(line for line in grammar.split("\n") if not line.startswith("%llguidance"))
-        return self._rule(f"%lark {{\n{body}\n}}")
+        return self.rule(f"%lark {{\n{body}\n}}")
 
     def named(self, name: str, rules: Sequence[str]) -> str:
         """Return `name`, one of `rules`, which have names of their own and are written once."""
@@ -77,15 +76,19 @@ class LarkRules:
                 self._rules.append(rule)
         return name
 
-    def rule(self, expression: str) -> str:
+    def rule(self, expression: str, *, attributes: str = "", terminal: bool = False) -> str:
         """Return a name for an expression; equal expressions have the same."""
-        return self._rule(expression)
+        key = f"{attributes}{expression}"
+        if key not in self._known:
+            name = f"{'T' if terminal else 'r'}{len(self._rules)}"
+            self._known[key] = name
+            self._rules.append(f"{name}{attributes}: {expression}")
+        return self._known[key]
 
     @property
     def free(self) -> str:
         """The expression of any text."""
-        self._known.setdefault(_FREE_RULE, _FREE)
-        return _FREE
+        return self.named("FREE", [_FREE])
 
     def free_with(self, inside: Sequence[str]) -> str:
         """Return the expression of any text in which the special tokens `inside` may occur."""
@@ -94,8 +97,7 @@ class LarkRules:
 
     def written(self, start: str) -> str:
         """Return the grammar whose start is the expression `start`."""
-        free = [_FREE_RULE] if _FREE_RULE in self._known else []
-        return "\n".join([_HEAD, f"start: {start}", *self._rules, *free]) + "\n"
+        return "\n".join([_HEAD, f"start: {start}", *self._rules]) + "\n"
 
     def _pieces(self, text: str) -> list[str]:
         pieces, at = [], 0
@@ -103,14 +105,6 @@ class LarkRules:
             pieces += [_quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
             at = found.end()
         return [piece for piece in (*pieces, _quoted(text[at:])) if piece]
-
-    def _rule(self, expression: str, *, attributes: str = "", terminal: bool = False) -> str:
-        key = f"{attributes}{expression}"
-        if key not in self._known:
-            name = f"{'T' if terminal else 'r'}{len(self._rules)}"
-            self._known[key] = name
-            self._rules.append(f"{name}{attributes}: {expression}")
-        return self._known[key]
 
 
 def _quoted(text: str) -> str:

@@ -103,8 +103,7 @@ def encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        error: InvalidRequest = not_valid("it holds half of a surrogate pair")
-        raise error from None
+        raise not_valid("it holds half of a surrogate pair") from None
     return text
 
 

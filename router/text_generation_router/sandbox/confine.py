@@ -67,12 +67,13 @@ def _change_user() -> None:
     os.setgroups([])
     os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
     os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel forgets it when the user changes
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel forgets it when the user changes
 
 
 def _limit_resources() -> None:
     """Allow no new descriptor, no growing file and, unless the user is root, no new process or thread."""
-    descriptors = max(int(name) for name in os.listdir("/proc/self/fd") if _is_open(int(name))) + 1
+    # The list's own descriptor, which is closed by now, is the lowest that was free.
+    descriptors = max(map(int, os.listdir("/proc/self/fd")))
     for limit, value in (
         (resource.RLIMIT_NOFILE, descriptors),
         (resource.RLIMIT_FSIZE, 0),
@@ -82,19 +83,12 @@ def _limit_resources() -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 def _allow_no_new_privileges() -> None:
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process (prctl(2)). Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

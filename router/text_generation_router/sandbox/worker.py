@@ -10,7 +10,6 @@ Only what the job needs is imported here: a worker must start fast and be small.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -23,7 +22,7 @@ from typing import BinaryIO
 
 from text_generation_common.grammar_options import JUDGE_STACK_BYTES
 from text_generation_common.one_line import one_line
-from text_generation_router.sandbox.confine import confine
+from text_generation_router.sandbox.confine import PR_SET_PDEATHSIG, confine, prctl
 
 HEADER = struct.Struct(">IB")
 MAX_MESSAGE = 1000
@@ -79,8 +78,7 @@ def _ignore_signals_and_die_with_parent() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _take_channel() -> tuple[BinaryIO, BinaryIO]:
