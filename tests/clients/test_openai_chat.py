@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 from client_server import ANSWER, ANSWER_TOKENS, PROMPT, QUESTION, Server
 from openai import OpenAI
-from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
+from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel, ConfigDict, Field
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
@@ -23,12 +23,6 @@ class City(BaseModel):
 
     name: Literal["Paris", "London"]
     rank: int = Field(ge=1, le=9)
-
-
-def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
-    """The text of one choice of a stream."""
-    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-    return "".join(choice.delta.content or "" for choice in choices)
 
 
 def test_chat(openai_client: OpenAI, server: Server) -> None:

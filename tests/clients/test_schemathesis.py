@@ -6,18 +6,18 @@ import json
 import os
 import re
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
+from client_environments import Environment
 from event_schemas import describe_events
 from stack import running
 
 pytestmark = [pytest.mark.system, pytest.mark.full, pytest.mark.timeout(1500)]
 
 SECONDS = int(os.environ.get("SCHEMATHESIS_SECONDS", "600"))
-ENVIRONMENT = Path(__file__).parents[2] / ".cache" / "clients" / "schemathesis"
+SCHEMATHESIS = Environment("schemathesis", ["schemathesis==4.32.5"])
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -32,20 +32,6 @@ UNTESTED = "POST /invocations"
 """An operation whose body is one of three that others have: together they have too many branches for schemathesis."""
 
 
-def installed() -> Path:
-    """Return the command, in an environment of its own. Skip the test where it cannot be installed."""
-    command = ENVIRONMENT / "bin" / "schemathesis"
-    if not command.is_file():
-        for step in (
-            [sys.executable, "-m", "venv", ENVIRONMENT],
-            [ENVIRONMENT / "bin" / "pip", "install", "--disable-pip-version-check", "schemathesis==4.32.5"],
-        ):
-            done = subprocess.run(step, capture_output=True, text=True, timeout=600, check=False)
-            if done.returncode:
-                pytest.skip(f"schemathesis cannot be installed: {done.stderr[-500:]}")
-    return command
-
-
 def test_every_operation_keeps_the_document(demo_model: Path, tmp_path: Path) -> None:
     document = tmp_path / "openapi.json"
     with running(demo_model, "--max-total-tokens", "4096") as stack:
@@ -55,7 +41,15 @@ def test_every_operation_keeps_the_document(demo_model: Path, tmp_path: Path) ->
         document.write_text(json.dumps(described))
         done = subprocess.run(
             [
-                *(installed(), "--no-color", "run", document, "--url", stack.url, "--continue-on-failure"),
+                *(
+                    SCHEMATHESIS.installed() / "schemathesis",
+                    "--no-color",
+                    "run",
+                    document,
+                    "--url",
+                    stack.url,
+                    "--continue-on-failure",
+                ),
                 *("--phases", "fuzzing", "--max-time", str(SECONDS), "--workers", "2"),
                 *("--checks", ",".join(CHECKS), "--request-timeout", "60"),
             ],

@@ -38,24 +38,9 @@ ADDED = [
     AddedToken("taken", rstrip=True, normalized=False),
 ]
 WORDS = [
-    "a",
-    "the",
-    "I'm",
-    "Hello",
-    "world",
-    "1",
-    "12",
-    "1234567",
-    "née",
-    "words",
-    "two",
-    "sop",
-    "alone",
-    "taken",
-    "<mask>",
-    "<|im_end|>",
-    "two words",
-]
+    "a", "the", "I'm", "Hello", "world", "1", "12", "1234567", "née", "words", "two", "sop", "alone", "taken", "<mask>",
+    "<|im_end|>", "two words",
+]  # fmt: skip
 TRAINED = [
     *CORPUS.values(),
     *("the words of a text, in 1234 lines: the world's; a.b(c) = 12.5 / 3\n\n\tHello   world" for _ in range(9)),
@@ -169,24 +154,10 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 UNCUT = {"tokens over words", "byte tokens over words", "chunks of seven"}
 PROSE = CORPUS["cyrillic"] + ": the words of a text, in 1234 lines.\n" * 4
 PARTS = [
-    *WORDS,
-    *CORPUS.values(),
+    *WORDS, *CORPUS.values(), "中文", "です", "한국", "हिन्दी", "e\u0301", "a=\u0338", "words and words", "two  words",
+    *" " * 6, "  ", "\r\n", "\n\n",
     *" \n\t,.;:'\"_-/()[]{}<>|=+*&^%$#@!?`~\\、。，！▁²ªﬁＡ\u3000\xa0\u1100\u1161\u200d🙂\U00013000",
-]
-PARTS += [
-    "  ",
-    "\r\n",
-    "\n\n",
-    "中文",
-    "です",
-    "한국",
-    "हिन्दी",
-    "e\u0301",
-    "a=\u0338",
-    "words and words",
-    "two  words",
-    *"      ",
-]
+]  # fmt: skip
 
 
 @cache

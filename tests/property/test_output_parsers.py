@@ -10,13 +10,16 @@ import pytest
 from full_grid import full
 from hypothesis import given
 from hypothesis import strategies as st
+from json_call_answers import TOOLS as ANSWERED_TOOLS
+from model_answers import TABLES
 from parser_events import Call, Part, read_parts
 
 from text_generation_router.chat.events import OutputParser, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.chat.parsers import FORMATS, create_parser
+from text_generation_router.chat.parsers.base import Tools
 from text_generation_router.chat.parsers.reasoning import ReasoningParser
 
-TOOLS = {
+TOOLS: Tools = {
     "get_weather": {},
     "f": {"properties": {"a": {"type": "string"}, "b": {"type": ["object", "array", "integer"]}}},
 }
@@ -89,9 +92,9 @@ def answers(draw: st.DrawFn) -> str:
     return answer
 
 
-def make(kind: str) -> OutputParser:
+def make(kind: str, tools: Tools = TOOLS) -> OutputParser:
     name, _, reasoning = kind.partition("+")
-    parser = create_parser(name, tools=TOOLS)
+    parser = create_parser(name, tools=tools)
     return ReasoningParser(parser, starts_inside=reasoning == "inside") if reasoning else parser
 
 
@@ -154,39 +157,22 @@ def test_arguments_arrive_as_they_were_written(
     assert as_string or call.arguments == written
 
 
+KEYWORDS = [
+    "type", "properties", "additionalProperties", "$ref", "$defs", "anyOf", "oneOf", "allOf", "enum", "const", "a", "x",
+]  # fmt: skip
+NAMED = ["string", "integer", "object", "#/properties/a", "#/$defs/x", "#/"]
 schemas = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.sampled_from(["string", "integer", "object", "#/properties/a", "#/$defs/x", "#/"])
-    | texts,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                [
-                    "type",
-                    "properties",
-                    "additionalProperties",
-                    "$ref",
-                    "$defs",
-                    "anyOf",
-                    "oneOf",
-                    "allOf",
-                    "enum",
-                    "const",
-                    "a",
-                    "x",
-                ]
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
+    st.none() | st.booleans() | st.sampled_from(NAMED) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
     max_leaves=12,
 )
+FORMS_OF_TEXT = {
+    "qwen3_coder": ("<tool_call><function=f><parameter=a>", "</parameter></function></tool_call>"),
+    "glm45": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>"),
+}
 
 
-@pytest.mark.parametrize("form", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize("form", FORMS_OF_TEXT)
 @given(
     schema=st.dictionaries(st.sampled_from(["properties", "$ref", "additionalProperties", "$defs"]), schemas),
     value=texts | values,
@@ -200,12 +186,6 @@ def test_arguments_are_json_under_any_schema(form: str, schema: dict[str, object
     assert isinstance(call, Call)
     [key] = json.loads(call.arguments)
     assert key == "a"
-
-
-FORMS_OF_TEXT = {
-    "qwen3_coder": ("<tool_call><function=f><parameter=a>", "</parameter></function></tool_call>"),
-    "glm45": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>"),
-}
 
 
 HOSTILE = {
@@ -264,14 +244,24 @@ def test_a_hostile_answer_takes_linear_time(kind: str, before: str, unit: str) -
         assert time.thread_time() - began < 4
 
 
-@pytest.mark.parametrize("unit", ["<tool_call", full('{"'), full("<think><think>")])
-def test_a_million_characters_one_by_one_take_seconds(unit: str) -> None:
-    parser = make("hermes+outside")
-    began = time.thread_time()
-    for char in unit * (MILLION // len(unit)):
-        parser.feed(char)
-    parser.finish()
-    assert time.thread_time() - began < 10
+@pytest.mark.parametrize("name", [name if name in ("glm45", "openai") else full(name) for name in FORMATS])
+def test_the_time_grows_with_the_length(name: str) -> None:
+    """Long runs of each marker: a parser that looked for the end of each would take many seconds."""
+    whole, _ = next(iter(TABLES[name].values()))
+    for marker in (*sorted(make(name).markers), "<", " ", "{"):
+        for before in ("", whole[:-40]):
+            parser, began = make(name, ANSWERED_TOOLS), time.thread_time()
+            parser.feed(before + marker * (MILLION // len(marker)))
+            parser.finish()
+            assert time.thread_time() - began < 1.2, (before, marker)
+
+
+def test_a_name_too_long_is_text_up_to_its_limit_however_it_is_cut() -> None:
+    call = "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>"
+    for text in (f"<tool_call>{'a' * 300}{call}", f"<tool_call>f<arg_key>{'a' * 300}{call}</arg_key>"):
+        whole = parts_of("glm45", [text])
+        assert parts_of("glm45", list(text)) == whole
+        assert ("f", '{"a": "x"}') in whole
 
 
 def test_text_and_arguments_come_while_they_are_written() -> None:

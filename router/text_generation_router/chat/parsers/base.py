@@ -71,12 +71,10 @@ class CallParser:
     written, up to the next marker. One that breaks after its arguments has ended.
     """
 
-    TEXT_MARKERS: ClassVar[Markers] = Markers(())
-    """Markers in the text in front of calls."""
-    RAW_MARKERS: ClassVar[Markers] = Markers(())
-    """Markers that end broken arguments."""
+    MARKERS: ClassVar[Markers] = Markers(())
+    """Markers in the text in front of calls, and after broken arguments."""
     ENDS: ClassVar[frozenset[str]] = frozenset()
-    """Raw markers that end a call or a block of calls."""
+    """Markers that end a call or a block of calls."""
     ENDS_OF_REASONING: ClassVar[tuple[str, ...]] = ()
     """Markers of calls that also end the reasoning before the answer."""
     SPECIAL: ClassVar[frozenset[str]] = frozenset()
@@ -90,7 +88,7 @@ class CallParser:
     def __init_subclass__(cls, starts: tuple[str, ...] = (), ends: tuple[str, ...] = ()) -> None:
         """Set the markers of a format whose calls stand between `starts` and `ends`."""
         if starts:
-            cls.TEXT_MARKERS = cls.RAW_MARKERS = Markers((*starts, *ends))
+            cls.MARKERS = Markers((*starts, *ends))
             cls.ENDS = frozenset(ends)
             own = frozenset(marker for marker in starts + ends if not marker.isalpha())
             cls.SPECIAL = cls.__dict__.get("SPECIAL", own)
@@ -105,7 +103,7 @@ class CallParser:
         """Characters between the marker and the call: text only if no call follows."""
         self._awaits_end = False
         """A call was read, its end marker was not."""
-        self._reader: CallReader | None = None
+        self._reader: CallReader
         self._phase: Callable[[str, int], int] = self._text
 
     def feed(self, text: str) -> Sequence[Event]:
@@ -121,18 +119,14 @@ class CallParser:
         if self._phase == self._raw:
             self._events.arguments(self._rest)
         elif self._phase == self._call:
-            assert self._reader is not None, "a call is being read"
-            if self._reader.started:
-                self._events.arguments(self._reader.pending)
-            else:
-                self._events.text(self._reader.raw)
+            self._end_reader()
         elif self._phase != self._after and not self._is_bare(self._rest):
             self._events.text("".join(self._opening) + self._rest)
         self._events.finish()
         return self._events.drain()
 
     def _text(self, text: str, at: int) -> int:
-        start, end = self.TEXT_MARKERS.find(text, at)
+        start, end = self.MARKERS.find(text, at)
         self._content(text[at:start])
         if start == end:
             return self._hold(text, start)
@@ -154,18 +148,12 @@ class CallParser:
 
     def _on_marker(self, marker: str) -> None:
         """Handle a marker in the text."""
-        if marker in self.ENDS:
-            self._on_end(marker)
-            return
-        self._awaits_end = False
-        self._opening = [marker]
-        self._phase = self._head
-
-    def _on_end(self, marker: str) -> None:
-        """Drop the marker that ends a call; without a call before it, it is text."""
-        if self._awaits_end:
+        if marker not in self.ENDS:
+            self._opening = [marker]
+            self._phase = self._head
+        elif self._awaits_end:
             self._events.drop_blanks()
-        else:
+        else:  # without a call before it, it is text
             self._events.text(marker)
         self._awaits_end = False
 
@@ -179,7 +167,7 @@ class CallParser:
 
     def _no_call(self, text: str, at: int) -> int:
         """Drop an opening that a marker follows, and the end of its empty block; without a marker it is text."""
-        end = self.RAW_MARKERS.at(text, at) if self._is_bare() else -1
+        end = self.MARKERS.at(text, at) if self._is_bare() else -1
         if end == at:
             return self._hold(text, at)
         if end < at:
@@ -206,7 +194,7 @@ class CallParser:
         """Read a name up to the object of its arguments."""
         char = text[at]
         if char != "{":
-            end = self.RAW_MARKERS.at(text, at)
+            end = self.MARKERS.at(text, at)
             if end >= at:
                 return self._hold(text, at) if end == at else self._no_call(text, at)
             self._skip(char, at)
@@ -244,32 +232,30 @@ class CallParser:
 
     def _call(self, text: str, at: int) -> int:
         reader = self._reader
-        assert reader is not None, "a call is being read"
         push = reader.push
         for here in range(at, len(text)):
             try:
                 push(text[here])
             except ValueError:
-                self._break_off(reader)
+                self._end_reader()
                 return here
             if reader.closed:
                 self._phase = self._after
                 return here + 1
         return len(text)
 
-    def _break_off(self, reader: CallReader) -> None:
-        if not reader.started:
-            self._events.text(reader.raw)
+    def _end_reader(self) -> None:
+        """End the reading of a call that breaks off."""
+        if self._reader.started:
+            self._events.arguments(self._reader.rest)
+            self._phase = self._after if self._reader.complete else self._raw
+        else:
+            self._events.text(self._reader.rest)
             self._awaits_end = False
             self._phase = self._text
-        elif reader.complete:
-            self._phase = self._after
-        else:
-            self._events.arguments(reader.pending)
-            self._phase = self._raw
 
     def _raw(self, text: str, at: int) -> int:
-        start, end = self.RAW_MARKERS.find(text, at)
+        start, end = self.MARKERS.find(text, at)
         self._events.arguments(text[at:start])
         if start == end:
             return self._hold(text, start)

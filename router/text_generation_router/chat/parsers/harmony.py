@@ -48,7 +48,7 @@ class HarmonyParser(CallParser):
     is dropped.
     """
 
-    TEXT_MARKERS = RAW_MARKERS = Markers((*_ENDS, _START, HARMONY_CHANNEL))
+    MARKERS = Markers((*_ENDS, _START, HARMONY_CHANNEL))
     SPECIAL = frozenset((*_ENDS, _START, HARMONY_CHANNEL, _MESSAGE, "<|constrain|>"))
     # The token after a call, `<|call|>`, ends the answer.
     CALLS = tuple(

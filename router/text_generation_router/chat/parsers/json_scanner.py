@@ -23,6 +23,13 @@ def escaped(char: str) -> str:
     return _CONTROLS.get(char, char)
 
 
+def next_visible() -> Generator[None, str, str]:
+    """Accept the last character; return the next one that is not whitespace."""
+    while (char := (yield)) in SPACE:
+        pass
+    return char
+
+
 class ObjectScanner:
     """Checks, character by character, that a text is one JSON object.
 
@@ -47,14 +54,14 @@ class ObjectScanner:
     def _object(self) -> Generator[None, str, None]:
         """Read the object. Like the others, it is sent the characters."""
         closers: list[str] = []
-        char = yield from self._next()
+        char = yield from next_visible()
         if char != "{":
             raise ValueError(char)
         while True:
             if char in _CLOSERS and self.depth < MAX_DEPTH:
                 closers.append(_CLOSERS[char])
                 self.depth += 1
-                char = yield from self._next()
+                char = yield from next_visible()
                 if char != closers[-1]:
                     char = yield from self._key(char, closers[-1])
                     continue
@@ -67,17 +74,11 @@ class ObjectScanner:
                 closers.pop()
                 self.depth -= 1
                 self.closed = not closers
-                char = yield from self._next()
+                char = yield from next_visible()
             if char != "," or self.closed:
                 raise ValueError(char)
-            char = yield from self._next()
+            char = yield from next_visible()
             char = yield from self._key(char, closers[-1])
-
-    def _next(self) -> Generator[None, str, str]:
-        """Accept the last character; return the next one that is not whitespace."""
-        while (char := (yield)) in SPACE:
-            pass
-        return char
 
     def _key(self, char: str, closer: str) -> Generator[None, str, str]:
         """Read the key that begins with `char`, if an object is open; return the first character of the value."""
@@ -88,7 +89,7 @@ class ObjectScanner:
         self.is_key = True
         if (char := (yield from self._string())) != ":":
             raise ValueError(char)
-        return (yield from self._next())
+        return (yield from next_visible())
 
     def _string(self) -> Generator[None, str, str]:
         """Read a string after its quote; return the first character after it that is not whitespace."""
@@ -103,7 +104,7 @@ class ObjectScanner:
             elif char not in '"\\/bfnrt':
                 raise ValueError(char)
         self.in_string = False
-        return (yield from self._next())
+        return (yield from next_visible())
 
     def _word(self, char: str) -> Generator[None, str, str]:
         """Read a number or literal that begins with `char`; return the first character after it that is not whitespace."""
@@ -111,14 +112,14 @@ class ObjectScanner:
             for expected in _LITERALS[char]:
                 if (yield) != expected:
                     raise ValueError
-            return (yield from self._next())
+            return (yield from next_visible())
         number = ""
         while char in _OF_NUMBERS:
             number += char
             char = yield
         if not NUMBER.fullmatch(number):
             raise ValueError(number)
-        return (yield from self._next()) if char in SPACE else char
+        return (yield from next_visible()) if char in SPACE else char
 
 
 def unwrapped(written: str) -> str:

@@ -17,7 +17,7 @@ from typing import Final
 import orjson
 
 from text_generation_router.chat.parsers.event_buffer import EventBuffer
-from text_generation_router.chat.parsers.json_scanner import HEX, MAX_DEPTH, SPACE
+from text_generation_router.chat.parsers.json_scanner import HEX, MAX_DEPTH, SPACE, next_visible
 from text_generation_router.chat.parsers.readers import CallReader
 
 MAX_PYTHON: Final = 8192
@@ -59,7 +59,7 @@ class LiteralScanner:
         self._read = reading.send
 
     @property
-    def pending(self) -> str:
+    def rest(self) -> str:
         """The end of the literal, as it was read, that is not written."""
         return self._separator + self._unit + self._partial
 
@@ -97,7 +97,7 @@ class LiteralScanner:
 
     def _literal(self) -> Generator[None, str, None]:
         """Read the literal. Like the others, it is sent the characters, and the mark as one."""
-        char = yield from self._next()
+        char = yield from next_visible()
         while True:
             close, json_close = self._stack[-1] if self._stack else ("", "")
             if char == close:
@@ -105,14 +105,14 @@ class LiteralScanner:
                 self._write(json_close)
                 self._stack.pop()
                 self.closed = not self._stack
-                char = yield from self._next()
+                char = yield from next_visible()
             else:
                 in_object = json_close == "}"
                 if in_object:
                     char = yield from self._key(char, "=" if close == ")" else ":")
                 if char in _BRACKETS and not (char == "(" and self._mark):
                     self._open(*_BRACKETS[char])
-                    char = yield from self._next()
+                    char = yield from next_visible()
                     continue
                 if not self._stack:
                     raise ValueError(char)
@@ -123,18 +123,12 @@ class LiteralScanner:
                 else:
                     char = yield from self._word(char, ",)]}")
                 if char in SPACE:
-                    char = yield from self._next()
+                    char = yield from next_visible()
             if char == ",":
                 self._separator = ", "
-                char = yield from self._next()
+                char = yield from next_visible()
             elif char != self._stack[-1][0]:
                 raise ValueError(char)
-
-    def _next(self) -> Generator[None, str, str]:
-        """Accept the last character; return the next one that is not whitespace."""
-        while (char := (yield)) in SPACE:
-            pass
-        return char
 
     def _key(self, char: str, end: str) -> Generator[None, str, str]:
         """Read a key and `end`; return the first character of its value. An argument's name has no quotes."""
@@ -145,11 +139,11 @@ class LiteralScanner:
                 raise ValueError(char)
             char = yield from self._word(char, end, is_key=True)
         if char in SPACE:
-            char = yield from self._next()
+            char = yield from next_visible()
         if char != end:
             raise ValueError(char)
         self._separator = ": "
-        return (yield from self._next())
+        return (yield from next_visible())
 
     def _is_quote(self, char: str) -> bool:
         return char in (self._mark, '"') if self._mark else char in "'\""
@@ -230,8 +224,8 @@ class LiteralCallReader(CallReader):
             self._scanner.open_call()
 
     @property
-    def pending(self) -> str:
-        return self._scanner.pending
+    def rest(self) -> str:
+        return self._scanner.rest
 
     def push(self, char: str) -> None:
         self._scanner.push(char)

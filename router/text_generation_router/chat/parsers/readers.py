@@ -30,13 +30,8 @@ class CallReader(ABC):
         self._events = events
 
     @property
-    def raw(self) -> str:
-        """Everything that was read, as written, while the call is not `started`."""
-        return ""
-
-    @property
-    def pending(self) -> str:
-        """The end of the arguments, as written, that is not in the buffer."""
+    def rest(self) -> str:
+        """Everything that was read, as written, while the call is not `started`; then the arguments that are not in the buffer."""
         return ""
 
     @abstractmethod
@@ -66,12 +61,8 @@ class JsonCallReader(CallReader):
         self._read = reading.send
 
     @property
-    def raw(self) -> str:
-        return "".join(self._raw)
-
-    @property
-    def pending(self) -> str:
-        return "".join(self._wrapped)
+    def rest(self) -> str:
+        return "".join(self._wrapped if self.started else self._raw)
 
     def push(self, char: str) -> None:
         if not self.started and len(self._raw) > MAX_HELD:

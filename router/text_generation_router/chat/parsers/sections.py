@@ -31,7 +31,7 @@ class SectionParser(CallParser):
     """Follows the name, or the kind of the call."""
 
     def __init_subclass__(cls) -> None:
-        cls.TEXT_MARKERS = cls.RAW_MARKERS = Markers((*cls.SECTION, *cls.CALL))
+        cls.MARKERS = Markers((*cls.SECTION, *cls.CALL))
         cls.ENDS = frozenset((cls.SECTION[1], cls.CALL[1]))
         cls.SPECIAL = frozenset((*cls.SECTION, *cls.CALL, cls.SEPARATOR))
 
@@ -52,7 +52,7 @@ class SectionParser(CallParser):
 
     def _head(self, text: str, at: int) -> int:
         """Expect a call in its section. Text before it is dropped."""
-        end = self.TEXT_MARKERS.at(text, at)
+        end = self.MARKERS.at(text, at)
         if end == at:
             return self._hold(text, at)
         if end < at:
@@ -77,7 +77,7 @@ class SectionParser(CallParser):
         char = text[at]
         if char in SPACE or char == _FENCE[0]:
             return self._skip(char, at)
-        end = self.TEXT_MARKERS.at(text, at)
+        end = self.MARKERS.at(text, at)
         if end == at:
             return self._hold(text, at)
         if end > at:

@@ -101,7 +101,7 @@ class TaggedParser(CallParser):
     TAGS: ClassVar[Tags]
 
     def __init_subclass__(cls) -> None:
-        cls.TEXT_MARKERS = cls.RAW_MARKERS = cls.TAGS.in_text
+        cls.MARKERS = cls.TAGS.in_text
         cls.ENDS = frozenset({cls.TAGS.block_end})
         cls.ENDS_OF_REASONING = (cls.TAGS.block,)
         cls.SPECIAL = cls.SPECIAL or cls.TAGS.all

@@ -1,8 +1,7 @@
-"""Templates in their workers: prompts, and hostile templates that affect no other request."""
+"""Templates in their workers: prompts, and hostile templates. Others: tests/unit/router/sandbox."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,9 @@ def says(text: str, **more: object) -> Conversation:
     return Conversation([{"role": "user", "content": text, **more}])
 
 
-def a_renderer(template: str, *, workers: int = 1, timeout_s: float = LONG_TIMEOUT_S) -> TemplateRenderer:
+def a_renderer(template: str, *, timeout_s: float = LONG_TIMEOUT_S) -> TemplateRenderer:
     templates = ChatTemplates.load(Path("nowhere"), override=template + "\n")
-    return TemplateRenderer(templates, workers=workers, timeout_s=timeout_s)
+    return TemplateRenderer(templates, workers=1, timeout_s=timeout_s)
 
 
 async def refusal(template: str, *, timeout_s: float = LONG_TIMEOUT_S) -> str:
@@ -117,36 +116,6 @@ async def test_a_bad_template_is_a_clear_error(template: str, message: str) -> N
 )
 async def test_a_template_that_never_ends_is_killed(template: str) -> None:
     assert await refusal(template, timeout_s=SHORT_TIMEOUT_S) == "Template error: the template took too long"
-
-
-LOOPS_ON_DEMAND = (
-    "{% if messages[0].content == 'spin' %}"
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    "{% endif %}{{ messages[0].content }}"
-)
-
-
-async def test_other_requests_are_served_while_a_template_loops_and_its_worker_is_replaced() -> None:
-    async with a_renderer(LOOPS_ON_DEMAND, workers=2, timeout_s=3 * SHORT_TIMEOUT_S) as renderer:
-        async with asyncio.TaskGroup() as tasks:
-            looping = tasks.create_task(refused(renderer))
-            for _ in range(10):
-                assert await renderer.render(says("Hello")) == "Hello"
-            assert not looping.done()
-        await refused(renderer)  # by the second worker, or by the successor of the first
-        async with asyncio.timeout(LONG_TIMEOUT_S):
-            assert await renderer.render(says("again")) == "again"
-
-
-async def refused(renderer: TemplateRenderer) -> None:
-    with pytest.raises(TemplateError, match="the template took too long"):
-        await renderer.render(says("spin"))
-
-
-async def test_a_megabyte_of_text() -> None:
-    async with a_renderer("{{ messages[0].content }}") as renderer:
-        text = "ü" * 1_000_000
-        assert await renderer.render(says(text)) == text
 
 
 async def test_arguments_of_the_template() -> None:

@@ -39,7 +39,7 @@ def table(name: str, *cases: str) -> list[str]:
     return [TABLES[name][case][0].strip("\n") for case in cases]
 
 
-CALLS: dict[str, list[str]] = {
+CALLS: dict[str, list[str]] = {name: table(name, "one") for name in FORMATS_WITH_CALLS if "one" in TABLES[name]} | {
     "openai": [HARMONY_LOOK.removesuffix("<|call|>"), *(
         text.removesuffix("<|call|>") for text in table("openai", "recipient before the channel", "call"))],
     "gemma4": [GEMMA, *table("gemma4", "every type", "reasoning"), f"{GEMMA}\n{GEMMA}"],
@@ -49,18 +49,7 @@ CALLS: dict[str, list[str]] = {
     "kimi_k2": [KIMI],
     "glm45": table("glm45", "one", "newer, without newlines", "types", "no arguments"),
     "minimax_m2": [*table("minimax_m2", "one"), table("minimax_m2", "two in a block")[0].removeprefix("Yes.")],
-    "seed_oss": table("seed_oss", "one"),
-    "hy_v3": table("hy_v3", "one"),
-    "deepseek_v32": table("deepseek_v32", "one"),
-    "deepseek_v4": table("deepseek_v4", "one"),
     "minimax_m3": table("minimax_m3", "one", "types", "an array and objects"),
-    "functiongemma": table("functiongemma", "one"),
-    "lfm2": table("lfm2", "one"),
-    "olmo3": table("olmo3", "one"),
-    "granite": table("granite", "one"),
-    "phi4_mini_json": table("phi4_mini_json", "one"),
-    "hunyuan_a13b": table("hunyuan_a13b", "one"),
-    "apertus": table("apertus", "one"),
     "cohere_command": table("cohere_command", "one", "two"),
     "qwen3_coder": table("qwen3_coder", "one", "two", "every type", "on one line"),
     "hermes": table("hermes", "one", "two"),
