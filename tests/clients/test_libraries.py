@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from client_environments import Environment
+from client_environments import Environment, run
 from client_server import ANSWER, PROMPT, QUESTION
 from stack import running
 
@@ -32,7 +30,7 @@ LIBRARIES = [
     Environment("pydantic_ai", ["pydantic-ai-slim[openai,huggingface]==2.68.0"]),
     Environment("smolagents", ["smolagents[openai]==1.26.0"]),
 ]
-QUIET = {"DO_NOT_TRACK": "1", "HAYSTACK_TELEMETRY_ENABLED": "False", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+QUIET = {"HAYSTACK_TELEMETRY_ENABLED": "False", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 """Settings that keep the libraries from calling other hosts."""
 
 
@@ -46,14 +44,5 @@ def url(demo_model: Path) -> Iterator[str]:
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 def test_library(library: Environment, request: pytest.FixtureRequest) -> None:
     python = Environment(library.name, [*library.pins, "pytest==9.2.0"]).installed() / "python"
-    served = {"SERVER_URL": request.getfixturevalue("url")}
-    asked = {"QUESTION": QUESTION, "ANSWER": ANSWER, "PROMPT": PROMPT}
-    done = subprocess.run(
-        [python, "-m", "pytest", "-q", SCRIPTS / f"{library.name}_checks.py"],
-        env=os.environ | served | asked | QUIET,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    asked = {"SERVER_URL": request.getfixturevalue("url"), "QUESTION": QUESTION, "ANSWER": ANSWER, "PROMPT": PROMPT}
+    run(python, "-m", "pytest", "-q", SCRIPTS / f"{library.name}_checks.py", **asked, **QUIET)

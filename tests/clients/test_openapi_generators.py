@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from client_environments import CACHE, Environment
+from client_environments import CACHE, Environment, run
 from client_server import ANSWER, QUESTION, Server
 
 pytestmark = [pytest.mark.system, pytest.mark.model, pytest.mark.full, pytest.mark.timeout(900)]
@@ -24,12 +23,6 @@ PYTHON = Environment(
     ],
 )
 TYPESCRIPT = ("typescript@5.9.3", "@types/node@24.10.1")
-
-
-def run(*command: str | Path, cwd: Path, environ: Mapping[str, str] = os.environ) -> str:
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def generate(commands: Path, document: Path, language: str, folder: Path) -> Non
         pytest.skip("java is not installed")
     command = (commands / "openapi-generator-cli", "generate", "-i", document, "-g", language, "-o", folder)
     # The package's command looks for Java itself, in JAVA_HOME or on the path.
-    run(*command, cwd=document.parent, environ=os.environ | {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"})
+    run(*command, cwd=document.parent, PATH=f"{commands}{os.pathsep}{os.environ['PATH']}")
 
 
 def check(command: Sequence[str | Path], server: Server, cwd: Path) -> None:
@@ -84,7 +77,7 @@ def test_openapi_generator_in_typescript(server: Server, commands: Path, documen
 
 def test_openapi_python_client(server: Server, commands: Path, document: Path, tmp_path: Path) -> None:
     generator = (commands / "openapi-python-client", "generate", "--path", document, "--output-path", "client")
-    printed = run(*generator, cwd=tmp_path, environ=os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"})
+    printed = run(*generator, cwd=tmp_path, PATH=f"{commands}:{os.environ['PATH']}")
     assert "arning" not in printed, printed
     run(commands / "python", "-m", "compileall", "-q", "client", cwd=tmp_path)
     check([commands / "python", CHECKS / "openapi_python_client.py", tmp_path / "client"], server, tmp_path)

@@ -6,13 +6,13 @@ import ast
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from client_environments import run
 from openai import OpenAI
 from stack import running
 
@@ -39,10 +39,7 @@ def url(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[str]:
 
 def output(command: list[str], url: str) -> str:
     """The standard output of an example's command, sent to this server."""
-    command = [part.replace(PORT, url.removeprefix("http://")) for part in command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run(*(part.replace(PORT, url.removeprefix("http://")) for part in command))
 
 
 def values(text: str, tolerance: float | None = None) -> list[Any]:

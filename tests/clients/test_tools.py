@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from client_environments import Environment
+from client_environments import Environment, run
 from stack import running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,20 +47,6 @@ def echo_url(demo_model: Path) -> Iterator[str]:
     """The URL of a server that repeats prompts."""
     with running(demo_model) as stack:
         yield stack.url
-
-
-def run(*command: object, cwd: Path, **environ: str) -> None:
-    """Run a tool."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=os.environ | {"DO_NOT_TRACK": "1"} | environ,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 def loglikelihoods(model: Path, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:

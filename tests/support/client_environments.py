@@ -18,6 +18,21 @@ CACHE = Path(__file__).parents[2] / ".cache"
 UV = CACHE / "uv" / "bin" / "uv"
 
 
+def run(*command: object, cwd: Path | None = None, **environ: str) -> str:
+    """Run a command that must succeed; return its standard output."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=os.environ | {"DO_NOT_TRACK": "1"} | environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-10_000:]
+    return done.stdout
+
+
 @dataclass(frozen=True)
 class Environment:
     """The packages of an environment."""

@@ -36,7 +36,10 @@ BROOKLYN = '{"location": "Brooklyn, NY", "unit": "celsius"}'
 LOOK, STOP = Call("get_weather", BROOKLYN), Call("stop", "{}")
 WEATHER = '{"name": "get_weather", "arguments": ' + BROOKLYN + "}"
 DEEP = '{"a":' * 70 + "1" + "}" * 70
-HERMES: Table = {
+TABLES: dict[str, Table] = {}
+"""By format, and reasoning that may start before the answer or in the prompt."""
+
+TABLES["hermes"] = {
     "one": (f"<tool_call>\n{WEATHER}\n</tool_call>", [LOOK]),
     "text before and after": (
         f"Let me look.\n<tool_call>\n{WEATHER}\n</tool_call>\nDone.",
@@ -108,7 +111,7 @@ HERMES: Table = {
     "a stray end tag": ("a </tool_call> b", None),
 }
 PARAMETERS = WEATHER.replace("arguments", "parameters")
-LLAMA: Table = {
+TABLES["llama3_json"] = {
     "one": (PARAMETERS, [LOOK]),
     "tagged": (f"<|python_tag|>{PARAMETERS}", [LOOK]),
     "with arguments": (f"\n\n{WEATHER}", [LOOK]),
@@ -120,7 +123,7 @@ LLAMA: Table = {
     "code": ("<|python_tag|>print(1)", None),
     "text after": (f"{PARAMETERS}; and", [LOOK, "; and"]),
 }
-MISTRAL: Table = {
+TABLES["mistral"] = {
     "array": (f"[TOOL_CALLS][{WEATHER}]", [LOOK]),
     "array of two": (f'[TOOL_CALLS] [ {WEATHER} ,\n{{"arguments": {{}}, "name": "stop"}} ] ', [LOOK, STOP]),
     "text before": (f"Yes. [TOOL_CALLS][{WEATHER}]", ["Yes. ", LOOK]),
@@ -139,14 +142,14 @@ MISTRAL: Table = {
     "cut between": (f"[TOOL_CALLS][{WEATHER}, ", [LOOK]),
     "brackets in text": ("a[0] = [TOOL", None),
 }
-JSON_CALLS: Table = {
+TABLES["json_calls"] = {
     "one": (f" \n{WEATHER}\n", [LOOK]),
     "array": (f'[\n {WEATHER},\n {{"name":"stop","arguments":{{}}}}\n]', [LOOK, STOP]),
     "cut": ('[{"name":"search","arguments":{"q": ', [Call("search", '{"q": ')]),
     "cut before the name": ('[{"na', None),
     "words": ("I cannot.", None),
 }
-JSON_ANSWER: Table = {
+TABLES["json"] = {
     "bare": (PARAMETERS, [LOOK]),
     "fenced": (f"```json\n{PARAMETERS}\n```\n", [LOOK]),
     "fenced without a language": (f"```\n{PARAMETERS}\n```", [LOOK]),
@@ -157,12 +160,12 @@ JSON_ANSWER: Table = {
     "text after": (f"{WEATHER} there.", [LOOK, " there."]),
     "half a fence": ("``", None),
 }
-PLAIN: Table = {
+TABLES["plain"] = {
     "text": (f" \n<tool_call>{WEATHER}", None),
     "nothing": ("", None),
 }
 STOPPED = '{"name": "stop", "arguments": {}}'
-GRANITE: Table = {
+TABLES["granite"] = {
     "one": (f"<|tool_call|>[{WEATHER}]", [LOOK]),
     "two, as text": (f"Yes.<tool_call> [{WEATHER}, {STOPPED}]\nNo.", ["Yes.", LOOK, STOP, "\nNo."]),
     "no array": (f"<|tool_call|> {WEATHER}", [LOOK]),
@@ -170,18 +173,18 @@ GRANITE: Table = {
     "cut in the opening": ("Yes.<|tool_call|>", ["Yes."]),
     "cut in a text": (f"<|tool_call|>[{WEATHER.partition(', NY')[0]}", [Call("get_weather", '{"location": "Brooklyn')]),
 }
-PHI: Table = {
+TABLES["phi4_mini_json"] = {
     "one": (f"functools[{WEATHER}]", [LOOK]),
     "two, with tokens": (f"Yes.<|tool_call|>[{WEATHER}, {STOPPED}]<|/tool_call|> No.", ["Yes.", LOOK, STOP, " No."]),
     "code": ("import functools", None),
     "an empty array": ("functools[] is it", None),
 }
-HUNYUAN: Table = {
+TABLES["hunyuan_a13b"] = {
     "one": (f"<tool_calls>[{WEATHER}]</tool_calls>", [LOOK]),
     "two, with text": (f"Yes.<tool_calls>[{WEATHER}, {STOPPED}]\n</tool_calls> No.", ["Yes.", LOOK, STOP, " No."]),
     "an empty block": ("<tool_calls>\n</tool_calls>", []),
 }
-APERTUS: Table = {
+TABLES["apertus"] = {
     "one": (f'<|tools_prefix|>[{{"get_weather": {BROOKLYN}}}]<|tools_suffix|>', [LOOK]),
     "two, with text": (
         f'Yes.<|tools_prefix|>[{{"get_weather": {BROOKLYN}}}, {{"stop": {{}}}}]<|tools_suffix|> No.',
@@ -193,7 +196,7 @@ APERTUS: Table = {
     "unknown tool": ('<|tools_prefix|>[{"rm": {}}]<|tools_suffix|>', None),
 }
 COMMAND = '{{"tool_call_id": "{}", "tool_name": "{}", "parameters": {}}}'.format
-COHERE: Table = {
+TABLES["cohere_command"] = {
     "one": (f"<|START_ACTION|>[\n    {COMMAND(0, 'get_weather', BROOKLYN)}\n]<|END_ACTION|>", [LOOK]),
     "two": (
         f"<|START_ACTION|>[\n    {COMMAND(0, 'get_weather', BROOKLYN)},\n    {COMMAND(1, 'stop', '{}')}\n]<|END_ACTION|>",
@@ -202,7 +205,7 @@ COHERE: Table = {
     "an answer": ("<|START_RESPONSE|>Yes.<|END_RESPONSE|>", ["Yes."]),
     "a name": (f"<|START_ACTION|>[{WEATHER}]<|END_ACTION|>", None),
 }
-THINKS: Table = {
+TABLES["hermes+outside"] = {
     "thought and answer": ("<think>\nWell,\n\nso.\n</think>\n\nHi.", [Thought("Well,\n\nso."), "Hi."]),
     "spaces stay": ("\n <think> a </think> b", [Thought(" a "), " b"]),
     "no thought": ("Hi <think>no</think>", None),
@@ -218,7 +221,7 @@ THINKS: Table = {
     "cut start": ("<thi", None),
     "almost the end": ("<think>a</thinker>\n</think>b", [Thought("a</thinker>"), "b"]),
 }
-THINKS_INSIDE: Table = {
+TABLES["hermes+inside"] = {
     "thought and answer": ("\nWell.\n</think>\n\nHi.", [Thought("Well."), "Hi."]),
     "the marker again": ("<think>\nWell.</think>Hi.", [Thought("Well."), "Hi."]),
     "no end": ("Well <think>", [Thought("Well <think>")]),

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from json_call_answers import (
-    APERTUS,
-    BROOKLYN,
-    COHERE,
-    GRANITE,
-    HERMES,
-    HUNYUAN,
-    JSON_ANSWER,
-    JSON_CALLS,
-    LLAMA,
-    LOOK,
-    MISTRAL,
-    PARAMETERS,
-    PHI,
-    PLAIN,
-    STOP,
-    THINKS,
-    THINKS_INSIDE,
-    Table,
-)
+from json_call_answers import BROOKLYN, LOOK, PARAMETERS, STOP, Table
+from json_call_answers import TABLES as JSON_TABLES
 from parser_events import Call, Thought
-from tagged_answers import DSML, DSML4, GLM, HUNYUAN3, MINIMAX, NESTED, QWEN, QWEN_THINKS, SEED
+from tagged_answers import TABLES as TAGGED_TABLES
+
+TABLES: dict[str, Table] = JSON_TABLES | TAGGED_TABLES
+"""By format, and reasoning that may start before the answer or in the prompt."""
 
 V3_LOOK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{BROOKLYN}\n```<｜tool▁call▁end｜>"
 V31_LOOK = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{BROOKLYN}<｜tool▁call▁end｜>"
-DEEPSEEK: Table = {
+TABLES["deepseek_v3"] = {
     "V3": (f"<｜tool▁calls▁begin｜>{V3_LOOK}<｜tool▁calls▁end｜>", [LOOK]),
     "V3, two": (f"Yes.\n\n<｜tool▁calls▁begin｜>{V3_LOOK}\n{V3_LOOK}<｜tool▁calls▁end｜>", ["Yes.\n\n", LOOK, LOOK]),
     "V3.1": (f"<｜tool▁calls▁begin｜>{V31_LOOK}<｜tool▁calls▁end｜>", [LOOK]),
@@ -46,7 +31,7 @@ DEEPSEEK: Table = {
     "no call": ("<｜tool▁calls▁begin｜> none <｜tool▁calls▁end｜>", None),
     "cut in the name": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_", None),
 }
-KIMI: Table = {
+TABLES["kimi_k2"] = {
     "one, with text": (
         f"Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{BROOKLYN}"
         "<|tool_call_end|><|tool_call_begin|>stop<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
@@ -65,7 +50,7 @@ KIMI: Table = {
     "cut in the opening": ("Yes.<|tool_calls_section_begin|><|tool_call_begin|>", ["Yes."]),
 }
 GEMMA_LOOK = '<|tool_call>call:get_weather{location:<|"|>Brooklyn, NY<|"|>,unit:<|"|>celsius<|"|>}<tool_call|>'
-GEMMA: Table = {
+TABLES["gemma4"] = {
     "one": (GEMMA_LOOK, [LOOK]),
     "two, with text": (f"I look. {GEMMA_LOOK}<|tool_call>call:stop{{}}<tool_call|>", ["I look. ", LOOK, STOP]),
     "every type": (
@@ -104,16 +89,16 @@ GEMMA: Table = {
         ["<|tool_call>call:search q<tool_call|>", LOOK],
     ),
 }
-FUNCTION_GEMMA: Table = {
+TABLES["functiongemma"] = {
     case: (
-        GEMMA[case][0].replace("<|tool_call>", "<start_function_call>").replace("<tool_call|>", "<end_function_call>")
+        TABLES["gemma4"][case][0].replace("<|tool_call>", "<start_function_call>").replace("<tool_call|>", "<end_function_call>")
         .replace('<|"|>', "<escape>"),
-        GEMMA[case][1],
+        TABLES["gemma4"][case][1],
     )
     for case in ("one", "two, with text", "texts without quotes", "no end", "cut in a text", "no word before the name")
 }  # fmt: skip
 PYTHON_LOOK = "get_weather(location='Brooklyn, NY', unit=\"celsius\")"
-PYTHONIC: Table = {
+TABLES["llama4_pythonic"] = {
     "one": (f"[{PYTHON_LOOK}]", [LOOK]),
     "two, tagged": (f"<|python_start|>[{PYTHON_LOOK}, stop()]<|python_end|>", [LOOK, STOP]),
     "text, then tagged": (f"Sure: <|python_start|>[{PYTHON_LOOK}]<|python_end|> ok", ["Sure: ", LOOK, " ok"]),
@@ -144,7 +129,7 @@ PYTHONIC: Table = {
     "cut in the name": ("[sear", None),
     "cut between": (f"[{PYTHON_LOOK}, ", [LOOK]),
 }
-LFM: Table = {
+TABLES["lfm2"] = {
     "one": (f"<|tool_call_start|>[{PYTHON_LOOK}]<|tool_call_end|>", [LOOK]),
     "two, with text": (
         f"Yes. <|tool_call_start|> [{PYTHON_LOOK}, stop()]<|tool_call_end|>\nNo.",
@@ -155,7 +140,7 @@ LFM: Table = {
     "unknown tool": ("<|tool_call_start|>[rm()]<|tool_call_end|>", None),
     "cut in the opening": ("Yes.<|tool_call_start|>", ["Yes."]),
 }
-OLMO: Table = {
+TABLES["olmo3"] = {
     "one": (f"<function_calls>\n{PYTHON_LOOK}\n</function_calls>", [LOOK]),
     "two, with text": (f"Yes.<function_calls>{PYTHON_LOOK}\nstop()</function_calls> No.", ["Yes.", LOOK, STOP, " No."]),
     "JSON words": ("<function_calls>search(deep=true, page=null)", [Call("search", '{"deep": true, "page": null}')]),
@@ -167,7 +152,7 @@ OLMO: Table = {
 HARMONY_LOOK = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{BROOKLYN}<|call|>"
 THINKING = "<|channel|>analysis<|message|>User asks.\nLook.<|end|><|start|>assistant"
 LOOKED = Thought("User asks.\nLook.")
-HARMONY: Table = {
+TABLES["openai"] = {
     "answer": (f"{THINKING}<|channel|>final<|message|>Hi.<|return|>", [LOOKED, "Hi."]),
     "call": (THINKING + HARMONY_LOOK, [LOOKED, LOOK]),
     "preamble and two calls": (
@@ -220,44 +205,9 @@ HARMONY: Table = {
     "no message marker, cut in the type": ("<|channel|>commentary to=functions.stop js", []),
     "cut in the arguments": (HARMONY_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
 }
-MISTRAL_THINKS: Table = {
+TABLES["mistral+outside"] = {
     "thought and call": (
         f"[THINK]I look.\n[/THINK]Yes.[TOOL_CALLS]get_weather[ARGS]{BROOKLYN}",
         [Thought("I look."), "Yes.", LOOK],
     ),
 }
-
-TABLES = {
-    "hermes": HERMES,
-    "llama3_json": LLAMA,
-    "mistral": MISTRAL,
-    "mistral+outside": MISTRAL_THINKS,
-    "json_calls": JSON_CALLS,
-    "json": JSON_ANSWER,
-    "plain": PLAIN,
-    "hermes+outside": THINKS,
-    "hermes+inside": THINKS_INSIDE,
-    "qwen3_coder": QWEN,
-    "qwen3_coder+inside": QWEN_THINKS,
-    "glm45": GLM,
-    "minimax_m2": MINIMAX,
-    "seed_oss": SEED,
-    "hy_v3": HUNYUAN3,
-    "deepseek_v32": DSML,
-    "deepseek_v4": DSML4,
-    "minimax_m3": NESTED,
-    "functiongemma": FUNCTION_GEMMA,
-    "lfm2": LFM,
-    "olmo3": OLMO,
-    "granite": GRANITE,
-    "phi4_mini_json": PHI,
-    "hunyuan_a13b": HUNYUAN,
-    "apertus": APERTUS,
-    "cohere_command": COHERE,
-    "deepseek_v3": DEEPSEEK,
-    "kimi_k2": KIMI,
-    "gemma4": GEMMA,
-    "llama4_pythonic": PYTHONIC,
-    "openai": HARMONY,
-}
-"""By format, and reasoning that may start before the answer or in the prompt."""

@@ -17,7 +17,10 @@ def qwen(*parameters: tuple[str, str]) -> str:
     return f"<tool_call>\n<function=search>\n{written}</function>\n</tool_call>"
 
 
-QWEN: Table = {
+TABLES: dict[str, Table] = {}
+"""By format, and reasoning that may start before the answer or in the prompt."""
+
+TABLES["qwen3_coder"] = {
     "one": (QWEN_LOOK, [LOOK]),
     "text before and after": (f"Let me look.\n{QWEN_LOOK}\nDone.", ["Let me look.\n", LOOK, "\nDone."]),
     "two": (f"{QWEN_LOOK}\n<tool_call>\n<function=stop>\n</function>\n</tool_call>\n", [LOOK, STOP]),
@@ -92,14 +95,14 @@ QWEN: Table = {
     "an empty block": ("<tool_call>\n</tool_call>", []),
     "cut in the opening": ("I look.\n<tool_call>\n<functio", ["I look.\n"]),
 }
-QWEN_THINKS: Table = {
+TABLES["qwen3_coder+inside"] = {
     "a call in the thought": (f"I look.\n{QWEN_LOOK}", [Thought("I look."), LOOK]),
 }
 GLM_LOOK = (
     "<tool_call>get_weather\n<arg_key>location</arg_key>\n<arg_value>Brooklyn, NY</arg_value>\n<arg_key>unit</arg_key>\n"
     "<arg_value>celsius</arg_value>\n</tool_call>"
 )
-GLM: Table = {
+TABLES["glm45"] = {
     "one": (GLM_LOOK, [LOOK]),
     "newer, without newlines": (GLM_LOOK.replace("\n", ""), [LOOK]),
     "two, with text": (f"\nI look.\n{GLM_LOOK}\n<tool_call>stop</tool_call>", ["\nI look.\n", LOOK, STOP]),
@@ -119,7 +122,7 @@ MINIMAX_LOOK = (
     '<invoke name="get_weather">\n<parameter name="location">Brooklyn, NY</parameter>\n<parameter name="unit">celsius'
     "</parameter>\n</invoke>\n"
 )
-MINIMAX: Table = {
+TABLES["minimax_m2"] = {
     "one": (f"<minimax:tool_call>\n{MINIMAX_LOOK}</minimax:tool_call>", [LOOK]),
     "two in a block": (
         f'Yes.<minimax:tool_call>\n{MINIMAX_LOOK}<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
@@ -132,7 +135,7 @@ MINIMAX: Table = {
     "unknown tool": ('<minimax:tool_call>\n<invoke name="rm">\n</invoke>\n</minimax:tool_call>', None),
 }
 HUNYUAN3_LOOK = GLM_LOOK.replace("weather\n", "weather<tool_sep>\n")
-HUNYUAN3: Table = {
+TABLES["hy_v3"] = {
     "one": (f"<tool_calls>\n{HUNYUAN3_LOOK}\n</tool_calls>", [LOOK]),
     "two, with text": (
         f"Yes.<tool_calls>{HUNYUAN3_LOOK}<tool_call>stop<tool_sep></tool_call></tool_calls> No.",
@@ -154,7 +157,7 @@ def dsml(*arguments: tuple[str, str]) -> str:
     return f'<｜DSML｜function_calls><｜DSML｜invoke name="search">{written}</｜DSML｜invoke></｜DSML｜function_calls>'
 
 
-DSML: Table = {
+TABLES["deepseek_v32"] = {
     "one": (DSML_LOOK, [LOOK]),
     "two, with text": (
         DSML_LOOK.replace("</｜DSML｜invoke>", '</｜DSML｜invoke>\n<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>')
@@ -173,7 +176,7 @@ DSML: Table = {
     "unknown tool": (DSML_LOOK.replace("get_weather", "rm"), None),
     "cut in the opening": ("Yes.<｜DSML｜function_calls>\n<｜DSML｜invo", ["Yes."]),
 }
-DSML4: Table = {"one": (DSML_LOOK.replace("function_calls", "tool_calls"), [LOOK])}
+TABLES["deepseek_v4"] = {"one": (DSML_LOOK.replace("function_calls", "tool_calls"), [LOOK])}
 
 
 def nested(*arguments: str) -> str:
@@ -183,7 +186,7 @@ def nested(*arguments: str) -> str:
 
 
 NESTED_LOOK = nested("[<location>Brooklyn, NY[</location>\n[<unit>celsius[</unit>").replace('"search"', '"get_weather"')
-NESTED: Table = {
+TABLES["minimax_m3"] = {
     "one": (NESTED_LOOK, [LOOK]),
     "two, with text": (
         f'Yes.{NESTED_LOOK.removesuffix("]<]minimax[>[</tool_call>")}]<]minimax[>[<invoke name="stop">]<]minimax[>[</invoke>'
@@ -217,4 +220,4 @@ NESTED: Table = {
     "cut in a text": (NESTED_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
     "unknown tool": (NESTED_LOOK.replace("get_weather", "rm"), None),
 }
-SEED: Table = {"one": (QWEN_LOOK.replace("tool_call>", "seed:tool_call>"), [LOOK])}
+TABLES["seed_oss"] = {"one": (QWEN_LOOK.replace("tool_call>", "seed:tool_call>"), [LOOK])}

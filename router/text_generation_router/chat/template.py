@@ -75,7 +75,7 @@ class TemplateRenderer:
     async def __aenter__(self) -> Self:
         """Start the workers, which compile the templates. Calls wait for them."""
         if not self._without_templates:
-            await self._sandbox.open()
+            await self._sandbox.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:

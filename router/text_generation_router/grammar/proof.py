@@ -72,12 +72,9 @@ _UNSUPPORTED = {
 def compile_job(config: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]]:
     """Return a function that returns the job for one model; `config`: `tokenizer`, the path of its tokenizer.json.
 
-    Raises FileNotFoundError, ValueError or PanicError.
+    Raises OSError, ValueError or PanicError.
     """
-    path = Path(config["tokenizer"])
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a tokenizer")
-    tokenizer = load_tokenizer(path.read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(Path(config["tokenizer"]).read_text(encoding="utf-8"))
     sys.setrecursionlimit(_FRAMES)
     special = {
         tokenizer.decode_str([token_id]): token_id

@@ -120,12 +120,13 @@ class Sandbox:
         self._started.add_done_callback(lambda started: started.cancelled() or started.exception())
         self._stack = AsyncExitStack()
 
-    async def open(self) -> None:
+    async def __aenter__(self) -> Self:
         """Start the workers and accept calls, which wait for one."""
         self._broken = None
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         for _ in range(self._size):
             self._stack.callback(tasks.create_task(self._keep_worker()).cancel)
+        return self
 
     async def ready(self) -> None:
         """Wait until all workers have created their job. Raises SandboxError with the error of the factory."""
@@ -135,10 +136,6 @@ class Sandbox:
         """Kill the workers and wait until they are gone; unfinished calls fail."""
         self._break(CLOSED)
         await self._stack.aclose()
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -109,15 +109,8 @@ REASONING: Final = (
 
 
 def create_parser(name: str, *, tools: Tools) -> OutputParser:
-    """Return a new parser for one answer. Calls of tools that are not in `tools` are text.
-
-    Raises ValueError for an unknown format.
-    """
-    try:
-        form = FORMATS[NAMES[name]]
-    except KeyError:
-        raise ValueError(f"unknown tool call format {name!r}; known are {', '.join(sorted(NAMES))}") from None
-    return form.parser(tools)
+    """Return a new parser for one answer. Calls of tools that are not in `tools` are text."""
+    return FORMATS[name].parser(tools)
 
 
 def detect_format(template: str, special_tokens: Collection[str]) -> str:
