@@ -12,11 +12,10 @@ import jsonschema
 import pytest
 from anthropic import Anthropic
 from anthropic.types import ToolChoiceToolParam, ToolParam, Usage
-from client_server import ANSWER, ANSWER_TOKENS, PLACE, PROMPT, QUESTION, Server
+from client_server import ANSWER, ANSWER_TOKENS, MESSAGES, PLACE, PROMPT, Server
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
 
-MESSAGES = [{"role": "user", "content": QUESTION}]
 GREEDY: dict[str, Any] = {
     "model": "tgi",
     "messages": MESSAGES,

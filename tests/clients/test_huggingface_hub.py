@@ -7,17 +7,12 @@ from collections.abc import Iterator
 
 import jsonschema
 import pytest
-from client_server import ANSWER, ANSWER_TOKENS, CITY, PLACE, PROMPT, QUESTION, Server
+from client_server import ANSWER, ANSWER_TOKENS, CITY, MESSAGES, PLACE, PROMPT, WEATHER, Server
 from huggingface_hub import InferenceClient
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
 
-MESSAGES = [{"role": "user", "content": QUESTION}]
 ONLY_NEW = {"return_full_text": False}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "The weather of a city", "parameters": PLACE},
-}
 
 
 @pytest.fixture

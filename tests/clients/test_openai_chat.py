@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from client_server import ANSWER, ANSWER_TOKENS, PROMPT, QUESTION, Server
+from client_server import ANSWER, ANSWER_TOKENS, MESSAGES, PROMPT, Server
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel, ConfigDict, Field
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
 
-MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
 GREEDY: dict[str, Any] = {"model": "tgi", "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
 
 

@@ -7,22 +7,14 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
-from client_server import PLACE, QUESTION
+from client_server import MESSAGES, PLACE, WEATHER
 from openai import OpenAI, pydantic_function_tool
-from openai.types.chat import ChatCompletionMessageFunctionToolCall, ChatCompletionToolParam
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from pydantic import BaseModel
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
 
-WEATHER: ChatCompletionToolParam = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "The weather of a city", "parameters": PLACE, "strict": True},
-}
-NOW: ChatCompletionToolParam = {"type": "function", "function": {"name": "now"}}
-"""A tool without parameters."""
-MESSAGES = [{"role": "user", "content": QUESTION}]
 GREEDY: dict[str, Any] = {"model": "tgi", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
-NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 
 
 class Weather(BaseModel):

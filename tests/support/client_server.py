@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 from tokenizers import Tokenizer
@@ -35,6 +36,12 @@ PLACE = {
     "additionalProperties": False,
 }
 """The arguments of a tool."""
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather of a city", "parameters": PLACE, "strict": True},
+}
+"""The tool, as chat completions have it."""
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 
 
 @dataclass(frozen=True)

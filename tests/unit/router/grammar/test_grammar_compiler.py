@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from text_generation_proto.values import Grammar, GrammarKind
-from text_generation_router.errors import InvalidRequest, Unhealthy
+from text_generation_router.errors import CannotKeepUp, InvalidRequest, Unhealthy
 from text_generation_router.grammar import compiler as compiler_module
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.grammar.forms import regex_grammar, schema_grammar
 from text_generation_router.grammar.schema import read_schema
+from text_generation_router.sandbox import pool
 from text_generation_router.sandbox.pool import Sandbox
 
 GOOD = regex_grammar("[a-z]+")
@@ -84,15 +87,10 @@ async def test_the_first_of_equal_requests_may_be_cancelled(sandbox: Sandbox) ->
     assert second.exception() is None
 
 
-async def test_an_error_of_the_job_is_a_refusal(sandbox: Sandbox) -> None:
-    with pytest.raises(InvalidRequest, match="it cannot be judged now"):
-        await GrammarCompiler(sandbox).prove(UNREAD)
-
-
 async def test_a_refusal_because_of_an_error_expires(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "TIMEOUT_CACHED_S", 0.05)
     compiler = GrammarCompiler(sandbox)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match="it cannot be judged now"):
         await compiler.prove(UNREAD)
     await sandbox.close()
     async with asyncio.timeout(60):
@@ -112,3 +110,14 @@ async def test_a_compile_that_takes_too_long_is_refused(demo_model: Path) -> Non
         with pytest.raises(InvalidRequest) as refusal:
             await GrammarCompiler(sandbox).prove(schema_grammar(read_schema({"properties": properties})))
     assert str(refusal.value) == "Input validation error: cannot compile regex from schema: it takes too long"
+
+
+async def test_a_worker_without_cpu_time_is_no_verdict(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(sandbox)
+    [pid] = sandbox.pids
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch, pytest.raises(CannotKeepUp):
+        patch.setattr(pool, "WALL_TIMES", 0)
+        patch.setattr(pool, "MIN_WALL_S", 0.1)
+        await compiler.prove(GOOD)
+    await compiler.prove(GOOD)

@@ -115,9 +115,3 @@ def test_held_back_arguments_have_a_maximum_length() -> None:
     parser = create_parser("json", tools={"f": {}})
     started = '{"arguments": {"a": "' + "x" * MAX_HELD
     assert parser.feed(started) == [TextDelta(started)]
-
-
-def test_whitespace_before_a_call_is_dropped() -> None:
-    parser = create_parser("hermes", tools={"f": {}})
-    parser.feed(' \n<tool_call>{"name": "f"}')
-    assert parser.feed("ok") == [TextDelta("ok")]
