@@ -115,6 +115,7 @@ TABLES["llama4_pythonic"] = {
         r"""[search(q='it\'s "\n\x41\u00e9\U0001F600\q', r='', s="")]""",
         [Call("search", r'{"q": "it' + r"'" + r's \"\nAé😀\\q", "r": "", "s": ""}')],
     ),
+    "an escape above Unicode": (r"[search(q='\U0011FFFF')]", [Call("search", r"""{"q": "\U0011FFFF')]""")]),
     "three quotes": ('[search(q="""a "b"\n""")]', [Call("search", r'{"q": "a \"b\"\n"}')]),
     "JSON, as Llama 4's template asks for": (f"<|python_start|>{PARAMETERS}<|python_end|>", [LOOK]),
     "JSON words": ("[search(deep=true, page=null)]", [Call("search", '{"deep": true, "page": null}')]),

@@ -91,9 +91,8 @@ def guided(body: Mapping[str, Any]) -> Grammar | None:
         if not isinstance(options, Mapping):
             raise not_valid("`structured_outputs` must be an object")
         for key, value in options.items():
-            if key in _IDLE_OPTIONS:
-                continue
-            if key in _OPTIONS and (value is None or (value is False and key in _SWITCHES)):
+            is_off = value is None or (value is False and key in _SWITCHES)
+            if key in _IDLE_OPTIONS or (key in _OPTIONS and is_off):
                 continue
             if (read := _OPTIONS.get(key)) is None:
                 name = f"structured_outputs.{key[:64]}"

@@ -137,5 +137,4 @@ def starts_in_reasoning(prompt: str, start: str = THINK) -> bool:
 
 def begun_answer(prompt: str, start: str) -> str:
     """Return the part of a rendered prompt after the last `start`, which begins the model's message; empty without one."""
-    _, found, begun = prompt.rpartition(start) if start else ("", "", "")
-    return begun if found else ""
+    return prompt.rpartition(start)[2] if start and start in prompt else ""

@@ -37,9 +37,9 @@ _NAMES: Final[dict[type, str]] = {
 _INTEGER: Final = re.compile(r"(-?)0*(0|[1-9][0-9]*)(?:\.0+)?")
 
 
-def argument_types(parameters: Schema, name: str) -> frozenset[str]:
-    """Return the JSON types of a tool's argument; only `string` if the schema has no types for it."""
-    return types_of(member_schema(parameters, parameters, name), parameters)
+def argument_types(parameters: Schema, name: str, otherwise: frozenset[str] = STRING) -> frozenset[str]:
+    """Return the JSON types of a tool's argument; `otherwise` if the schema has no types for it."""
+    return types_of(member_schema(parameters, parameters, name), parameters, otherwise)
 
 
 def types_of(schema: object, root: Schema, otherwise: frozenset[str] = STRING) -> frozenset[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from text_generation_router.chat.parsers.argument_types import JSON_OR_STRING, STRING, member_schema, types_of
+from text_generation_router.chat.parsers.argument_types import JSON_OR_STRING, STRING, argument_types
 from text_generation_router.chat.parsers.syntax import Pattern
 from text_generation_router.chat.parsers.tagged import TaggedParser, Tags, unquoted
 
@@ -39,8 +39,7 @@ class DeepSeek32Parser(TaggedParser):
     def _argument(self) -> tuple[str, frozenset[str]]:
         found = _ARGUMENT.fullmatch(self._word)
         name, is_text = (found[1], found[2] == "true") if found else (unquoted(self._word), False)
-        schema = member_schema(self._schema, self._schema, name)
-        types = types_of(schema, self._schema, STRING if is_text else JSON_OR_STRING)
+        types = argument_types(self._schema, name, STRING if is_text else JSON_OR_STRING)
         return name, STRING if is_text and types & STRING else types
 
 

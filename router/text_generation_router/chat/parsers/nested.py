@@ -11,7 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from text_generation_router.chat.parsers.argument_types import STRING, member_schema, types_of, value_as_json
+from text_generation_router.chat.parsers.argument_types import (
+    STRING,
+    argument_types,
+    member_schema,
+    types_of,
+    value_as_json,
+)
 from text_generation_router.chat.parsers.base import Markers
 from text_generation_router.chat.parsers.json_scanner import MAX_DEPTH
 from text_generation_router.chat.parsers.syntax import CallSyntax, Slot, Until
@@ -64,8 +70,7 @@ class MiniMaxM3Parser(TaggedParser):
         self._value_ends = Markers((self._value_end, self.TAGS.call_end))
 
     def _argument(self) -> tuple[str, frozenset[str]]:
-        schema = member_schema(self._schema, self._schema, self._word)
-        return self._word, types_of(schema, self._schema, _TEXT_OR_ELEMENTS)
+        return self._word, argument_types(self._schema, self._word, _TEXT_OR_ELEMENTS)
 
     def _value_as_json(self, value: str) -> str:
         pieces = iter(_TAG.split(value))
