@@ -97,6 +97,8 @@ class CallParser:
         self.markers = self.SPECIAL
         self._tools = tools
         self._events = EventBuffer()
+        self._content: Callable[[str], None] = self._events.text
+        """Takes the text in front of a marker; may be empty."""
         self._rest = ""
         """The end of the last piece, which may be the start of a marker."""
         self._opening: list[str] = []
@@ -132,10 +134,6 @@ class CallParser:
             return self._hold(text, start)
         self._on_marker(text[start:end])
         return end
-
-    def _content(self, piece: str) -> None:
-        """Pass on text in front of a marker; may be empty."""
-        self._events.text(piece)
 
     def _is_bare(self, rest: str = "") -> bool:
         """Return True if nothing but special tokens and tags was read of a call, and `rest` may begin another one."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 
@@ -17,10 +14,8 @@ class EventBuffer:
         """The last call has arguments."""
         self._events: list[Event] = []
         self._parts: list[str] = []
-        self._make: Callable[[str], Event] = TextDelta
-        """Makes an event of the parts."""
-        self._to_arguments: Callable[[str], Event] = partial(ToolCallArguments, 0)
-        """Makes the arguments of the last call."""
+        self._kind: type[Event] = TextDelta
+        """The kind of event that the parts make."""
         self._blanks: list[str] = []
         """Whitespace since the last call or the start: text if more text follows, or if there are no calls."""
         self._in_text = False
@@ -28,18 +23,18 @@ class EventBuffer:
     def text(self, text: str) -> None:
         """Add text of the answer; may be empty."""
         if self._in_text or not text:
-            self._add(TextDelta, text)
+            self._add(text, TextDelta)
         elif text.isspace():
             self._blanks.append(text)
         else:
             self._in_text = True
-            self._add(TextDelta, "".join(self._blanks) + text)
+            self._add("".join(self._blanks) + text, TextDelta)
             self._blanks.clear()
 
     def reason(self, text: str) -> None:
         """Add reasoning; may be empty."""
         self._in_text = False
-        self._add(ReasoningDelta, text)
+        self._add(text, ReasoningDelta)
 
     def start(self, name: str) -> None:
         """Start the next call."""
@@ -47,14 +42,14 @@ class EventBuffer:
         self._in_text = False
         self._flush()
         self._events.append(ToolCallStart(self.calls, name))
-        self._to_arguments = partial(ToolCallArguments, self.calls)
         self.calls += 1
         self.has_arguments = False
 
     def arguments(self, fragment: str) -> None:
         """Add to the arguments of the last call; may be empty. Needs a call with no text after it."""
-        self.has_arguments = self.has_arguments or bool(fragment)
-        self._add(self._to_arguments, fragment)
+        if fragment:
+            self.has_arguments = True
+            self._add(fragment, ToolCallArguments)
 
     def drop_blanks(self) -> None:
         """Drop the whitespace since the last call: it belongs to the markers of the call."""
@@ -64,7 +59,7 @@ class EventBuffer:
     def finish(self) -> None:
         """End the answer."""
         if not self.calls:
-            self._add(TextDelta, "".join(self._blanks))
+            self._add("".join(self._blanks), TextDelta)
         self._blanks.clear()
 
     def drain(self) -> list[Event]:
@@ -76,15 +71,20 @@ class EventBuffer:
             self._events = []
         return events
 
-    def _add(self, make: Callable[[str], Event], text: str) -> None:
+    def _add(self, text: str, kind: type[Event]) -> None:
         if not text:
             return
-        if make is not self._make:
+        if kind is not self._kind:
             self._flush()
-            self._make = make
+            self._kind = kind
         self._parts.append(text)
 
     def _flush(self) -> None:
-        if self._parts:
-            self._events.append(self._make("".join(self._parts)))
-            self._parts.clear()
+        if not self._parts:
+            return
+        joined = "".join(self._parts)
+        self._parts.clear()
+        if self._kind is ToolCallArguments:
+            self._events.append(ToolCallArguments(self.calls - 1, joined))
+        else:
+            self._events.append(ReasoningDelta(joined) if self._kind is ReasoningDelta else TextDelta(joined))

@@ -63,6 +63,7 @@ class HarmonyParser(CallParser):
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
+        self._content = self._add_content
         self._written = ""
         """The header, as far as it was read."""
         self._emit: Callable[[str], None] = self._events.text
@@ -143,7 +144,7 @@ class HarmonyParser(CallParser):
         if not self._is_message(header) and not header.lstrip().startswith("<|"):
             self._emit(header.strip() and header)
 
-    def _content(self, piece: str) -> None:
+    def _add_content(self, piece: str) -> None:
         if piece:
             self._emit(self._separator + piece)
             self._separator = ""

@@ -85,7 +85,7 @@ class JsonCallReader(CallReader):
         if not self.started:
             raise ValueError
         if not self.complete:
-            self._add_arguments("{}")
+            self._events.arguments("{}")
             self.complete = True
         self.closed = True
         yield
@@ -125,26 +125,21 @@ class JsonCallReader(CallReader):
         self.started = True
 
     def _arguments(self, char: str) -> Generator[None, str, None]:
+        add = self._events.arguments if self.started else self._held.append
         if char == "{":
-            self._add_arguments(char)
+            add(char)
             while self._scanner.depth > 1:
                 char = yield
-                self._add_arguments(escaped(char) if self._scanner.in_string else char)
+                add(escaped(char) if self._scanner.in_string else char)
             self.complete = True
         elif char == '"':
             self._wrapped.append(char)
             arguments = unwrapped((yield from self._string(self._wrapped))[1:])
             self._wrapped.clear()
-            self._add_arguments(arguments)
+            add(arguments)
             self.complete = bool(arguments)
         elif char != "n":  # null means no arguments
             raise ValueError(char)
-
-    def _add_arguments(self, fragment: str) -> None:
-        if self.started:
-            self._events.arguments(fragment)
-        else:
-            self._held.append(fragment)
 
 
 class ArgumentsReader(CallReader):

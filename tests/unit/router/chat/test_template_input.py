@@ -126,28 +126,17 @@ def test_a_message_as_transformers_passes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("conversation", "message"),
+    ("conversation", "error", "message"),
     [
-        (Conversation([CALL], continue_final_message=True), "has no content that could be continued"),
-        (
-            Conversation([{"role": "user", "content": [{"type": "image_url"}]}]),
-            "only text parts are supported in messages",
-        ),
-        (Conversation([{"role": "user", "content": "\ud800"}]), "cannot be passed to the template"),
-        (Conversation([HELLO], template_kwargs={"n": 1 << 70}), "cannot be passed to the template"),
+        (Conversation([CALL], continue_final_message=True), TemplateError, "has no content that could be continued"),
+        (Conversation([HELLO | {"content": [{"type": "image_url"}]}]), TemplateError, "only text parts are supported in messages"),
+        (Conversation([HELLO | {"content": "\ud800"}]), TemplateError, "cannot be passed to the template"),
+        (Conversation([HELLO], template_kwargs={"n": 1 << 70}), TemplateError, "cannot be passed to the template"),
+        (Conversation([]), InvalidRequest, "^Input validation error: `messages` cannot be empty$"),
+        *((Conversation([HELLO], template_kwargs={name: []}), InvalidRequest, f"`chat_template_kwargs` must not set `{name}`")
+          for name in ("messages", "tools", "add_generation_prompt", "continue_final_message")),
     ],
-)
-def test_what_cannot_be_a_prompt(conversation: Conversation, message: str) -> None:
-    with pytest.raises(TemplateError, match=message):
+)  # fmt: skip
+def test_what_cannot_be_a_prompt(conversation: Conversation, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         variables(conversation)
-
-
-def test_a_conversation_has_messages() -> None:
-    with pytest.raises(InvalidRequest, match=r"^Input validation error: `messages` cannot be empty$"):
-        variables(Conversation([]))
-
-
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message"])
-def test_arguments_that_are_fields_of_the_request(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"`chat_template_kwargs` must not set `{name}`"):
-        variables(Conversation([HELLO], template_kwargs={name: []}))
