@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from importlib.metadata import version
+from itertools import islice
 
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -25,6 +27,7 @@ def orders_from_pb(message: pb.Orders) -> Orders:
         raise InvalidOrders("allocation_slots and allocation_counts differ in length")
     if sum(message.allocation_counts) != len(message.allocation_blocks):
         raise InvalidOrders("allocation_counts do not add up to allocation_blocks")
+    blocks = iter(message.allocation_blocks)
     placements: list[NewSequence] = []
     for sequence in message.placements:
         placements.append(_new_sequence(sequence, placements))
@@ -32,17 +35,12 @@ def orders_from_pb(message: pb.Orders) -> Orders:
         number=message.number,
         release=tuple(message.release),
         placements=tuple(placements),
-        allocations=tuple(_allocations(message)),
+        allocations=tuple(
+            (slot, tuple(islice(blocks, count)))
+            for slot, count in zip(message.allocation_slots, message.allocation_counts, strict=True)
+        ),
         prefill=tuple(zip(message.prefill_slots, message.prefill_tokens, strict=True)),
     )
-
-
-def _allocations(message: pb.Orders) -> Iterator[tuple[int, tuple[int, ...]]]:
-    blocks: Sequence[int] = message.allocation_blocks
-    at = 0
-    for slot, count in zip(message.allocation_slots, message.allocation_counts, strict=True):
-        yield slot, tuple(blocks[at : at + count])
-        at += count
 
 
 def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> NewSequence:
@@ -110,28 +108,15 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
 
 def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
     """Return the answer of `Info`."""
+    converted = {
+        "scheduling": _SCHEDULING[info.scheduling],
+        "grammar_kinds": [convert.GRAMMAR_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
+        "unsupported": [pb.Unsupported(field=name, reason=reason) for name, reason in info.unsupported],
+    }
     return pb.InfoResponse(
-        engine=info.engine,
-        model_id=info.model_id,
-        model_type=info.model_type,
-        dtype=info.dtype,
-        device=info.device,
-        scheduling=_SCHEDULING[info.scheduling],
-        vocab_size=info.vocab_size,
-        max_sequence_length=info.max_sequence_length,
-        max_slots=info.max_slots,
-        block_size=info.block_size,
-        eos_token_ids=info.eos_token_ids,
+        **{field.name: getattr(info, field.name) for field in fields(info)} | converted,
         rank=rank,
         world_size=world_size,
-        suggested_prefill_tokens=info.suggested_prefill_tokens,
-        suggested_chunk_tokens=info.suggested_chunk_tokens,
-        max_top_n_tokens=info.max_top_n_tokens,
-        grammar_kinds=[convert.GRAMMAR_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
-        reserves_max_length=info.reserves_max_length,
-        keeps_states=info.keeps_states,
-        unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in info.unsupported],
-        adapters=info.adapters,
         shares_prompts=True,
         version=version("text-generation-trtllm"),
     )

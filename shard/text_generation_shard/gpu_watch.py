@@ -19,7 +19,6 @@ import structlog
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_shard.gpus import Gpu, GpusUnreadable, nvml, unreadable
-from text_generation_shard.threads import daemon_thread
 
 EVERY_S = 1.0
 """Seconds between two readings."""
@@ -62,40 +61,25 @@ FATAL_XIDS = {
 log = structlog.get_logger()
 
 
-class GpuWatch:
-    """Reads GPUs until the process ends. The callbacks are called from its thread."""
-
-    def __init__(
-        self,
-        gpus: Sequence[Gpu],
-        on_states: Callable[[list[pb.GpuState]], None],
-        on_fault: Callable[[str], None],
-    ) -> None:
-        self._gpus = gpus
-        self._on_states = on_states
-        self._on_fault = on_fault
-
-    def start(self) -> None:
-        """Start the thread. A call to a driver that hangs stops only this thread."""
-        # The context holds the fields of every log record.
-        daemon_thread(self._run, "gpus").start()
-
-    def _run(self) -> None:
-        try:
-            system = nvml()
-            watched = [WatchedGpu(system, gpu) for gpu in self._gpus]
-        except GpusUnreadable as error:
-            log.info("GPUs are not observed", reason=str(error))
-            return
-        while True:
-            began = time.monotonic()
-            self._on_states([gpu.state() for gpu in watched])
-            # The set of events of each GPU collects while those of others are waited for.
-            for gpu in watched:
-                if fault := gpu.wait((EVERY_S - (time.monotonic() - began)) / len(watched)):
-                    self._on_fault(fault)
-                    return
-            time.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
+def watch_gpus(
+    gpus: Sequence[Gpu], on_states: Callable[[list[pb.GpuState]], None], on_fault: Callable[[str], None]
+) -> None:
+    """Read GPUs until a fault. A call to a driver that hangs never returns: run it in a thread of its own."""
+    try:
+        system = nvml()
+        watched = [WatchedGpu(system, gpu) for gpu in gpus]
+    except GpusUnreadable as error:
+        log.info("GPUs are not observed", reason=str(error))
+        return
+    while True:
+        began = time.monotonic()
+        on_states([gpu.state() for gpu in watched])
+        # The set of events of each GPU collects while those of others are waited for.
+        for gpu in watched:
+            if fault := gpu.wait((EVERY_S - (time.monotonic() - began)) / len(watched)):
+                on_fault(fault)
+                return
+        time.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
 
 
 class WatchedGpu:

@@ -1,4 +1,4 @@
-"""The health of a shard: its gRPC health service, and the plain port on which probes reach that.
+"""The health of a shard, as its gRPC health service tells it.
 
 ""       SERVING: the engine is loaded and makes progress; the shard is not stopping
 driven   SERVING: besides, a router drives the shard, with a Run session: what readiness of its pod means
@@ -6,16 +6,11 @@ driven   SERVING: besides, a router drives the shard, with a Run session: what r
 
 from __future__ import annotations
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as grpc_health
-
-from text_generation_shard.guard import create_server
 
 DRIVEN = "driven"
 """The name of the second service."""
-MAX_PROBES = 64
-"""Most concurrent calls on the plain port: anyone may call there."""
 
 
 class ShardHealth:
@@ -46,11 +41,3 @@ class ShardHealth:
         for name, good in (("", self._serving), (DRIVEN, self._serving and self._drivers > 0)):
             status = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
             await self.servicer.set(name, status)
-
-
-def probe_server(health: ShardHealth, address: str) -> grpc.aio.Server:
-    """Return a server of health checks alone, without TLS and token. Raises RuntimeError if it cannot listen there."""
-    server = create_server(max_calls=MAX_PROBES)
-    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    server.add_insecure_port(address)
-    return server

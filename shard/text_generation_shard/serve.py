@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from importlib.metadata import version
 
 import grpc
@@ -25,16 +25,19 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import info_to_pb
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.gpu_watch import GpuWatch
+from text_generation_shard.gpu_watch import watch_gpus
 from text_generation_shard.gpus import Gpu, GpusUnreadable, gpus_of_shard, stay_near
 from text_generation_shard.guard import create_server, server_credentials
-from text_generation_shard.health import ShardHealth, probe_server
+from text_generation_shard.health import ShardHealth
 from text_generation_shard.progress import report_progress
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
+from text_generation_shard.threads import daemon_thread
 
 DRAIN_POLL_S = 0.05
 """Seconds between two looks at a session that drains."""
+MAX_PROBES = 64
+"""Most concurrent calls on the plain port: anyone may call there."""
 IDLE_S = 1.0
 """Seconds without a sequence after which a draining session is ended for a client that does not end it."""
 
@@ -45,35 +48,19 @@ async def serve(config: ShardConfig) -> ExitCode:
     """Serve until a signal arrives or the engine fails. Raises CannotServe."""
     signals = StopSignals()
     gpus = await _find_gpus(config)
-    tracer = start_tracing(
-        config, "text-generation-inference.server", f"shard-{config.replica}", version("text-generation-trtllm")
-    )
-    thread = EngineThread()
-    try:
-        return await _serve_calls(config, signals, gpus, thread, SessionOwner(thread, tracer))
-    finally:
+    async with AsyncExitStack() as stack:
+        tracer = start_tracing(
+            config, "text-generation-inference.server", f"shard-{config.replica}", version("text-generation-trtllm")
+        )
         if tracer is not None:
-            await tracer.close()
-
-
-async def _serve_calls(
-    config: ShardConfig,
-    signals: StopSignals,
-    gpus: tuple[tuple[Gpu, ...], str],
-    thread: EngineThread,
-    owner: SessionOwner,
-) -> ExitCode:
-    health = ShardHealth()
-    await health.set_serving(serving=False)
-    server = create_server(config.shard_token)
-    services = _add_services(server, config, owner, health)
-    if config.reflection:
-        reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server)
-    if socket_path(config.address) is None and not config.shard_token:
-        log.warning("every process that reaches this port may use the shard: set SHARD_TOKEN", address=config.address)
-    with _listening(server, config):
-        probes = _listen_for_probes(config, health)
-        for each in (server, *probes):
+            stack.push_async_callback(tracer.close)
+        thread = EngineThread()
+        owner, health = SessionOwner(thread, tracer), ShardHealth()
+        await health.set_serving(serving=False)
+        server = _shard_server(config, owner, health)
+        stack.enter_context(_listening(server, config))
+        servers = (server, *_probe_server(config, health))
+        for each in servers:
             await each.start()
         log.info("loading", engine=config.engine, model=config.model_path)
         notifier = Notifier()
@@ -81,20 +68,34 @@ async def _serve_calls(
         code = await _serve_engine(config, thread, owner, health, notifier, signals, gpus)
         await health.stop()
         owner.stop()
-        for each in (server, *probes):
+        for each in servers:
             await each.stop(grace=1.0 if each is server else None)
         thread.close()
         return code
 
 
-def _add_services(server: grpc.aio.Server, config: ShardConfig, owner: SessionOwner, health: ShardHealth) -> list[str]:
-    """Register the services; return their names."""
+def _shard_server(config: ShardConfig, owner: SessionOwner, health: ShardHealth) -> grpc.aio.Server:
+    server = create_server(config.shard_token)
     shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, health, config.rank, config.world_size), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    return [
-        shard_pb2.DESCRIPTOR.services_by_name["Shard"].full_name,
-        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-    ]
+    if config.reflection:
+        services = (*shard_pb2.DESCRIPTOR.services_by_name.values(), *health_pb2.DESCRIPTOR.services_by_name.values())
+        reflection.enable_server_reflection([each.full_name for each in services] + [reflection.SERVICE_NAME], server)
+    return server
+
+
+def _probe_server(config: ShardConfig, health: ShardHealth) -> list[grpc.aio.Server]:
+    """Return a server of health checks alone, without TLS and token, if there is a --health-port. Raises CannotServe."""
+    if not config.health_port:
+        return []
+    address = join_host_port(host_of(config.address), config.health_port)
+    server = create_server(max_calls=MAX_PROBES)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise CannotServe(f"cannot listen on {address}: {error}") from error
+    return [server]
 
 
 async def _serve_engine(
@@ -176,7 +177,7 @@ def _watch(gpus: tuple[Gpu, ...], reason: str, owner: SessionOwner) -> None:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(owner.show_gpus, states)
 
-    GpuWatch(gpus, on_states, on_fault).start()
+    daemon_thread(watch_gpus, "gpus", gpus, on_states, on_fault).start()
 
 
 async def _drain(config: ShardConfig, owner: SessionOwner, engine: Engine, hurry: asyncio.Event) -> None:
@@ -202,6 +203,8 @@ def _listening(server: grpc.aio.Server, config: ShardConfig) -> Iterator[None]:
     """Bind the address. A unix socket is accessible to its owner only, and removed at the end."""
     address = config.address
     path = socket_path(address)
+    if path is None and not config.shard_token:
+        log.warning("every process that reaches this port may use the shard: set SHARD_TOKEN", address=address)
     if path is not None:
         try:
             claim_socket(path)
@@ -223,14 +226,3 @@ def _listening(server: grpc.aio.Server, config: ShardConfig) -> Iterator[None]:
     finally:
         if path is not None:
             remove_socket(path)
-
-
-def _listen_for_probes(config: ShardConfig, health: ShardHealth) -> list[grpc.aio.Server]:
-    """Bind --health-port. Raises CannotServe."""
-    if not config.health_port:
-        return []
-    address = join_host_port(host_of(config.address), config.health_port)
-    try:
-        return [probe_server(health, address)]
-    except RuntimeError as error:
-        raise CannotServe(f"cannot listen on {address}: {error}") from error

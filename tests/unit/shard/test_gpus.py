@@ -15,7 +15,7 @@ from nvml_standin import GIB, Machine, gpu, importable
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.gpu_watch import GpuWatch
+from text_generation_shard.gpu_watch import watch_gpus
 from text_generation_shard.gpus import (
     Gpu,
     GpusUnreadable,
@@ -28,6 +28,7 @@ from text_generation_shard.gpus import (
     read_gpus,
     visible_gpus,
 )
+from text_generation_shard.threads import daemon_thread
 
 SLICES = [{"uuid": f"MIG-{n}", "name": "NVIDIA H200 MIG 3g.71gb", "memory": 70 * GIB, "used": 0} for n in (1, 2)]
 
@@ -143,7 +144,7 @@ class Watched:
     def __init__(self) -> None:
         self.states: queue.SimpleQueue[list[pb.GpuState]] = queue.SimpleQueue()
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
-        GpuWatch(read_gpus(), self.states.put, self.faults.put).start()
+        daemon_thread(watch_gpus, "gpus", read_gpus(), self.states.put, self.faults.put).start()
         self.first = self.states.get(timeout=10)
 
 
