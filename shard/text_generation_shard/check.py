@@ -85,18 +85,17 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
 
 def _check_tensorrt_llm(config: ShardCheckConfig) -> dict[str, Any]:
     from text_generation_shard.engines.tensorrt_llm.build import read_model
-    from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel
+    from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine
 
-    found = read_model(config)
-    model = found.model
+    model, _, _ = read_model(config)
     weights = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
     return {
         "engine": "tensorrt-llm",
-        "code": "Hugging Face checkpoint" if found.folder.engine is None else "compiled engines",
+        "code": "compiled engines" if isinstance(model, CompiledEngine) else "Hugging Face checkpoint",
         "code_reason": "the kind of the folder",
-        "model_type": model.model_type if isinstance(model, HuggingFaceModel) else "",
+        "model_type": model.model_type,
         "dtype": config.dtype or model.dtype,
-        "max_sequence_length": model.max_sequence_length if isinstance(model, HuggingFaceModel) else model.max_seq_len,
+        "max_sequence_length": model.max_sequence_length,
         "memory": {"weights": weights // config.tensor_parallel} if weights else None,
     }
 

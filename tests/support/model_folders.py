@@ -109,6 +109,6 @@ def nothing_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def compiled_engine(folder: Path) -> CompiledEngine:
     """Return the configuration of the engines in a folder."""
-    found = inspect_folder(folder).engine
-    assert found is not None
+    found = inspect_folder(folder)
+    assert isinstance(found, CompiledEngine)
     return found

@@ -11,13 +11,13 @@ from typing import Any
 from text_generation_proto.values import GrammarKind
 from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineError
+from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine
 from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.lora import lora_keywords
 from text_generation_shard.engines.tensorrt_llm.options import FLAG, split_ranks
-from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, EngineCapabilities
+from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, MAX_LOGPROBS, EngineCapabilities
 from text_generation_shard.engines.tensorrt_llm.speculation import BESIDE_MODEL, NAME, read_speculation
 
 MAX_BATCH_SIZE = 256
@@ -40,19 +40,11 @@ FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len", "tensor_parallel_siz
 
 @dataclass(frozen=True, slots=True)
 class Construction:
-    """The keyword arguments of an engine, and the limits and capabilities that follow from them."""
+    """The keyword arguments of an engine, and the description and capabilities that follow from them."""
 
     keywords: dict[str, Any]
-    compiled: bool
-    """Use the backend for compiled engines."""
     capabilities: EngineCapabilities
-    max_slots: int
-    max_num_tokens: int
-    max_sequence_length: int
-    reserves_max_length: bool
-    """Policy GUARANTEED_NO_EVICT, the default: a sequence starts when KV blocks for prompt + max_new_tokens are free (issue #9412)."""
-    block_size: int
-    """Tokens in a KV block."""
+    info: EngineInfo
     ranks: int = 1
     """Attention data parallel ranks. Each has a batch and a KV cache of its own, and TensorRT-LLM reports one of them."""
 
@@ -60,7 +52,7 @@ class Construction:
     def windows(self) -> int:
         """Sizes of attention windows: each has as many KV blocks as the others (calculateMaxNumBlocks, kvCacheManager.cpp)."""
         given = self.keywords["kv_cache_config"].get("max_attention_window") or ()
-        return len({min(window, self.max_sequence_length) for window in given}) or 1
+        return len({min(window, self.info.max_sequence_length) for window in given}) or 1
 
 
 def construct(
@@ -134,17 +126,18 @@ def construct(
         json_layout=grammar_backend == "llguidance",
     )
     ranks = tensor_parallel if keywords.get("enable_attention_dp") else 1
-    return Construction(
-        keywords=keywords,
-        compiled=False,
-        capabilities=capabilities,
+    info = _info(
+        config,
+        model,
+        options,
+        capabilities,
         max_slots=_count(keywords, "max_batch_size", MAX_BATCH_SIZE) * ranks,
         block_size=_count(keywords["kv_cache_config"], "tokens_per_block", TOKENS_PER_BLOCK),
-        ranks=ranks,
-        max_num_tokens=_count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
+        suggested_prefill_tokens=_count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
         max_sequence_length=_count(keywords, "max_seq_len", model.max_sequence_length),
-        reserves_max_length=_reserves_max_length(options),
+        adapters=tuple(adapter.name for adapter in adapters),
     )
+    return Construction(keywords, capabilities, info, ranks)
 
 
 def construct_compiled(config: ShardConfig, built: CompiledEngine, options: Mapping[str, object]) -> Construction:
@@ -169,20 +162,49 @@ def construct_compiled(config: ShardConfig, built: CompiledEngine, options: Mapp
         "skip_tokenizer_init": True,
         "gather_generation_logits": built.gather_generation_logits,
     }
-    return Construction(
-        keywords=keywords,
-        compiled=True,
-        capabilities=EngineCapabilities(
-            penalties=True,  # this backend always uses the C++ sampler
-            prompt_logprobs=False,
-            logprobs=built.gather_generation_logits,
-            aborts_scored=False,
-        ),
+    capabilities = EngineCapabilities(
+        penalties=True,  # this backend always uses the C++ sampler
+        prompt_logprobs=False,
+        logprobs=built.gather_generation_logits,
+        aborts_scored=False,
+    )
+    info = _info(
+        config,
+        built,
+        options,
+        capabilities,
         max_slots=min(_count(keywords, "max_batch_size", built.max_batch_size), built.max_batch_size),
-        max_num_tokens=min(_count(keywords, "max_num_tokens", built.max_num_tokens), built.max_num_tokens),
-        max_sequence_length=built.max_seq_len,
+        suggested_prefill_tokens=min(_count(keywords, "max_num_tokens", built.max_num_tokens), built.max_num_tokens),
+        max_sequence_length=built.max_sequence_length,
         block_size=built.tokens_per_block,
-        reserves_max_length=_reserves_max_length(options),
+    )
+    return Construction(keywords, capabilities, info)
+
+
+def _info(
+    config: ShardConfig,
+    model: HuggingFaceModel | CompiledEngine,
+    options: Mapping[str, object],
+    capabilities: EngineCapabilities,
+    **limits: Any,  # noqa: ANN401 - fields of EngineInfo
+) -> EngineInfo:
+    scheduler = options.get("scheduler_config")
+    policy = scheduler.get("capacity_scheduler_policy") if isinstance(scheduler, Mapping) else None
+    return EngineInfo(
+        engine="tensorrt-llm",
+        model_id=config.model_id or config.model_path,
+        model_type=model.model_type,
+        dtype=config.dtype or model.dtype,
+        device="cuda",
+        scheduling=Scheduling.SELF,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_top_n_tokens=MAX_LOGPROBS if capabilities.logprobs else 0,
+        grammar_kinds=capabilities.grammar_kinds,
+        unsupported=capabilities.unsupported,
+        # With the default policy a sequence starts when KV blocks for prompt + max_new_tokens are free (issue #9412).
+        reserves_max_length=policy in (None, "GUARANTEED_NO_EVICT"),
+        **limits,
     )
 
 
@@ -194,12 +216,6 @@ def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, o
     if given.get("event_buffer_max_size"):
         raise EngineError(f"{FLAG}: kv_cache_config: event_buffer_max_size is not set here: nothing reads the events")
     return {"free_gpu_memory_fraction": fraction, **given}
-
-
-def _reserves_max_length(options: Mapping[str, object]) -> bool:
-    scheduler = options.get("scheduler_config")
-    policy = scheduler.get("capacity_scheduler_policy") if isinstance(scheduler, Mapping) else None
-    return policy in (None, "GUARANTEED_NO_EVICT")
 
 
 def _count(keywords: Mapping[str, Any], name: str, default: int) -> int:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -33,16 +35,18 @@ from text_generation_shard.engine import (
     sequence_problem,
 )
 from text_generation_shard.engines.tensorrt_llm.construct import Construction
-from text_generation_shard.engines.tensorrt_llm.library import LLM, Library, explain
+from text_generation_shard.engines.tensorrt_llm.library import LLM, Library, explain, is_healthy
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop
-from text_generation_shard.engines.tensorrt_llm.statistics import POLLS, IterationStatistics, Totals
+from text_generation_shard.engines.tensorrt_llm.statistics import POLLS, IterationStatistics
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
 from text_generation_shard.threads import daemon_thread
 
 STEP_WAIT_S = 1.0
 """Longest time that `step` waits for output."""
+FIRST_TOKEN_TIMEOUT_S = 600.0
+"""Time for the first token after a build: it may include the tuning of kernels."""
 PROBE_TIMEOUT_S = 30.0
 """Time for the token of a probe while serving."""
 CAPACITY_TIMEOUT_S = 30.0
@@ -65,15 +69,12 @@ class TensorRTEngine:
         library: Library,
         parameters: Parameters,
         construction: Construction,
-        info: EngineInfo,
         hang_timeout_s: float,
-        first_token_timeout_s: float,
     ) -> None:
         """Generate one token to check the engine. Raises EngineError if none arrives."""
         self._llm = llm
-        self._library = library
         self._parameters = parameters
-        self._info = info
+        self._info = construction.info
         self._ranks = construction.ranks
         speculation = construction.capabilities.speculation
         self._reserved_tokens = 0 if speculation is None else speculation.reserved_tokens
@@ -84,23 +85,18 @@ class TensorRTEngine:
         self._began_at = time.monotonic()
         """Time of the last submission to an idle engine."""
         self._num_blocks = 0
-        self._requests = RequestLoop(llm, (library.request_error,), self._set_broken)
+        self._requests = RequestLoop(llm, library.request_error, self._set_broken)
         self._statistics = IterationStatistics(
             llm, self._requests.loop, windows=construction.windows, by_call=library.calls_workers
         )
-        self._reported = Totals()
+        self._reported = Counter[str]()
         """The part of the statistics' totals that is in reports."""
-        self._watchdog = Watchdog(
-            lambda: self._library.is_healthy(self._llm),
-            self.activity,
-            hang_timeout_s,
-            self._set_broken,
-        )
+        self._watchdog = Watchdog(partial(is_healthy, llm), self.activity, hang_timeout_s, self._set_broken)
         self._watchdog.watch(find_workers())
         self._watchdog.start()
         try:
-            for adapter in ("", *info.adapters):
-                self._probe(first_token_timeout_s, adapter)
+            for adapter in ("", *self._info.adapters):
+                self._probe(FIRST_TOKEN_TIMEOUT_S, adapter)
             self._watchdog.watch(find_workers())  # all of them exist now
             self._pool_blocks = self._measure_pool()
             if self._ranks > 1:  # one rank holds a whole sequence
@@ -270,15 +266,11 @@ class TensorRTEngine:
 
     def _report_totals(self, result: StepResult) -> None:
         """Report the iterations whose statistics have come since the last report; they lag behind the tokens."""
-        reported, totals = self._reported, replace(self._statistics.totals)
-        result.forward_ns = totals.forward_ns - reported.forward_ns
-        if totals.drafts != reported.drafts:
-            result.drafting = Drafting(
-                totals.drafts - reported.drafts,
-                totals.draft_tokens - reported.draft_tokens,
-                totals.accepted_tokens - reported.accepted_tokens,
-            )
-        self._reported = totals
+        totals = self._statistics.totals.copy()
+        new, self._reported = totals - self._reported, totals
+        result.forward_ns = new["forward_ns"]
+        if new["drafts"]:
+            result.drafting = Drafting(new["drafts"], new["draft_tokens"], new["accepted_tokens"])
 
     # ---------------------------------------------------------------------------------------------------------- health
 

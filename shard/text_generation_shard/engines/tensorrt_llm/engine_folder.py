@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from reprlib import repr as shortened
+from typing import ClassVar
 
 from text_generation_common.model_files import ModelFileError, find_file
 from text_generation_shard.engine import EngineError
@@ -43,22 +44,20 @@ class CompiledEngine:
     tp_size: int
     pp_size: int
     cp_size: int
-    max_seq_len: int
+    max_sequence_length: int
     """Limit of prompt and new tokens together."""
     max_batch_size: int
-    max_beam_width: int
     max_num_tokens: int
     """Limit of one iteration, over all sequences."""
-    kv_cache_type: str
-    """PAGED, CONTINUOUS or DISABLED."""
     tokens_per_block: int
-    remove_input_padding: bool
     paged_context_fmha: bool
     """Chunked prefill and the reuse of computed blocks are possible."""
     gather_generation_logits: bool
     """Log-probabilities of new tokens are available."""
     eos_token_ids: tuple[int, ...]
     """From generation_config.json beside the engines, else from config.json; empty if neither has one."""
+    model_type: ClassVar = ""
+    """The build does not tell it."""
 
 
 def read_engine(config: JsonObject) -> CompiledEngine:
@@ -75,6 +74,7 @@ def read_engine(config: JsonObject) -> CompiledEngine:
         quantization.optional_text(name)
     if (dtype := pretrained.text("dtype")) not in DTYPES:
         raise pretrained.error(f"pretrained_config.dtype is {shortened(dtype)}, not one of {', '.join(DTYPES)}")
+    _check_batching(config.path.parent, build, plugins)
     return CompiledEngine(
         version=version,
         dtype=dtype,
@@ -83,13 +83,10 @@ def read_engine(config: JsonObject) -> CompiledEngine:
         tp_size=mapping.count("tp_size"),
         pp_size=mapping.count("pp_size", 1),
         cp_size=mapping.count("cp_size", 1),
-        max_seq_len=build.count("max_seq_len"),
+        max_sequence_length=build.count("max_seq_len"),
         max_batch_size=build.count("max_batch_size"),
-        max_beam_width=build.count("max_beam_width"),
         max_num_tokens=build.count("max_num_tokens"),
-        kv_cache_type=_kv_cache_type(build, plugins),
         tokens_per_block=plugins.count("tokens_per_block"),
-        remove_input_padding=plugins.flag("remove_input_padding"),
         paged_context_fmha=plugins.flag("use_paged_context_fmha"),
         gather_generation_logits=build.flag("gather_generation_logits", default=False),
         eos_token_ids=eos_token_ids(config.path.parent, pretrained),
@@ -115,8 +112,6 @@ def check_engine(path: Path, engine: CompiledEngine, *, world_size: int, install
             f"--num-shard {engine.world_size}, or build the engines again for {world_size}"
         )
     _check_files(path, engine.world_size)
-    if problem := _unsupported_build(engine):
-        raise EngineError(f"{path}: {problem}")
 
 
 def release(version: object) -> tuple[int, int] | None:
@@ -130,12 +125,24 @@ def count_of_gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
-def _kv_cache_type(build: JsonObject, plugins: JsonObject) -> str:
-    """Return the type as `parseBuilderConfig` and `parsePluginConfig` do: in either case; paged_kv_cache takes precedence."""
+def _check_batching(path: Path, build: JsonObject, plugins: JsonObject) -> None:
+    """Raise EngineError unless the build allows in-flight batching of single sequences.
+
+    Source: `ModelConfig::supportsInflightBatching` in cpp/include/tensorrt_llm/runtime/modelConfig.h. Beam search disables the
+    prefix cache of an engine and is not offered here.
+    """
+    # In either case, and paged_kv_cache takes precedence (`parseBuilderConfig`, `parsePluginConfig`).
     kind = build.text("kv_cache_type").upper()
     if kind not in ("PAGED", "CONTINUOUS", "DISABLED"):
         raise build.error(f"build_config.kv_cache_type is {shortened(kind)}, not PAGED")
-    return "PAGED" if plugins.flag("paged_kv_cache") else kind
+    if not plugins.flag("paged_kv_cache") and kind != "PAGED":
+        raise EngineError(f"{path}: its KV cache is {kind}, not paged; {REBUILD} --kv_cache_type paged")
+    if not plugins.flag("remove_input_padding"):
+        raise EngineError(f"{path}: it was built with padded input; {REBUILD} --remove_input_padding enable")
+    if (beams := build.count("max_beam_width")) != 1:
+        raise EngineError(
+            f"{path}: it was built for beams of {beams}, and a request is one sequence; {REBUILD} --max_beam_width 1"
+        )
 
 
 def _check_files(path: Path, world_size: int) -> None:
@@ -171,18 +178,3 @@ def _plan_problem(file: Path) -> str | None:
     if (tag, layout) != (b"ftrt", 0) or built[: len(numbers)] == numbers:
         return None
     return f"TensorRT {'.'.join(map(str, built))} built it, and {installed} is installed, which cannot run it"
-
-
-def _unsupported_build(engine: CompiledEngine) -> str | None:
-    """Return why the build does not allow in-flight batching of single sequences; None if it does.
-
-    Source: `ModelConfig::supportsInflightBatching` in cpp/include/tensorrt_llm/runtime/modelConfig.h. Beam search disables the
-    prefix cache of an engine and is not offered here.
-    """
-    if engine.kv_cache_type != "PAGED":
-        return f"its KV cache is {engine.kv_cache_type}, not paged; {REBUILD} --kv_cache_type paged"
-    if not engine.remove_input_padding:
-        return f"it was built with padded input; {REBUILD} --remove_input_padding enable"
-    if engine.max_beam_width != 1:
-        return f"it was built for beams of {engine.max_beam_width}, and a request is one sequence; {REBUILD} --max_beam_width 1"
-    return None

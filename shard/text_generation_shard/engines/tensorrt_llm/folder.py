@@ -25,16 +25,6 @@ MAX_ROPE_FACTOR = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """A folder with a Hugging Face checkpoint, or with compiled engines."""
-
-    path: Path
-    config: JsonObject
-    engine: CompiledEngine | None = None
-    """The configuration of the build of engines."""
-
-
-@dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
     """Type, sizes and EOS tokens of a Hugging Face model.
 
@@ -53,17 +43,20 @@ class HuggingFaceModel:
     has_latent_attention: bool = False
 
 
-def inspect_folder(path: Path) -> ModelFolder:
-    """Return the model folder at `path`. Raises EngineError if it holds no model that can be served."""
+def inspect_folder(path: Path) -> CompiledEngine | JsonObject:
+    """Return the build of the compiled engines in a folder, or the config.json of a Hugging Face checkpoint.
+
+    Raises EngineError if it holds no model that can be served.
+    """
     config = _read_config(path)
     marks = [mark in config for mark in ("pretrained_config", "build_config")]
     if all(marks) or (any(marks) and "architectures" not in config):
-        return ModelFolder(path, config, read_engine(config))
+        return read_engine(config)
     if "architectures" in config:
         names = config.get("architectures")
         if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
             raise config.error("architectures must be a list of the model's class, such as LlamaForCausalLM")
-        return ModelFolder(path, config)
+        return config
     # Other libraries write `architecture` as well: require a second sign.
     if "architecture" in config and ("dtype" in config or _has(path, "rank*.safetensors")):
         raise EngineError(
@@ -78,20 +71,20 @@ def inspect_folder(path: Path) -> ModelFolder:
     )
 
 
-def read_hugging_face_model(folder: ModelFolder, options: Mapping[str, object] | None = None) -> HuggingFaceModel:
-    """Read config.json and generation_config.json of `folder`. Raises EngineError.
+def read_hugging_face_model(config: JsonObject, options: Mapping[str, object] | None = None) -> HuggingFaceModel:
+    """Return the model that `config`, a config.json, and generation_config.json beside it describe. Raises EngineError.
 
     A length or a vocabulary that config.json leaves to the model's class is read from the class, as TensorRT-LLM does; a length
     that is unknown there as well is the operator's `max_seq_len`.
     """
-    config, text = folder.config, folder.config.decoder()
+    folder, text = config.path.parent, config.decoder()
     for key, most in MAX_COUNTS.items():
         if isinstance(value := text.get(key), int | float) and value > most:
             raise config.error(f"{key} is {shortened(value)}, more than {most}")
     length = next((text.get(key) for key in LENGTH_KEYS if _is_count(text.get(key))), None)
     vocab_size = text.get("vocab_size")
     if "model_type" in config and (length is None or vocab_size is None):
-        defaults = _class_defaults(folder.path)
+        defaults = _class_defaults(folder)
         length = length or defaults.get(LENGTH_KEYS[0]) or (options or {}).get("max_seq_len")
         vocab_size = vocab_size if vocab_size is not None else defaults.get("vocab_size")
     if not _is_count(length):
@@ -106,7 +99,7 @@ def read_hugging_face_model(folder: ModelFolder, options: Mapping[str, object] |
         dtype=str(text.get("dtype") or text.get("torch_dtype") or ""),
         vocab_size=cast("int", vocab_size),
         max_sequence_length=cast("int", length),
-        eos_token_ids=eos_token_ids(folder.path, text),
+        eos_token_ids=eos_token_ids(folder, text),
         rope_factor=_rope_factor(text.get("rope_scaling")),
         has_latent_attention="kv_lora_rank" in text,
     )

@@ -6,13 +6,12 @@ the shard that runs this engine calls it.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from inspect import signature
 from types import ModuleType
 from typing import Any, cast
 
@@ -49,7 +48,10 @@ class Library:
     """Keywords of `LLM` → the fields of a nested model; None if it has none or they are unknown."""
     engine_options: Mapping[str, Collection[str] | None] | None
     """The same for compiled engines; None if there is no such backend."""
-    sampling_fields: frozenset[str]
+    has_priorities: bool
+    """True if requests have a priority, which orders the engine's own queue (≥ 1.3)."""
+    has_prompt_logprobs: bool
+    """True if prompt log-probabilities include the prompt's tokens; 1.2 returns only the most probable tokens."""
     lora_request: type[Any]
     """The class LoRARequest."""
     decoding_configs: Mapping[str, type[Any]]
@@ -59,16 +61,6 @@ class Library:
     def has_sampler_choice(self) -> bool:
         """True in 1.2: `sampler_type` selects one of two samplers; the default ignores penalties, filters and seeds (PR #18232)."""
         return "sampler_type" in self.options
-
-    @property
-    def request_arguments(self) -> Collection[str]:
-        """The arguments of a request: ≥ 1.3 has `priority`, which orders the engine's own queue."""
-        return inspect.signature(self.llm.generate_async).parameters.keys()
-
-    @property
-    def has_prompt_logprobs(self) -> bool:
-        """True if prompt log-probabilities include the prompt's tokens; 1.2 returns only the most probable tokens."""
-        return "prompt_logprobs_simple_format" in self.sampling_fields
 
     @property
     def calls_workers(self) -> bool:
@@ -82,13 +74,14 @@ class Library:
         cuda = import_module("torch").cuda
         return not cuda.is_available() or cuda.get_device_capability() in MLA_CHUNKS
 
-    def is_healthy(self, llm: LLM) -> bool:
-        """True unless the engine itself has noticed a failure."""
-        check = getattr(llm, "_check_health", None)
-        if check is not None:
-            return bool(check())
-        executor = getattr(llm, "_executor", None)
-        return executor is not None and not executor.is_shutdown()
+
+def is_healthy(llm: LLM) -> bool:
+    """Return True unless the engine itself has noticed a failure."""
+    check = getattr(llm, "_check_health", None)
+    if check is not None:
+        return bool(check())
+    executor = getattr(llm, "_executor", None)
+    return executor is not None and not executor.is_shutdown()
 
 
 def explain(error: BaseException) -> str:
@@ -125,7 +118,8 @@ def load_library() -> Library:
             options=_options(llmapi, llmapi.TorchLlmArgs),
             engine_options=_options(llmapi, llmapi.TrtLlmArgs) if compiled else None,
             lora_request=llmapi.LoRARequest,
-            sampling_fields=frozenset(field.name for field in dataclasses.fields(package.SamplingParams)),
+            has_priorities="priority" in signature(package.LLM.generate_async).parameters,
+            has_prompt_logprobs="prompt_logprobs_simple_format" in signature(package.SamplingParams).parameters,
             decoding_configs={
                 kind: cls for kind in DECODING_CONFIGS if (cls := getattr(llmapi, f"{kind}DecodingConfig", None))
             },

@@ -52,6 +52,8 @@ MAX_SCORED_BYTES = 4 << 30
 CXX_SAMPLER = "TRTLLMSampler"
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "output_frequency_penalty", "output_presence_penalty")
 _BIASES = ("logit_bias_ids", "allowed_token_ids")
+_DRAWING = ("typical_p", "watermark", "min_p", "allowed_token_ids", "bad_words", *_PENALTIES)
+"""Fields of Sampling that are refused if they are unsupported and not neutral. The router refuses a seed."""
 _FORBIDDEN = -1e9
 _NEUTRAL = Sampling()
 _GUIDES = {
@@ -131,7 +133,6 @@ class Parameters:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._adapters = adapters
-        self._taken = library.request_arguments
         self._salts = count()
 
     def problem(self, sequence: NewSequence) -> str | None:
@@ -139,17 +140,12 @@ class Parameters:
         sampling = sequence.sampling
         reasons = dict(self._capabilities.unsupported)
         used = {
-            "typical_p": sampling.typical_p < 1,
-            "watermark": sampling.watermark,
-            "min_p": sampling.min_p > 0,
+            **{name: getattr(sampling, name) != getattr(_NEUTRAL, name) for name in _DRAWING},
             "min_new_tokens": sequence.stopping.min_new_tokens > 0,
             "top_n": sequence.logprobs.top_n > 0,
             "prompt": sequence.logprobs.prompt,
             "prompt_top_n": sequence.logprobs.prompt_top_n > 0,
             "logit_bias_ids": any(sampling.logit_bias_values),
-            "allowed_token_ids": bool(sampling.allowed_token_ids),
-            "bad_words": bool(sampling.bad_words),
-            **{name: getattr(sampling, name) != getattr(_NEUTRAL, name) for name in _PENALTIES},
         }
         for name, is_used in used.items():
             if is_used and name in reasons:
@@ -190,9 +186,9 @@ class Parameters:
             arguments["cache_salt"] = f"scored-{next(self._salts)}"
         elif sequence.cache_salt:
             arguments["cache_salt"] = sequence.cache_salt
-        if sequence.priority and "priority" in self._taken:
+        if sequence.priority and self._library.has_priorities:
             arguments["priority"] = _PRIORITIES[min(sequence.priority, len(_PRIORITIES) - 1)]
-        if sequence.trace is not None and "trace_headers" in self._taken:
+        if sequence.trace is not None:
             arguments["trace_headers"] = _trace_headers(sequence.trace)
         if sequence.adapter:
             arguments["lora_request"] = self._adapters[sequence.adapter]

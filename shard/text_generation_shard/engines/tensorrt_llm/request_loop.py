@@ -40,16 +40,11 @@ log = structlog.get_logger()
 
 
 class RequestLoop:
-    """Runs requests on an event loop of its own. Errors other than `request_errors` and READ_ERRORS mean a broken engine."""
+    """Runs requests on an event loop of its own. Errors other than `request_error` and READ_ERRORS mean a broken engine."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        request_errors: tuple[type[Exception], ...],
-        on_broken: Callable[[str], None],
-    ) -> None:
+    def __init__(self, llm: LLM, request_error: type[Exception], on_broken: Callable[[str], None]) -> None:
         self._llm = llm
-        self._request_errors = request_errors
+        self._request_error = request_error
         self._on_broken = on_broken
         self.loop = asyncio.new_event_loop()
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
@@ -135,10 +130,8 @@ class RequestLoop:
     async def _read(self, stream: Stream, arguments: Mapping[str, Any]) -> None:
         if stream.dropped:
             return
-        submitted = False
         try:
             result = stream.result = self._llm.generate_async(**arguments)
-            submitted = True
             # Leaving the iteration does not stop the request; iterating on after an error would wait forever.
             async for output in result:
                 if (update := stream.read(output)) is not None:
@@ -147,24 +140,22 @@ class RequestLoop:
                     self._abort(stream)
                 elif stream.ended:
                     break
-        except self._request_errors as error:
-            code = FailureCode.STEP if submitted else FailureCode.INVALID
-            self._deliver(stream, stream.fail(code, explain(error)))
         except Exception as error:  # noqa: BLE001 - every error ends the stream with a failure
-            self._fail(stream, error, submitted=submitted)
+            self._fail(stream, error)
         else:
             if not stream.ended:
                 self._deliver(stream, stream.fail(FailureCode.STEP, "the engine ended the sequence without a reason"))
             elif not stream.ended_by_engine:
                 self._abort(stream)
 
-    def _fail(self, stream: Stream, error: Exception, *, submitted: bool) -> None:
-        refused = not submitted and isinstance(error, (ValueError, TypeError))
+    def _fail(self, stream: Stream, error: Exception) -> None:
+        submitted = stream.result is not None
+        refused = not submitted and isinstance(error, (ValueError, TypeError, self._request_error))
         if submitted and isinstance(error, READ_ERRORS):
             self.has_read_error |= not stream.dropped  # aborting may itself raise
             stream.waiting = False  # an output has arrived
             self._abort(stream)
-        elif not refused and not stream.dropped:
+        elif not (refused or stream.dropped or isinstance(error, self._request_error)):
             log.error("the engine failed", exc_info=error)
             self._on_broken(f"{type(error).__name__}: {explain(error)}")
         self._deliver(stream, stream.fail(FailureCode.INVALID if refused else FailureCode.STEP, explain(error)))

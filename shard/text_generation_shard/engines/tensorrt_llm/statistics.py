@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -30,17 +30,6 @@ FORWARD_KEYS = ("gpuForwardTimeMS", "prevDeviceStepTimeMS", "iterLatencyMS")
 """The time of an iteration, the best measure first: the last one contains the work of the host."""
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over iterations. The reader of the statistics adds, one other thread subtracts what it has reported."""
-
-    forward_ns: int = 0
-    drafts: int = 0
-    """Steps of a sequence in which tokens were drafted."""
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 class IterationStatistics:
@@ -63,8 +52,8 @@ class IterationStatistics:
         self.num_blocks = 0
         """KV blocks of the pool: the most that were ever free; 0 if unknown."""
         self.block_size = 0
-        self.totals = Totals()
-        """Since the start."""
+        self.totals = Counter[str]()
+        """Sums over the iterations since the start: `forward_ns` and the fields of Drafting."""
         self._closing = threading.Event()
         self._thread = daemon_thread(self._run, "tensorrt-llm statistics")
 
@@ -105,11 +94,13 @@ class IterationStatistics:
                 self.num_blocks = max(self.num_blocks, free)
                 self.used_blocks = self.num_blocks - free
             milliseconds = next((entry[key] for key in FORWARD_KEYS if entry.get(key)), 0)
-            self.totals.forward_ns += int(milliseconds * 1e6)
             drafting = entry.get("specDecodingStats") or {}
-            self.totals.drafts += int(drafting.get("numRequestsWithDraftTokens", 0) or 0)
-            self.totals.draft_tokens += int(drafting.get("numDraftTokens", 0) or 0)
-            self.totals.accepted_tokens += int(drafting.get("numAcceptedTokens", 0) or 0)
+            self.totals.update(
+                forward_ns=int(milliseconds * 1e6),
+                drafts=int(drafting.get("numRequestsWithDraftTokens") or 0),
+                draft_tokens=int(drafting.get("numDraftTokens") or 0),
+                accepted_tokens=int(drafting.get("numAcceptedTokens") or 0),
+            )
         if not entries:
             return
         entry = entries[-1]
@@ -117,8 +108,8 @@ class IterationStatistics:
         if iteration != self.iteration:
             self.iteration, self.progressed_at = iteration, time.monotonic()
         batching = entry.get("inflightBatchingStats") or {}
-        self.queued = int(batching.get("numQueuedContextRequests", entry.get("numQueuedRequests", 0)) or 0)
-        self.block_size = int((entry.get("kvCacheStats") or {}).get("tokensPerBlock", 0) or 0) or self.block_size
+        self.queued = int(batching.get("numQueuedContextRequests", entry.get("numQueuedRequests")) or 0)
+        self.block_size = int((entry.get("kvCacheStats") or {}).get("tokensPerBlock") or 0) or self.block_size
 
     def _free_blocks(self, entry: Mapping[str, Any]) -> int | None:
         """Return the free blocks on the GPU of the attention window that has the fewest; None if unknown.

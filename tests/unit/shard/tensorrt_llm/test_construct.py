@@ -13,9 +13,10 @@ from text_generation_proto.values import GrammarKind
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
-from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
-from text_generation_shard.engines.tensorrt_llm.library import Library, load_library
+from text_generation_shard.engines.tensorrt_llm.folder import read_hugging_face_model
+from text_generation_shard.engines.tensorrt_llm.library import Library, is_healthy, load_library
 from text_generation_shard.engines.tensorrt_llm.options import check_options
+from text_generation_shard.json_object import JsonObject
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -33,7 +34,7 @@ def constructed(
     library: Library, model: Path, options: dict[str, object] | None = None, **settings: object
 ) -> Construction:
     config = ShardConfig(engine="tensorrt-llm", model_path=str(model), **settings)  # type: ignore[arg-type]
-    return construct(config, library, read_hugging_face_model(inspect_folder(model)), options or {})
+    return construct(config, library, read_hugging_face_model(JsonObject.read(model)), options or {})
 
 
 def compiled(engines: Path, options: dict[str, object] | None = None, **settings: object) -> Construction:
@@ -56,8 +57,9 @@ def test_defaults(library: Library, tmp_path: Path) -> None:
         "skip_tokenizer_init": True,
         "dtype": "auto",
     } | ({"generation_config": "trtllm"} if library.version.startswith("1.3") else {})
-    assert (how.max_slots, how.max_num_tokens, how.max_sequence_length) == (256, 8192, 2048)
-    assert (how.compiled, how.reserves_max_length, how.capabilities.grammar_kinds) == (False, True, ())
+    info = how.info
+    assert (info.max_slots, info.suggested_prefill_tokens, info.max_sequence_length) == (256, 8192, 2048)
+    assert (info.reserves_max_length, info.grammar_kinds) == (True, ())
 
 
 def test_settings_and_options(library: Library, tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_settings_and_options(library: Library, tmp_path: Path) -> None:
     keywords = how.keywords
     assert (keywords["tensor_parallel_size"], keywords["dtype"], keywords["load_format"]) == (4, "bfloat16", "DUMMY")
     assert keywords["kv_cache_config"] == {"free_gpu_memory_fraction": 0.5, "dtype": "fp8"}
-    assert (how.max_slots, how.max_sequence_length, how.reserves_max_length) == (8, 1024, False)
+    assert (how.info.max_slots, how.info.max_sequence_length, how.info.reserves_max_length) == (8, 1024, False)
     options = {"kv_cache_config": {"free_gpu_memory_fraction": 0.3}}  # an option wins over the flag's default
     how = constructed(library, model_folder(tmp_path), options, cuda_memory_fraction=0.5)
     assert how.keywords["kv_cache_config"] == {"free_gpu_memory_fraction": 0.3}
@@ -100,7 +102,7 @@ def test_grammar_kinds_depend_on_the_backend(
     (tmp_path / "tokenizer.json").touch()
     options = {} if backend is ... else {"guided_decoding_backend": backend}
     how = constructed(library, model_folder(tmp_path), options)
-    assert list(how.capabilities.grammar_kinds) == kinds
+    assert list(how.info.grammar_kinds) == kinds
     assert how.keywords["skip_tokenizer_init"] is (backend is None)
     assert how.capabilities.json_layout is (backend is ...)
 
@@ -129,9 +131,9 @@ def test_an_option_of_the_wrong_type_is_refused(
 
 def test_health_is_asked_of_the_library(library: Library, tmp_path: Path) -> None:
     llm = library.llm(str(model_folder(tmp_path)), skip_tokenizer_init=True)
-    assert library.is_healthy(llm)
+    assert is_healthy(llm)
     llm.shutdown()
-    assert not library.is_healthy(llm)
+    assert not is_healthy(llm)
 
 
 def test_compiled_defaults(engines: Path) -> None:
@@ -146,7 +148,7 @@ def test_compiled_defaults(engines: Path) -> None:
         "skip_tokenizer_init": True,
         "gather_generation_logits": True,
     }
-    assert (how.compiled, how.max_sequence_length, how.reserves_max_length) == (True, 4096, True)
+    assert (how.info.max_sequence_length, how.info.reserves_max_length) == (4096, True)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_limits_of_a_compiled_engine(
     engines: Path, options: dict[str, object], settings: dict[str, object], slots: int, tokens: int
 ) -> None:
     how = compiled(engines, options, **settings)
-    assert (how.max_slots, how.max_num_tokens) == (slots, tokens)
+    assert (how.info.max_slots, how.info.suggested_prefill_tokens) == (slots, tokens)
     assert min(how.keywords.get("max_batch_size", 64), 64) == slots
 
 

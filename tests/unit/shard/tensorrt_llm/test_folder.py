@@ -17,8 +17,9 @@ from model_folders import CHECKPOINT, ENGINE, HUGGING_FACE, RANKS, engine, fill,
 from standin import model_folder
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.engine_folder import check_engine
-from text_generation_shard.engines.tensorrt_llm.folder import ModelFolder, inspect_folder, read_hugging_face_model
+from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine, check_engine
+from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
+from text_generation_shard.json_object import JsonObject
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +28,13 @@ def _nothing_is_imported(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
         yield
 
 
-def check(folder: Path, world_size: int = 2, installed: str | None = "1.2.1") -> ModelFolder:
+def check(folder: Path, world_size: int = 2, installed: str | None = "1.2.1") -> CompiledEngine | None:
+    """Return the compiled engines in a folder; None if it has a Hugging Face checkpoint."""
     found = inspect_folder(folder)
-    if found.engine is not None:
-        check_engine(found.path, found.engine, world_size=world_size, installed=installed)
+    if not isinstance(found, CompiledEngine):
+        assert found.path == folder / "config.json"
+        return None
+    check_engine(folder, found, world_size=world_size, installed=installed)
     return found
 
 
@@ -39,17 +43,12 @@ def check(folder: Path, world_size: int = 2, installed: str | None = "1.2.1") ->
 
 def test_compiled_engines(tmp_path: Path) -> None:
     generation = json.dumps({"eos_token_id": [128001, 128008, 128009]}).encode()
-    found = check(fill(tmp_path, ENGINE, RANKS | {"generation_config.json": generation}))
-    built = found.engine
+    built = check(fill(tmp_path, ENGINE, RANKS | {"generation_config.json": generation}))
     assert built is not None
-    assert found.path == tmp_path
     assert (built.version, built.dtype, built.vocab_size) == ("1.2.1", "bfloat16", 128256)
     assert (built.world_size, built.tp_size, built.pp_size, built.cp_size) == (2, 2, 1, 1)
-    assert (built.max_seq_len, built.max_batch_size) == (4096, 64)
-    assert (built.max_beam_width, built.max_num_tokens) == (1, 8192)
-    assert (built.kv_cache_type, built.tokens_per_block) == ("PAGED", 64)
-    assert (built.remove_input_padding, built.paged_context_fmha) == (True, True)
-    assert built.gather_generation_logits
+    assert (built.max_sequence_length, built.max_batch_size, built.max_num_tokens) == (4096, 64, 8192)
+    assert (built.tokens_per_block, built.paged_context_fmha, built.gather_generation_logits) == (64, True, True)
     assert built.eos_token_ids == (128001, 128008, 128009)
 
 
@@ -70,7 +69,7 @@ def test_eos_tokens_of_compiled_engines(
 ) -> None:
     config = engine() if own is ... else engine(pretrained_config__eos_token_id=own)
     files = {} if generation is None else {"generation_config.json": json.dumps(generation).encode()}
-    built = check(fill(tmp_path, config, RANKS | files)).engine
+    built = check(fill(tmp_path, config, RANKS | files))
     assert built is not None
     assert built.eos_token_ids == ids
 
@@ -84,7 +83,7 @@ def test_eos_tokens_of_compiled_engines(
 )
 def test_engines_run_on_the_version_that_built_them(tmp_path: Path, built_by: str, installed: str | None) -> None:
     folder = fill(tmp_path, engine(version=built_by), RANKS)
-    assert check(folder, installed=installed).engine is not None
+    assert check(folder, installed=installed) is not None
 
 
 @pytest.mark.parametrize(
@@ -99,12 +98,12 @@ def test_engines_run_on_the_version_that_built_them(tmp_path: Path, built_by: st
     ids=lambda config: None,
 )
 def test_unusual_builds_are_accepted(tmp_path: Path, config: dict[str, Any]) -> None:
-    assert check(fill(tmp_path, config, RANKS)).engine is not None
+    assert check(fill(tmp_path, config, RANKS)) is not None
 
 
 @pytest.mark.parametrize("extra", [{}, {"quantization_config": {"quant_method": "fp8"}}, {"build_config": {}}], ids=str)
 def test_hugging_face_folders(tmp_path: Path, extra: dict[str, Any]) -> None:
-    assert check(fill(tmp_path, HUGGING_FACE | extra, {"model.safetensors": b"weights"})).engine is None
+    assert check(fill(tmp_path, HUGGING_FACE | extra, {"model.safetensors": b"weights"})) is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_hugging_face_models(
     model_folder(tmp_path, **change)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    model = read_hugging_face_model(inspect_folder(tmp_path))
+    model = read_hugging_face_model(JsonObject.read(tmp_path))
     found = (model.model_type, model.dtype, model.vocab_size, model.max_sequence_length, model.eos_token_ids)
     assert found == expected
 
@@ -149,13 +148,13 @@ UNKNOWN_LENGTH = (
 )
 def test_hugging_face_models_without_sizes_are_refused(tmp_path: Path, change: dict[str, object], problem: str) -> None:
     with pytest.raises(EngineError) as refusal:
-        read_hugging_face_model(inspect_folder(model_folder(tmp_path, **change)))
+        read_hugging_face_model(JsonObject.read(model_folder(tmp_path, **change)))
     assert str(refusal.value) == f"{tmp_path / 'config.json'} {problem}"
 
 
 def test_a_length_that_no_file_names_is_that_of_the_class_or_the_operators(tmp_path: Path) -> None:
     """google/gemma-3-4b-it and its kin leave both sizes to the class Gemma3TextConfig."""
-    folder = inspect_folder(
+    config = JsonObject.read(
         fill(
             tmp_path / "gemma",
             {
@@ -166,9 +165,9 @@ def test_a_length_that_no_file_names_is_that_of_the_class_or_the_operators(tmp_p
             {},
         )
     )
-    model = read_hugging_face_model(folder)
+    model = read_hugging_face_model(config)
     assert (model.max_sequence_length, model.vocab_size) == (131072, 262208)
-    unknown = inspect_folder(model_folder(tmp_path / "unknown", model_type="unheard-of", max_position_embeddings=None))
+    unknown = JsonObject.read(model_folder(tmp_path / "unknown", model_type="unheard-of", max_position_embeddings=None))
     assert read_hugging_face_model(unknown, {"max_seq_len": 512}).max_sequence_length == 512
 
 
@@ -280,8 +279,6 @@ def test_a_damaged_folder_is_refused_in_one_line_or_accepted(config: object) -> 
     with tempfile.TemporaryDirectory() as path:
         folder = fill(Path(path), config, RANKS | {"rank0.safetensors": b"weights"})
         try:
-            found = check(folder)
+            check(folder)
         except EngineError as refusal:
             assert len(str(refusal).splitlines()) == 1
-        else:
-            assert found.config.path == folder / "config.json"

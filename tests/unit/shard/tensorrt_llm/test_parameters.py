@@ -16,10 +16,11 @@ from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, S
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
-from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
+from text_generation_shard.engines.tensorrt_llm.folder import read_hugging_face_model
 from text_generation_shard.engines.tensorrt_llm.library import load_library
 from text_generation_shard.engines.tensorrt_llm.parameters import EngineCapabilities, Parameters
 from text_generation_shard.grammar import JSON_OPTIONS
+from text_generation_shard.json_object import JsonObject
 
 PROMPT = tuple(range(100, 120))
 EOS = 2
@@ -62,7 +63,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             model = model_folder(folder / "model")
             (model / "tokenizer.json").touch()
             config = ShardConfig(engine="tensorrt-llm", model_path=str(model))
-            construction = construct(config, library, read_hugging_face_model(inspect_folder(model)), options)
+            construction = construct(config, library, read_hugging_face_model(JsonObject.read(model)), options)
         parameters = Parameters(library, construction.capabilities, VOCAB_SIZE, (EOS, 3))
         yield SetUp(request.param, construction, parameters, library.guided_decoding_params)
 

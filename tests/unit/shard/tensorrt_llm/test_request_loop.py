@@ -15,11 +15,12 @@ from text_generation_proto.values import FailureCode, FinishReason, LogprobOptio
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.construct import construct
-from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
+from text_generation_shard.engines.tensorrt_llm.folder import read_hugging_face_model
 from text_generation_shard.engines.tensorrt_llm.library import load_library
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
+from text_generation_shard.json_object import JsonObject
 
 PROMPT = (100, 101, 102, 103)
 
@@ -30,11 +31,11 @@ class Requests:
     def __init__(self, folder: Path, options: dict[str, object], stack: ExitStack) -> None:
         library = load_library()
         config = ShardConfig(engine="tensorrt-llm", model_path=str(folder))
-        construction = construct(config, library, read_hugging_face_model(inspect_folder(folder)), options)
+        construction = construct(config, library, read_hugging_face_model(JsonObject.read(folder)), options)
         self.llm = library.llm(**construction.keywords)
         self.parameters = Parameters(library, construction.capabilities, 4096, (2,))
         self.broken: list[str] = []
-        self.loop = RequestLoop(self.llm, (library.request_error,), self.broken.append)
+        self.loop = RequestLoop(self.llm, library.request_error, self.broken.append)
         stack.callback(self.loop.close)
         stack.callback(lambda: self.llm.shutdown())
 
@@ -183,7 +184,7 @@ class Raising:
 
 def test_an_output_that_cannot_be_read_is_told_to_the_engine() -> None:
     broken: list[str] = []
-    loop = RequestLoop(Raising(), (), broken.append)  # type: ignore[arg-type]
+    loop = RequestLoop(Raising(), RuntimeError, broken.append)  # type: ignore[arg-type]
     stream = Stream(NewSequence(0, PROMPT, Stopping(5)))
     loop.start(stream, {})
     update = loop.collect(20)[stream]

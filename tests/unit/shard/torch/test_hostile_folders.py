@@ -19,7 +19,7 @@ from text_generation_common.exit_codes import ExitCode
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.tensorrt_llm.engine_folder import check_engine
+from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine, check_engine
 from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
 from text_generation_shard.engines.torch.device.memory import peak_memory, reset_peak
 
@@ -180,9 +180,10 @@ def test_tensorrt_llm_is_not_given_absurd_values(tmp_path: Path, config: dict[st
         leave(folder / "rank1.engine")
     with pytest.raises(EngineError) as caught:
         found = inspect_folder(folder)
-        if found.engine is not None:
-            check_engine(folder, found.engine, world_size=2, installed="1.2.1")
-        read_hugging_face_model(found)
+        if isinstance(found, CompiledEngine):
+            check_engine(folder, found, world_size=2, installed="1.2.1")
+        else:
+            read_hugging_face_model(found)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
