@@ -10,7 +10,6 @@
 {"event": "shutdown"}                         shutdown began
 {"event": "greedy"}                           a request that samples is greedy, because the drafter allows nothing else
 {"event": "usage"}                            the LLM reported usage to NVIDIA
-{"event": "events", "number"}                 events of the KV cache were read
 {"event": "blocked"}                          the thread that makes requests waited for statistics
 """
 

@@ -33,7 +33,6 @@ class StandInLLM:
     """Methods whose signature differs between releases, without those that are not imitated."""
     release: ClassVar[Release]
     args_class: ClassVar[Any]
-    sampling_class: ClassVar[type[Any]]
     classes: ClassVar[Mapping[str, Any]]
     """The recorded classes of the release."""
     args: Any

@@ -9,85 +9,46 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any
 
-from trtllm_standin.executor import GenerationExecutor
 from trtllm_standin.llm import CompiledLLM, StandInLLM
 from trtllm_standin.lora import LoRARequestMethods
-from trtllm_standin.recorded import ENUMS, Recorded
+from trtllm_standin.recorded import Recorded
 from trtllm_standin.release import RELEASES
-from trtllm_standin.results import (
-    CompletionOutput,
-    EngineDeadError,
-    ErrorResponse,
-    Logprob,
-    RequestError,
-    RequestOutput,
-)
+from trtllm_standin.results import RequestError
 from trtllm_standin.sampling import GuideMethods, SamplingMethods
 
 MODULES = {
-    "tensorrt_llm": ("LLM", "SamplingParams", "__version__"),
-    "tensorrt_llm.version": ("__version__",),
-    "tensorrt_llm.executor": ("GenerationExecutor"),
-    "tensorrt_llm.executor.result": ("CompletionOutput", "Logprob"),
-    "tensorrt_llm.executor.utils": ("ErrorResponse", "RequestError"),
-    "tensorrt_llm.llmapi": ("RequestError", "RequestOutput"),
-    "tensorrt_llm.llmapi.llm": ("LLM", "RequestOutput"),
-    "tensorrt_llm.llmapi.llm_args": ("TorchLlmArgs", "CapacitySchedulerPolicy", "ContextChunkingPolicy", "LoadFormat"),
-    "tensorrt_llm.sampling_params": ("GuidedDecodingParams", "SamplingParams"),
+    "1.2": {"tensorrt_llm.executor.utils": ("RequestError",)},
+    "1.3": {
+        "tensorrt_llm.executor.utils": ("RequestError",),
+        "tensorrt_llm._torch.peft.lora.cuda_graph_lora_manager": (),
+    },
 }
-"""Modules of both releases → their names, beside those that the tables list as public."""
-MODULES_OF_1_3 = {
-    "tensorrt_llm._torch": (),
-    "tensorrt_llm._torch.peft": (),
-    "tensorrt_llm._torch.peft.lora": (),
-    "tensorrt_llm._torch.peft.lora.cuda_graph_lora_manager": ("CudaGraphLoraManager",),
-    "tensorrt_llm.executor": ("EngineDeadError",),
-    "tensorrt_llm.llmapi.llm_args": ("PrefillCudaGraphBackend", "WaitingQueuePolicy"),
-    "tensorrt_llm.sampling_params": ("LogprobMode",),
-}
+"""Modules and names that are used, beside those that the tables list as public."""
 BEHAVIOUR: dict[str, type] = {
     "SamplingParams": SamplingMethods,
     "GuidedDecodingParams": GuideMethods,
     "LoRARequest": LoRARequestMethods,
 }
 """Recorded classes → the class that adds their behaviour."""
-OWN = (
-    CompletionOutput,
-    EngineDeadError,
-    ErrorResponse,
-    GenerationExecutor,
-    Logprob,
-    RequestOutput,
-)
 
 
 def install(version: str) -> None:
     """Create the modules of this release; `tensorrt_llm` itself exists already."""
     recorded, release = Recorded(version), RELEASES[version]
-    names: dict[str, Any] = {"__version__": release.version, "RequestError": RequestError}
-    names |= {cls.__name__: cls for cls in OWN} | ENUMS
+    classes = recorded.classes
     for name, entry in recorded.entries.items():
-        if "fields" in entry and name not in names and name not in recorded.classes:
-            recorded.build(name, recorded.classes["BaseLlmArgs"] if name == "TrtLlmArgs" else BEHAVIOUR.get(name))
-    names |= {name: cls for name, cls in recorded.classes.items() if isinstance(cls, type)}
-    names["LlmArgs"] = names["TorchLlmArgs"]
-    for cls in (names["SamplingParams"], names["GuidedDecodingParams"]):
-        cls.__module__ = "tensorrt_llm.sampling_params"
-    attributes = {"release": release, "args_class": names["TorchLlmArgs"], "sampling_class": names["SamplingParams"]}
-    attributes["classes"] = recorded.classes
-    methods = _methods(recorded)
-    torch_llm = _subclass("_TorchLLM", StandInLLM, attributes | methods)
-    names["LLM"] = _subclass("LLM", torch_llm, {})
-    modules = {module: set(found) for module, found in MODULES.items()}
-    for module, found in (MODULES_OF_1_3 if version == "1.3" else {}).items():
-        modules.setdefault(module, set()).update(found)
-    for module, public in recorded.entries["public imports"].items():
-        modules.setdefault(module, set()).update(public["names"])
-    for module in sorted(modules):
-        _fill(module, {name: names.get(name) or _name_only(name, module) for name in modules[module]})
-    if "tensorrt_llm._tensorrt_engine" in modules:
-        compiled = {**attributes, **methods, "args_class": names["TrtLlmArgs"]}
-        sys.modules["tensorrt_llm._tensorrt_engine"].LLM = _subclass("_TrtLLM", CompiledLLM, compiled)  # type: ignore[attr-defined]
+        if "fields" in entry and name not in classes:
+            recorded.build(name, classes["BaseLlmArgs"] if name == "TrtLlmArgs" else BEHAVIOUR.get(name))
+    attributes = {"release": release, "args_class": classes["TorchLlmArgs"], "classes": classes, **_methods(recorded)}
+    names = {name: cls for name, cls in classes.items() if isinstance(cls, type)} | {"RequestError": RequestError}
+    names["LLM"] = _subclass("LLM", _subclass("_TorchLLM", StandInLLM, attributes), {})
+    public = {module: entry["names"] for module, entry in recorded.entries["public imports"].items()}
+    for module, exported in (public | MODULES[version]).items():
+        _fill(module, {name: names[name] for name in exported if name in names})
+    _fill("tensorrt_llm", {"__version__": release.version})
+    if "tensorrt_llm._tensorrt_engine" in public:
+        compiled = _subclass("_TrtLLM", CompiledLLM, attributes | {"args_class": classes["TrtLlmArgs"]})
+        _fill("tensorrt_llm._tensorrt_engine", {"LLM": compiled})
 
 
 def _methods(recorded: Recorded) -> dict[str, Callable[..., Any]]:
@@ -119,20 +80,11 @@ def _subclass(name: str, base: type, attributes: dict[str, Any]) -> type:
     return type(name, (base,), {"__module__": "tensorrt_llm.llmapi.llm", **attributes})
 
 
-def _name_only(name: str, module: str) -> type:
-    """Return a class that can be imported, but not used."""
-
-    def refuse(self: object, *_: object, **__: object) -> None:
-        raise NotImplementedError(f"the stand-in knows {name} by its name only")
-
-    return type(name, (), {"__module__": module, "__init__": refuse})
-
-
 def _fill(name: str, names: dict[str, Any]) -> None:
-    module = sys.modules.get(name)
-    if module is None:
-        module = sys.modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
+    """Set names in a module; it and its parents are created if they do not exist."""
+    if name not in sys.modules:
         parent, _, child = name.rpartition(".")
-        setattr(sys.modules[parent], child, module)
-    for key, value in names.items():
-        setattr(module, key, value)
+        _fill(parent, {})
+        sys.modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
+        setattr(sys.modules[parent], child, sys.modules[name])
+    vars(sys.modules[name]).update(names)

@@ -7,19 +7,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 
 class RequestError(RuntimeError):
     """The failure of one request."""
 
-    __module__ = "tensorrt_llm.executor.utils"
-
 
 class EngineDeadError(RuntimeError):
     """The engine's workers are gone; every pending result raises it. Main only, PR #15816; not a RequestError."""
-
-    __module__ = "tensorrt_llm.executor"
 
 
 class ErrorResponse(NamedTuple):
@@ -66,33 +62,18 @@ class Response:
 class CompletionOutput:
     """The cumulative output: `token_ids` is one list that grows, until a stop token is removed from its end."""
 
-    index: int
-    text: str = ""
-    token_ids: list[int] | None = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: TokenLogprobs | list[float] | None = field(default_factory=list)
-    prompt_logprobs: TokenLogprobs | list[float] | None = field(default_factory=list)
-    finish_reason: Literal["stop", "length", "timeout", "cancelled"] | None = None
-    stop_reason: int | str | None = None
-    generation_logits: Any = None
-    additional_context_outputs: dict[str, Any] | None = None
-    additional_generation_outputs: dict[str, Any] | None = None
-    disaggregated_params: Any = None
-    request_perf_metrics: Any = None
-    _postprocess_result: Any = None
-    _last_text_len: int = field(default=0, init=False)
-    _last_token_ids_len: int = field(default=0, init=False)
-    _last_logprobs_len: int = field(default=0, init=False)
-    _incremental_states: dict[str, Any] | None = field(default=None, init=False)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: TokenLogprobs = field(default_factory=list)
+    prompt_logprobs: TokenLogprobs = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | None = None
 
     def extend(self, response: Response, keeps_stop: bool) -> None:
         """Add a response."""
         tokens, logprobs = self.token_ids, self.logprobs
-        assert tokens is not None
-        assert logprobs is not None
         tokens += response.tokens
         if response.logprobs is not None:
-            logprobs += response.logprobs  # type: ignore[arg-type]
+            logprobs += response.logprobs
             # 1.2.1 asserts so for every item. The last item of a cancelled request may hold a token without
             # log-probabilities, and the worker may change the list before it is sent: errors of this request that are no
             # RequestErrors.
@@ -105,11 +86,7 @@ class CompletionOutput:
                 # A new, shorter list. The log-probabilities of the removed token stay (result.py trims before).
                 self.token_ids = tokens[:-1]
         elif response.finish is not None:
-            self.finish_reason = response.finish.value  # type: ignore[assignment]
-
-
-CompletionOutput.__module__ = Logprob.__module__ = "tensorrt_llm.executor.result"
-ErrorResponse.__module__ = "tensorrt_llm.executor.utils"
+            self.finish_reason = response.finish.value
 
 
 class RequestOutput:
@@ -119,8 +96,6 @@ class RequestOutput:
     was made.
     """
 
-    __module__ = "tensorrt_llm.llmapi.llm"
-
     def __init__(
         self,
         request_id: int,
@@ -129,7 +104,7 @@ class RequestOutput:
         raise_background_error: Callable[[], None],
     ) -> None:
         self.request_id = request_id
-        self.outputs = [CompletionOutput(0)]
+        self.outputs = [CompletionOutput()]
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache, as the last item told."""
         self.finished = False
@@ -173,8 +148,6 @@ class IterationResult:
 
     Once none has come within the timeout it ends, and stays so until the next request is submitted (mark_undone).
     """
-
-    __module__ = "tensorrt_llm.executor.result"
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
