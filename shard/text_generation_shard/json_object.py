@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, TypeGuard
 
 from text_generation_common.model_files import MAX_CONFIG_BYTES, MAX_TOKEN_IDS, ModelFileError, find_file, read_file
 from text_generation_shard.engine import EngineError
@@ -148,7 +148,7 @@ class JsonObject:
         value = self.get(key)
         value = default if value is None else value
         most = MAX_COUNTS.get(key, MAX_COUNT)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        if not is_count(value) or value > most:
             raise self._type_error(key, f"a whole number from 1 to {most}", value)
         return value
 
@@ -214,6 +214,11 @@ def eos_token_ids(folder: Path, config: JsonObject) -> tuple[int, ...]:
     except FileNotFoundError:
         generation = config
     return generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return True for a whole number from 1 to MAX_COUNT."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_COUNT
 
 
 def _is_number(value: object, least: float, most: float) -> bool:

@@ -21,11 +21,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.construct import construct, construct_compiled
 from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine, check_engine
-from text_generation_shard.engines.tensorrt_llm.folder import (
-    HuggingFaceModel,
-    inspect_folder,
-    read_hugging_face_model,
-)
+from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, inspect_folder, read_hugging_face_model
 from text_generation_shard.engines.tensorrt_llm.library import LLM, explain, installed_version, load_library
 from text_generation_shard.engines.tensorrt_llm.lora import lora_requests
 from text_generation_shard.engines.tensorrt_llm.options import (

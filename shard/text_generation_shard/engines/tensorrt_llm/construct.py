@@ -19,6 +19,7 @@ from text_generation_shard.engines.tensorrt_llm.lora import lora_keywords
 from text_generation_shard.engines.tensorrt_llm.options import FLAG, split_ranks
 from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, MAX_LOGPROBS, EngineCapabilities
 from text_generation_shard.engines.tensorrt_llm.speculation import BESIDE_MODEL, NAME, read_speculation
+from text_generation_shard.json_object import is_count
 
 MAX_BATCH_SIZE = 256
 """Default number of sequences in a batch. TensorRT-LLM's default, 2048, allocates buffers and CUDA graphs that most machines
@@ -33,7 +34,8 @@ STAR_ATTENTION = "FLASHINFER_STAR_ATTENTION"
 """The attention backend with which prompts are not computed in chunks (py_executor_creator.py near 1.2.1)."""
 LONGER = "TLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """TensorRT-LLM's variable (≥ 1.3): 1 allows sequences longer than the model was made for."""
-
+MORE_KINDS = {"llguidance": (GrammarKind.LARK,), "xgrammar": (GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG)}
+"""Kinds of grammars that only this backend follows."""
 FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len", "tensor_parallel_size", "pipeline_parallel_size", NAME})
 """Options refused for compiled engines: 1.2 would silently use the values of the build instead."""
 
@@ -108,11 +110,7 @@ def construct(
         **lora_keywords(adapters, options),
     }
     splits = keywords.get("enable_chunked_prefill") and keywords.get("attn_backend") != STAR_ATTENTION
-    kinds: tuple[GrammarKind, ...] = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
-    if grammar_backend == "llguidance":
-        kinds += (GrammarKind.LARK,)
-    elif grammar_backend == "xgrammar":
-        kinds += (GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG)
+    kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, *MORE_KINDS.get(str(grammar_backend), ()))
     capabilities = EngineCapabilities(
         penalties=(not library.has_sampler_choice or options.get("sampler_type") == CXX_SAMPLER)
         and not (speculation is not None and speculation.in_model),
@@ -123,7 +121,6 @@ def construct(
         if splits and library.splits_prompts(mla=model.has_latent_attention)
         else _count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
         grammar_kinds=() if grammar_backend is None else kinds,
-        json_layout=grammar_backend == "llguidance",
     )
     ranks = tensor_parallel if keywords.get("enable_attention_dp") else 1
     info = _info(
@@ -220,6 +217,6 @@ def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, o
 
 def _count(keywords: Mapping[str, Any], name: str, default: int) -> int:
     value = keywords.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_count(value):
         raise EngineError(f"{FLAG}: {name} must be a whole number above 0, not {value!r}")
     return value

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, cast
+from typing import Any
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine, read_engine
-from text_generation_shard.json_object import MAX_COUNT, MAX_COUNTS, JsonObject, eos_token_ids
+from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_ids, is_count
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "model_max_length")
 """Keys of config.json for the length of the longest sequence, in order of preference."""
@@ -81,24 +81,24 @@ def read_hugging_face_model(config: JsonObject, options: Mapping[str, object] | 
     for key, most in MAX_COUNTS.items():
         if isinstance(value := text.get(key), int | float) and value > most:
             raise config.error(f"{key} is {shortened(value)}, more than {most}")
-    length = next((text.get(key) for key in LENGTH_KEYS if _is_count(text.get(key))), None)
+    length = next((text.get(key) for key in LENGTH_KEYS if is_count(text.get(key))), None)
     vocab_size = text.get("vocab_size")
     if "model_type" in config and (length is None or vocab_size is None):
         defaults = _class_defaults(folder)
         length = length or defaults.get(LENGTH_KEYS[0]) or (options or {}).get("max_seq_len")
         vocab_size = vocab_size if vocab_size is not None else defaults.get("vocab_size")
-    if not _is_count(length):
+    if not is_count(length):
         raise EngineError(
             f"{config.path} does not say how long a sequence may be ({LENGTH_KEYS[0]}): "
             "give --trtllm-options 'max_seq_len: …'"
         )
-    if not _is_count(vocab_size):
+    if not is_count(vocab_size):
         raise EngineError(f"{config.path} does not say how large the vocabulary is (vocab_size)")
     return HuggingFaceModel(
         model_type=str(config.get("model_type") or ""),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or ""),
-        vocab_size=cast("int", vocab_size),
-        max_sequence_length=cast("int", length),
+        vocab_size=vocab_size,
+        max_sequence_length=length,
         eos_token_ids=eos_token_ids(folder, text),
         rope_factor=_rope_factor(text.get("rope_scaling")),
         has_latent_attention="kv_lora_rank" in text,
@@ -114,7 +114,7 @@ def _class_defaults(folder: Path) -> dict[str, Any]:
         ).get_text_config()
     except Exception:  # noqa: BLE001 - the caller names the value that is missing
         return {}
-    return {key: value for key in (LENGTH_KEYS[0], "vocab_size") if _is_count(value := getattr(config, key, None))}
+    return {key: value for key in (LENGTH_KEYS[0], "vocab_size") if is_count(value := getattr(config, key, None))}
 
 
 def _rope_factor(scaling: object) -> float:
@@ -123,10 +123,6 @@ def _rope_factor(scaling: object) -> float:
         return 1.0
     factor = scaling.get("factor", 1.0)
     return float(factor) if isinstance(factor, int | float) and 1 <= factor <= MAX_ROPE_FACTOR else 1.0
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
 
 
 def _read_config(path: Path) -> JsonObject:

@@ -11,11 +11,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, TypeGuard
+from typing import Any
 
 import yaml
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.json_object import is_count
 
 FLAG = "--trtllm-options"
 MAX_BYTES = 1 << 20
@@ -184,19 +185,15 @@ def split_ranks(gpus: int | None, options: Mapping[str, object]) -> tuple[int, i
     """Return (tensor, pipeline) parallel sizes for this number of GPUs; None: for as many as they need. Raises EngineError."""
     stages = options.get("pipeline_parallel_size", 1)
     given = "" if gpus is None else f" ({gpus}, --num-shard)"
-    if not _is_count(stages) or (gpus or 0) % stages:
+    if not is_count(stages) or (gpus or 0) % stages:
         raise EngineError(
             f"{FLAG}: pipeline_parallel_size must divide the number of GPUs{given}, not {shortened(stages)}"
         )
     fitting = None if gpus is None else gpus // stages
     tensor = options.get("tensor_parallel_size", fitting or 1)
-    if not _is_count(tensor) or fitting not in (None, tensor):
+    if not is_count(tensor) or fitting not in (None, tensor):
         raise EngineError(f"{FLAG}: tensor_parallel_size {shortened(tensor)} does not fit the number of GPUs{given}")
     return tensor, stages
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _nearest(name: str, names: Iterable[str], reasons: Mapping[str, str]) -> str:

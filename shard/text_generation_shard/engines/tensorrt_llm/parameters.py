@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from text_generation_common.grammar_options import JSON_OPTIONS
-from text_generation_proto.values import Grammar, GrammarKind, Sampling, TraceContext
+from text_generation_proto.values import Grammar, GrammarKind, Sampling
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.speculation import Speculation
@@ -83,8 +83,6 @@ class EngineCapabilities:
     longest_prompt: int | None = None
     """Longest prompt, if the engine does not split prompts; None: no other limit than that of a sequence."""
     grammar_kinds: tuple[GrammarKind, ...] = ()
-    json_layout: bool = False
-    """JSON schemas may contain llguidance's options for whitespace and separators (`x-guidance`)."""
 
     @property
     def unsupported(self) -> tuple[tuple[str, str], ...]:
@@ -189,7 +187,8 @@ class Parameters:
         if sequence.priority and self._library.has_priorities:
             arguments["priority"] = _PRIORITIES[min(sequence.priority, len(_PRIORITIES) - 1)]
         if sequence.trace is not None:
-            arguments["trace_headers"] = _trace_headers(sequence.trace)
+            headers = {"traceparent": sequence.trace.traceparent, "tracestate": sequence.trace.tracestate}
+            arguments["trace_headers"] = {name: value for name, value in headers.items() if value}
         if sequence.adapter:
             arguments["lora_request"] = self._adapters[sequence.adapter]
         return arguments
@@ -200,18 +199,17 @@ class Parameters:
             "max_tokens": sequence.stopping.max_new_tokens,
             "detokenize": False,
             "include_stop_str_in_output": True,
+            **self._stopping(sequence),
+            **self._drawing(sequence.sampling),
+            **(self._penalties(sequence) if self._capabilities.penalties else {}),
+            **self._logprobs(sequence),
         }
-        keywords |= self._stopping(sequence)
-        keywords |= self._drawing(sequence.sampling)
-        if self._capabilities.penalties:
-            keywords |= self._penalties(sequence)
         drawn = sequence.sampling
         if drawn.logit_bias_ids or drawn.allowed_token_ids:
             bias = np.full(self._vocab_size, _FORBIDDEN if drawn.allowed_token_ids else 0, dtype=np.float32)
             bias[list(drawn.allowed_token_ids)] = 0
             np.add.at(bias, list(drawn.logit_bias_ids), drawn.logit_bias_values)
             keywords["embedding_bias"] = bias
-        keywords |= self._logprobs(sequence)
         if sequence.grammar is not None:
             keywords["guided_decoding"] = self._library.guided_decoding_params(**self._guide(sequence.grammar))
         return keywords
@@ -219,7 +217,8 @@ class Parameters:
     def _guide(self, grammar: Grammar) -> dict[str, str]:
         key = _GUIDES[grammar.kind]
         text = grammar.text
-        if grammar.kind is GrammarKind.JSON_SCHEMA and self._capabilities.json_layout:
+        if grammar.kind is GrammarKind.JSON_SCHEMA and GrammarKind.LARK in self._capabilities.grammar_kinds:
+            # Only llguidance has Lark, and options for whitespace and separators.
             schema = json.loads(text)
             if isinstance(schema, dict):  # `true` and `false` are schemas too
                 text = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
@@ -277,8 +276,3 @@ class Parameters:
             # Tokens generated before a move are part of the prompt here, but count as output.
             keywords["prompt_ignore_length"] = len(sequence.prompt) - sequence.generated_tokens
         return keywords
-
-
-def _trace_headers(trace: TraceContext) -> dict[str, str]:
-    headers = {"traceparent": trace.traceparent}
-    return headers | {"tracestate": trace.tracestate} if trace.tracestate else headers

@@ -55,11 +55,10 @@ class IterationStatistics:
         self.totals = Counter[str]()
         """Sums over the iterations since the start: `forward_ns` and the fields of Drafting."""
         self._closing = threading.Event()
-        self._thread = daemon_thread(self._run, "tensorrt-llm statistics")
 
     def start(self) -> None:
         """Poll at intervals while there are `polls_left`."""
-        self._thread.start()
+        daemon_thread(self._run, "tensorrt-llm statistics").start()
 
     def close(self) -> None:
         """Stop polling."""

@@ -58,44 +58,42 @@ class StreamUpdate:
         return self.finish is not None or self.failure is not None
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
     """One request, from submission to end. `read` runs on the event loop; the engine's thread reads attributes."""
 
-    def __init__(self, sequence: NewSequence, *, may_abort: bool = True) -> None:
-        self.sequence = sequence
-        self.may_abort = may_abort
-        """False: the request must run to its end."""
-        self.aborted = False
-        self.result: RequestOutput = None
-        """The return value of `generate_async`; None before the call."""
-        self.dropped = False
-        """The sequence was released; later output is discarded."""
-        self.ended = False
-        self.ended_by_engine = False
-        """The engine reported the end itself."""
-        self.waiting = True
-        """No token has arrived yet."""
-        self._reported = 0
-        self._max_tokens = sequence.stopping.max_new_tokens
-        self._prompt_reported = not sequence.logprobs.prompt
-        self._scored = sequence.logprobs.tokens or sequence.logprobs.top_n > 0
+    sequence: NewSequence
+    may_abort: bool = True
+    """False: the request must run to its end."""
+    aborted: bool = False
+    result: RequestOutput = None
+    """The return value of `generate_async`; None before the call."""
+    dropped: bool = False
+    """The sequence was released; later output is discarded."""
+    ended: bool = False
+    ended_by_engine: bool = False
+    """The engine reported the end itself."""
+    waiting: bool = True
+    """No token has arrived yet."""
+    _reported: int = 0
+    _prompt_reported: bool = False
 
     def read(self, output: RequestOutput) -> StreamUpdate | None:
         """Return what is new in `output`; None if nothing is. Ends the stream at most once."""
         if self.ended:
             return None
-        completion = output.outputs[0]
+        completion, wanted = output.outputs[0], self.sequence.logprobs
         update = StreamUpdate()
         ids: Sequence[int] = completion.token_ids
         first = self._reported
         if len(ids) > first:
             self.waiting = False
-            update.token_ids = list(ids[first : self._max_tokens])
+            update.token_ids = list(ids[first : self.sequence.stopping.max_new_tokens])
             self._find_end(update)
             self._reported += len(update.token_ids)
-            if self._scored:
+            if wanted.tokens or wanted.top_n:
                 self._read_logprobs(update, completion.logprobs, first)
-            if not self._prompt_reported and completion.prompt_logprobs:
+            if wanted.prompt and not self._prompt_reported and completion.prompt_logprobs:
                 self._prompt_reported = True
                 update.prompt_scores = self._prompt_scores(completion.prompt_logprobs)
         if update.finish is None and completion.finish_reason is not None:
@@ -133,12 +131,12 @@ class Stream:
                     continue
                 del update.token_ids[at:]
                 break
-        if self._reported + len(update.token_ids) == self._max_tokens:
+        if self._reported + len(update.token_ids) == stopping.max_new_tokens:
             update.finish = FinishReason.LENGTH
 
     def _read_end(self, update: StreamUpdate, reason: str, stop: object) -> None:
         """Handle an end that the engine reports and `_find_end` does not explain."""
-        stopping = self.sequence.stopping
+        stopping, wanted = self.sequence.stopping, self.sequence.logprobs
         last = update.token_ids[-1] if update.token_ids else None
         if reason == "stop" and last in stopping.eos_token_ids | stopping.stop_token_ids:
             # Before min_new_tokens: the engine's samplers hold off end_id only.
@@ -147,11 +145,11 @@ class Stream:
             # The engine removed the matched token; report it as the last one.
             self._reported += 1
             update.token_ids.append(stop)
-            update.logprobs += [math.nan] if self._scored else []
-            update.tops += [((), ())] if self.sequence.logprobs.top_n else []
+            update.logprobs += [math.nan] if wanted.tokens or wanted.top_n else []
+            update.tops += [((), ())] if wanted.top_n else []
             is_eos = stop in stopping.eos_token_ids
             update.finish = FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE
-            if self._reported == self._max_tokens:
+            if self._reported == stopping.max_new_tokens:
                 update.finish = FinishReason.LENGTH
         else:
             update.failure = (

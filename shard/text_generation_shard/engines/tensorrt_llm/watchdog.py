@@ -16,7 +16,6 @@ from text_generation_common.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_shard.processes import Process, command, descendants
 from text_generation_shard.threads import daemon_thread
 
-STDERR = 2
 SECONDS_PER_PROMPT_TOKEN = 0.001
 """Time limit per waiting prompt token: a tenth of the speed of any usable machine."""
 WORKER_COMMANDS = ("mpi4py.futures.server", "mgmn_leader_node", "mgmn_worker_node")
@@ -60,11 +59,10 @@ class Watchdog:
         self._silence = Silence()
         self._last_sign: float | None = None
         self._closing = threading.Event()
-        self._thread = daemon_thread(self._run, "tensorrt-llm watchdog")
 
     def start(self) -> None:
         """Start checking."""
-        self._thread.start()
+        daemon_thread(self._run, "tensorrt-llm watchdog").start()
 
     def watch(self, processes: Sequence[Process]) -> None:
         """Set the processes that must stay alive."""
@@ -97,6 +95,6 @@ class Watchdog:
         while not self._closing.wait(CHECK_EVERY_S):
             if (reason := self.check()) is not None:
                 if not self._closing.is_set():
-                    faulthandler.dump_traceback(STDERR)
+                    faulthandler.dump_traceback(2)  # sys.stderr may be None
                     self._on_broken(reason)
                 return

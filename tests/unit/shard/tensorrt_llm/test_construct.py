@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 from model_folders import ENGINE, RANKS, compiled_engine, fill
 from standin import VERSIONS, importable, model_folder
+from trtllm_engines import constructed
 
 from text_generation_proto.values import GrammarKind
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
-from text_generation_shard.engines.tensorrt_llm.folder import read_hugging_face_model
+from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct_compiled
 from text_generation_shard.engines.tensorrt_llm.library import Library, is_healthy, load_library
 from text_generation_shard.engines.tensorrt_llm.options import check_options
-from text_generation_shard.json_object import JsonObject
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -28,13 +27,6 @@ def library(request: pytest.FixtureRequest) -> Iterator[Library]:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fill(tmp_path_factory.mktemp("engines") / "engines", ENGINE, RANKS)
-
-
-def constructed(
-    library: Library, model: Path, options: dict[str, object] | None = None, **settings: object
-) -> Construction:
-    config = ShardConfig(engine="tensorrt-llm", model_path=str(model), **settings)  # type: ignore[arg-type]
-    return construct(config, library, read_hugging_face_model(JsonObject.read(model)), options or {})
 
 
 def compiled(engines: Path, options: dict[str, object] | None = None, **settings: object) -> Construction:
@@ -59,7 +51,9 @@ def test_defaults(library: Library, tmp_path: Path) -> None:
     } | ({"generation_config": "trtllm"} if library.version.startswith("1.3") else {})
     info = how.info
     assert (info.max_slots, info.suggested_prefill_tokens, info.max_sequence_length) == (256, 8192, 2048)
-    assert (info.reserves_max_length, info.grammar_kinds) == (True, ())
+    assert (info.engine, info.vocab_size, info.eos_token_ids, info.dtype) == ("tensorrt-llm", 4096, (2,), "bfloat16")
+    assert (info.reserves_max_length, info.grammar_kinds, info.block_size) == (True, (), 32)
+    assert (info.max_top_n_tokens, info.unsupported) == (20, how.capabilities.unsupported)
 
 
 def test_settings_and_options(library: Library, tmp_path: Path) -> None:
@@ -104,7 +98,6 @@ def test_grammar_kinds_depend_on_the_backend(
     how = constructed(library, model_folder(tmp_path), options)
     assert list(how.info.grammar_kinds) == kinds
     assert how.keywords["skip_tokenizer_init"] is (backend is None)
-    assert how.capabilities.json_layout is (backend is ...)
 
 
 @pytest.mark.parametrize(

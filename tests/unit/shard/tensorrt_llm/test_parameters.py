@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 from model_folders import ENGINE, RANKS, compiled_engine, fill
 from standin import VERSIONS, importable, model_folder
+from trtllm_engines import constructed
 
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping, TraceContext
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence
-from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
-from text_generation_shard.engines.tensorrt_llm.folder import read_hugging_face_model
+from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct_compiled
 from text_generation_shard.engines.tensorrt_llm.library import load_library
 from text_generation_shard.engines.tensorrt_llm.parameters import EngineCapabilities, Parameters
 from text_generation_shard.grammar import JSON_OPTIONS
-from text_generation_shard.json_object import JsonObject
 
 PROMPT = tuple(range(100, 120))
 EOS = 2
@@ -62,8 +61,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         else:
             model = model_folder(folder / "model")
             (model / "tokenizer.json").touch()
-            config = ShardConfig(engine="tensorrt-llm", model_path=str(model))
-            construction = construct(config, library, read_hugging_face_model(JsonObject.read(model)), options)
+            construction = constructed(library, model, options)
         parameters = Parameters(library, construction.capabilities, VOCAB_SIZE, (EOS, 3))
         yield SetUp(request.param, construction, parameters, library.guided_decoding_params)
 
@@ -279,7 +277,11 @@ def test_the_headers_of_a_trace(setup: SetUp) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_guides_of_xgrammar(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    guides = {GrammarKind.EBNF: "grammar", GrammarKind.STRUCTURAL_TAG: "structural_tag"}
+    guides = {
+        GrammarKind.EBNF: "grammar",
+        GrammarKind.STRUCTURAL_TAG: "structural_tag",
+        GrammarKind.JSON_SCHEMA: "json",
+    }
     with importable(version, monkeypatch):
         capabilities = EngineCapabilities(penalties=True, prompt_logprobs=False, grammar_kinds=tuple(guides))
         parameters = Parameters(load_library(), capabilities, VOCAB_SIZE, (EOS,))
