@@ -207,69 +207,56 @@ class Engine(Protocol):
     @property
     def info(self) -> EngineInfo:
         """The description of this engine; constant."""
-        ...
 
     @property
     def grammars(self) -> Grammars | None:
         """The builder of grammar matchers; constant. None if the engine supports no grammars. Used from any thread."""
-        ...
 
     def warm_up(self, limits: WarmUpLimits) -> int:
         """Run the largest step, allocate the KV pool and return its number of blocks. Drops every sequence.
 
         Raises InsufficientMemory if `limits` do not fit.
         """
-        ...
 
     def apply(self, orders: Orders) -> list[Failure]:
         """Make the changes of `orders`. Return the sequences that broke the contract and were dropped."""
-        ...
 
     def step(self) -> StepResult | None:
         """Advance everything that can advance by one forward pass; return None if nothing can.
 
         A self-scheduling engine computes on its own threads: its step blocks until there is a result, or `wake` is called.
         """
-        ...
 
     def wake(self) -> None:
         """Interrupt a blocking `step`: new orders arrived. May be called from any thread."""
-        ...
 
     @property
     def running(self) -> int:
         """Number of sequences held, queued ones included."""
-        ...
 
     @property
     def used_blocks(self) -> int:
         """Number of KV blocks that those sequences hold; a shared block counts once."""
-        ...
 
     @property
     def queued(self) -> int:
         """Number of sequences in the engine's own queue."""
-        ...
 
     @property
     def prefilling(self) -> int:
         """Number of prompt tokens that the step in progress, or the last one, waits for. May be read from any thread."""
-        ...
 
     def on_broken(self, callback: Callable[[str], None]) -> None:
         """Register a callback for a fatal failure of the engine, with its reason. It is called from any thread.
 
         `step` raises the same failure; the callback reports it while no step runs.
         """
-        ...
 
     def reset(self) -> None:
         """Drop every sequence."""
-        ...
 
     def close(self) -> None:
         """Free the device."""
-        ...
 
 
 class SynchronousEngine:

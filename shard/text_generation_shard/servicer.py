@@ -133,19 +133,14 @@ async def _read_orders(session: EngineSession, context: RunContext, most_bytes: 
     """Pass the client's orders to the session until the client has no more. Raises InvalidOrders, BadParts."""
     last = 0
     parts = Joiner[pb.Orders](most_bytes)
-    while isinstance(read := await _read_message(context), pb.Orders):
-        if (message := parts.join(read)) is None:
-            continue
-        if message.number != last + 1:
-            raise InvalidOrders(f"orders {message.number} came after orders {last}")
-        last = message.number
-        session.order(orders_from_pb(message))
-    session.end()
-
-
-async def _read_message(context: RunContext) -> object:
-    """Return the next message or the end of the stream. Raises InvalidOrders."""
     try:
-        return await context.read()
+        while isinstance(read := await context.read(), pb.Orders):
+            if (message := parts.join(read)) is None:
+                continue
+            if message.number != last + 1:
+                raise InvalidOrders(f"orders {message.number} came after orders {last}")
+            last = message.number
+            session.order(orders_from_pb(message))
     except DecodeError as error:
         raise InvalidOrders("a message is not a valid Orders") from error
+    session.end()

@@ -179,7 +179,8 @@ class SessionOwner:
         """The fault of a GPU, if that is the cause."""
         self._gpus: list[pb.GpuState] = []
         """The state of the GPUs, until a report takes it."""
-        self._on_over: Callable[[], None] = _ignore
+        self._on_report: Callable[[StepResult | None], None]
+        """That of the open session."""
         self._closed = asyncio.Event()
         self._closed.set()
 
@@ -239,7 +240,7 @@ class SessionOwner:
 
         def on_done(done: asyncio.Future[None]) -> None:
             # Change the state before logging: a log record that cannot be written must not leave a client waiting.
-            self.session, self._on_over = None, _ignore
+            self.session = None
             self._closed.set()
             spans.close()
             error = None if done.cancelled() else done.exception()
@@ -254,7 +255,7 @@ class SessionOwner:
 
         spans = SequenceSpans(self._tracer, engine.info.engine)
         session = self.session = EngineSession(engine, emit, self.monitor, spans)
-        self._on_over = partial(on_report, None)
+        self._on_report = on_report
         self._closed.clear()
         log.info("session opened")
         self._thread.submit(session.run).add_done_callback(on_done)
@@ -275,7 +276,8 @@ class SessionOwner:
         """End the open session at once after a fault of a GPU: the results of the step in progress cannot be trusted."""
         self.fault = fault
         self.crashed.set()
-        self._on_over()
+        if self.session is not None:
+            self._on_report(None)
 
     def show_gpus(self, states: list[pb.GpuState]) -> None:
         """Send the state of the GPUs with the next report; without running sequences that comes at once."""
@@ -292,7 +294,3 @@ class SessionOwner:
         """End the open session: the shard is stopping."""
         self.stopping = True
         self.end_session()
-
-
-def _ignore() -> None:
-    """Do nothing."""
