@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import stat
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -12,12 +11,10 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
-from byte_tokenizer import END, write_tokenizer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ports import free_port
 from shard_process import report, running, shard
-from shard_session import SequenceFailed, open_session
 
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -100,18 +97,6 @@ async def test_a_sequence_stops_at_its_grant_and_goes_on_with_the_next(client: S
         assert len(tokens + await until_finished(call, 0)) == 40
 
 
-async def test_a_released_slot_can_be_used_again(client: ShardClient) -> None:
-    async with running(client) as call:
-        await call.write(start(1, slot=0, prompt=[1], new=1000, blocks=list(range(60))))
-        await report(call)
-        await call.write(pb.Orders(number=2, release=[0]))
-        while (step := await report(call)).orders_applied < 2:
-            pass
-        assert step.running == step.used_blocks == 0
-        await call.write(start(3, slot=0, prompt=[9], new=2, blocks=[0]))
-        assert await until_finished(call, 0) == [9, 9]
-
-
 async def test_a_bad_sequence_fails_alone(client: ShardClient) -> None:
     async with running(client) as call:
         orders = start(1, slot=0, prompt=[7], new=3, blocks=[0])
@@ -156,39 +141,6 @@ async def test_prompt_logprobs_and_top_tokens_come_with_the_first_token(client: 
         assert list(scored.top_counts) == [0, 3, 3]
         assert list(scored.top_token_ids) == [8, 9, 10, 9, 10, 11]
         assert len(scored.top_logprobs) == 6
-
-
-JSON = pb.Grammar(
-    kind=pb.GRAMMAR_KIND_JSON_SCHEMA,
-    text='{"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}',
-)
-
-
-async def test_grammars_are_kept_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer(tmp_path)
-    async with shard(f"unix://{tmp_path}/s", f"--model-path={tmp_path}") as (client, _):
-        kinds = {pb.GRAMMAR_KIND_JSON_SCHEMA, pb.GRAMMAR_KIND_REGEX, pb.GRAMMAR_KIND_LARK}
-        assert set((await client.info()).grammar_kinds) == kinds
-        pool = await client.warm_up(max_batch_total_tokens=64 * 16)
-        async with open_session(client, pool) as session:
-
-            async def one(grammar: pb.Grammar | None) -> list[int]:
-                tokens = session.generate([90, 91], max_new_tokens=40, eos_token_ids=[END], grammar=grammar)
-                return [token async for token in tokens]
-
-            async def refused(grammar: pb.Grammar, words: str) -> None:
-                with pytest.raises(SequenceFailed, match=words):
-                    await one(grammar)
-
-            async with asyncio.TaskGroup() as tasks:
-                free = tasks.create_task(one(None))
-                matching = [tasks.create_task(one(JSON)) for _ in range(4)]
-                tasks.create_task(refused(pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, text="("), "unclosed group"))
-                tasks.create_task(refused(pb.Grammar(text="a"), "the grammar is of no known kind"))
-        assert free.result() == [90, 91] * 20
-        for task in matching:
-            value = json.loads(tokenizer.decode(task.result()))
-            assert (value["a"] in (1, 2), value["b"] in (True, False), task.result()[-1]) == (True, True, END)
 
 
 async def test_a_second_session_is_refused_while_one_is_open(client: ShardClient) -> None:

@@ -1,21 +1,20 @@
 """The echo engine as one that schedules for itself: a stand-in for TensorRT-LLM's executor, without a model.
 
-It gets whole prompts only. It has a queue, batches in flight, prefills in order and in chunks, and owns its KV blocks: when they
-run out it preempts the newest sequence and computes it again later. It drives the step-scheduled echo engine as a router would,
-so both generate the same tokens, and the step-scheduled engine checks this one.
+It gets whole prompts only. It has a queue, batches in flight, prefills in order and in chunks, and owns its KV blocks: a sequence
+starts when there are enough for its prompt and all its new tokens. It drives the step-scheduled echo engine as a router would, so
+both generate the same tokens, and the step-scheduled engine checks this one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from checked_echo import CheckedEcho
 
-from text_generation_proto.values import FailureCode, LogprobOptions, WarmUpLimits
+from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     NO_BLOCKS,
@@ -31,7 +30,7 @@ from text_generation_shard.engine import (
     meant_for_steps,
     sequence_problem,
 )
-from text_generation_shard.grammar import Grammars, Matcher
+from text_generation_shard.grammar import Grammars
 
 
 @dataclass(slots=True, eq=False)
@@ -39,20 +38,9 @@ class _Sequence:
     """A sequence, queued or running."""
 
     new: NewSequence
-    """Includes in its prompt the tokens generated before a preemption."""
-    blocks: list[int] = field(default_factory=list)
-    to_prefill: int = 0
+    to_prefill: int
     """Prompt tokens not ordered yet."""
-    tokens: list[int] = field(default_factory=list)
-    """Tokens generated since it was last admitted to the step engine."""
-
-    @property
-    def length(self) -> int:
-        return len(self.new.prompt) + len(self.tokens)
-
-    @property
-    def matcher(self) -> Future[Matcher] | None:
-        return self.new.matcher
+    blocks: list[int] = field(default_factory=list)
 
 
 class SelfSchedulingEcho(SynchronousEngine):
@@ -69,7 +57,7 @@ class SelfSchedulingEcho(SynchronousEngine):
         """By slot; queued and running."""
         self._queue: deque[_Sequence] = deque()
         self._running: dict[int, _Sequence] = {}
-        """By slot; the newest last."""
+        """By slot."""
         self._free: list[int] = []
         self._release: list[int] = []
         """Slots to release with the next orders to the step engine."""
@@ -101,7 +89,7 @@ class SelfSchedulingEcho(SynchronousEngine):
             if problem := self._new_sequence_problem(new):
                 failed.append(self._refuse(new.slot, problem))
             else:
-                held = self._held[new.slot] = _Sequence(new)
+                held = self._held[new.slot] = _Sequence(new, len(new.prompt))
                 self._queue.append(held)
         failed += [self._refuse(slot, problem) for slot, problem in meant_for_steps(orders) if slot in self._held]
         return failed
@@ -148,37 +136,19 @@ class SelfSchedulingEcho(SynchronousEngine):
         self._engine.close()
 
     def _decide(self) -> Orders:
-        allocations = self._grow()
         placements = self._take_from_queue()
-        prefill = self._chunks()
         release, self._release = tuple(self._release), []
-        return Orders(0, release, tuple(placements), tuple(allocations.items()), tuple(prefill))
-
-    def _grow(self) -> dict[int, tuple[int, ...]]:
-        """Allocate a block to each sequence that needs one for its next token; preempt the newest if none is free."""
-        allocations: dict[int, tuple[int, ...]] = {}
-        for slot, held in list(self._running.items()):
-            while slot in self._running and len(held.blocks) < self._blocks_for(held.length):
-                if self._free:
-                    held.blocks.append(self._free.pop())
-                    allocations[slot] = (*allocations.get(slot, ()), held.blocks[-1])
-                else:
-                    self._preempt(self._newest())
-        # A sequence may be preempted after it got a block.
-        return {slot: blocks for slot, blocks in allocations.items() if slot in self._running}
+        return Orders(0, release, tuple(placements), prefill=tuple(self._chunks()))
 
     def _take_from_queue(self) -> list[NewSequence]:
         """Admit sequences from the head of the queue, in order, while there is room."""
         placements: list[NewSequence] = []
         while self._queue and len(self._running) < self._max_running:
             held = self._queue[0]
-            # Include the first new token, or a preempted sequence may be preempted again at once.
-            tokens = held.length + min(1, held.new.stopping.max_new_tokens - 1)
-            if (count := self._blocks_for(tokens)) > len(self._free):
+            if (count := self._blocks_for(held.new)) > len(self._free):
                 break
             self._queue.popleft()
             held.blocks = [self._free.pop() for _ in range(count)]
-            held.to_prefill = held.length
             self._running[held.new.slot] = held
             placements.append(replace(held.new, blocks=tuple(held.blocks)))
         return placements
@@ -193,38 +163,9 @@ class SelfSchedulingEcho(SynchronousEngine):
                 chunks.append((slot, tokens))
         return chunks
 
-    def _newest(self) -> _Sequence:
-        """Return the newest running sequence whose grammar is built: a release would cancel a build in progress.
-
-        There always is one: a sequence that needs a block has generated a token, so its own grammar is built.
-        """
-        return next(held for held in reversed(self._running.values()) if held.matcher is None or held.matcher.done())
-
-    def _preempt(self, held: _Sequence) -> None:
-        """Move a sequence back to the head of the queue; its new tokens become part of its prompt."""
-        self._stop(held)
-        if count := len(held.tokens):
-            new, stopping = held.new, held.new.stopping
-            held.new = replace(
-                new,
-                prompt=(*new.prompt, *held.tokens),
-                generated_tokens=new.generated_tokens + count,
-                stopping=replace(
-                    stopping,
-                    max_new_tokens=stopping.max_new_tokens - count,
-                    min_new_tokens=max(0, stopping.min_new_tokens - count),
-                ),
-                # The log-probabilities of the prompt came with the first token.
-                logprobs=LogprobOptions(new.logprobs.top_n),
-            )
-            held.tokens = []
-        self._queue.appendleft(held)
-
     def _record(self, result: StepResult) -> None:
-        for slot, token_id in zip(result.slots, result.token_ids, strict=True):
-            self._running[slot].tokens.append(token_id)
         for slot in (*(slot for slot, _ in result.finished), *(failure.slot for failure in result.failed)):
-            self._free_blocks(self._running.pop(slot))
+            self._free += self._running.pop(slot).blocks
             del self._held[slot]
 
     def _drop(self, slot: int) -> None:
@@ -232,8 +173,9 @@ class SelfSchedulingEcho(SynchronousEngine):
         if (held := self._held.pop(slot, None)) is None:
             return
         self._coalescer.drop(slot)
-        if slot in self._running:
-            self._stop(held)
+        if self._running.pop(slot, None) is not None:
+            self._release.append(slot)
+            self._free += held.blocks
         else:
             self._queue.remove(held)
             _cancel_matcher(held)
@@ -242,15 +184,6 @@ class SelfSchedulingEcho(SynchronousEngine):
         self._drop(slot)
         return Failure(slot, FailureCode.INVALID, problem)
 
-    def _stop(self, held: _Sequence) -> None:
-        del self._running[held.new.slot]
-        self._release.append(held.new.slot)
-        self._free_blocks(held)
-
-    def _free_blocks(self, held: _Sequence) -> None:
-        self._free += held.blocks
-        held.blocks = []
-
     def _new_sequence_problem(self, new: NewSequence) -> str | None:
         if new.slot in self._held:
             return f"slot {new.slot} is taken"
@@ -258,19 +191,18 @@ class SelfSchedulingEcho(SynchronousEngine):
             return NO_BLOCKS
         if problem := sequence_problem(new, self._info):
             return problem
-        longest = len(new.prompt) + new.stopping.max_new_tokens - 1
-        if self._blocks_for(longest) > self._num_blocks:
+        if self._blocks_for(new) > self._num_blocks:
             pool = self._num_blocks * self._info.block_size
             return f"prompt and new tokens exceed the engine's KV pool of {pool} tokens"
         return None
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._info.block_size)
+    def _blocks_for(self, new: NewSequence) -> int:
+        return -(-(len(new.prompt) + new.stopping.max_new_tokens - 1) // self._info.block_size)
 
 
 def _cancel_matcher(held: _Sequence) -> None:
-    if held.matcher is not None:
-        held.matcher.cancel()
+    if held.new.matcher is not None:
+        held.new.matcher.cancel()
 
 
 @dataclass(slots=True)

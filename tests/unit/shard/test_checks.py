@@ -48,6 +48,28 @@ def test_values_in_range_are_no_problem() -> None:
         assert sequence_problem(new, INFO) is None
 
 
+SAMPLING = [
+    *((Sampling(temperature=value), "temperature") for value in (0.0, math.nan)),
+    (Sampling(top_p=0.0), "top_p"),
+    (Sampling(repetition_penalty=-1.0), "repetition_penalty"),
+    (Sampling(frequency_penalty=2.1), "frequency_penalty"),
+    *((Sampling(min_p=value), "min_p") for value in (-0.1, 1.1, math.nan, math.inf)),
+    *((Sampling(output_frequency_penalty=each), "output_frequency_penalty") for each in (-2.1, 2.1, math.nan)),
+    *((Sampling(output_presence_penalty=each), "output_presence_penalty") for each in (-2.1, 2.1, math.nan)),
+    *((biased((1,), (value,)), "logit_bias values") for value in (-100.1, 100.1, math.nan, -math.inf)),
+    (biased((1, 2), (0.0,)), "differ in length"),
+    (biased((INFO.vocab_size,), (0.0,)), "outside the vocabulary"),
+    (biased((1,) * (MAX_LOGIT_BIAS + 1), (0.0,) * (MAX_LOGIT_BIAS + 1)), "at most 1024"),
+    (Sampling(allowed_token_ids=(INFO.vocab_size,)), "outside the vocabulary"),
+    (Sampling(allowed_token_ids=(1,) * (MAX_ALLOWED_TOKENS + 1)), "at most 16384"),
+    (Sampling(bad_words=((1, INFO.vocab_size),)), "outside the vocabulary"),
+    (Sampling(bad_words=((1,), ())), "the lengths of bad_words"),
+    (Sampling(bad_words=((1,),) * (MAX_BAD_WORDS + 1)), "at most 256"),
+    (Sampling(bad_words=((1,) * (MAX_BAD_WORD_TOKENS + 1),)), "at most 256 words of 4096 tokens"),
+]
+"""Sampling out of range, and words of the problem."""
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -64,7 +86,9 @@ def test_values_in_range_are_no_problem() -> None:
         ({"logprobs": LogprobOptions(prompt_top_n=2)}, "prompt logprobs only"),
         ({"logprobs": LogprobOptions(prompt=True, prompt_top_n=21)}, "prompt_top_n is at most 20"),
         ({"grammar": Grammar(GrammarKind.REGEX, "a")}, "serves no grammars"),
+        *(({"sampling": sampling}, words) for sampling, words in SAMPLING),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_problem_of_a_sequence_is_reported_by_name(changes: dict[str, object], words: str) -> None:
     assert words in str(sequence_problem(replace(VALID, **changes), INFO))  # type: ignore[arg-type]
@@ -74,33 +98,6 @@ def test_a_model_with_states_starts_no_sequence_on_cached_blocks() -> None:
     new = replace(VALID, computed_tokens=1, blocks=(7,))
     assert sequence_problem(new, INFO) is None
     assert "computed_tokens must be 0" in str(sequence_problem(new, replace(INFO, keeps_states=True)))
-
-
-@pytest.mark.parametrize(
-    ("sampling", "words"),
-    [
-        *((Sampling(temperature=value), "temperature") for value in (0.0, math.nan)),
-        (Sampling(top_p=0.0), "top_p"),
-        (Sampling(repetition_penalty=-1.0), "repetition_penalty"),
-        (Sampling(frequency_penalty=2.1), "frequency_penalty"),
-        *((Sampling(min_p=value), "min_p") for value in (-0.1, 1.1, math.nan, math.inf)),
-        *((Sampling(output_frequency_penalty=each), "output_frequency_penalty") for each in (-2.1, 2.1, math.nan)),
-        *((Sampling(output_presence_penalty=each), "output_presence_penalty") for each in (-2.1, 2.1, math.nan)),
-        *((biased((1,), (value,)), "logit_bias values") for value in (-100.1, 100.1, math.nan, -math.inf)),
-        (biased((1, 2), (0.0,)), "differ in length"),
-        (biased((INFO.vocab_size,), (0.0,)), "outside the vocabulary"),
-        (biased((1,) * (MAX_LOGIT_BIAS + 1), (0.0,) * (MAX_LOGIT_BIAS + 1)), "at most 1024"),
-        (Sampling(allowed_token_ids=(INFO.vocab_size,)), "outside the vocabulary"),
-        (Sampling(allowed_token_ids=(1,) * (MAX_ALLOWED_TOKENS + 1)), "at most 16384"),
-        (Sampling(bad_words=((1, INFO.vocab_size),)), "outside the vocabulary"),
-        (Sampling(bad_words=((1,), ())), "the lengths of bad_words"),
-        (Sampling(bad_words=((1,),) * (MAX_BAD_WORDS + 1)), "at most 256"),
-        (Sampling(bad_words=((1,) * (MAX_BAD_WORD_TOKENS + 1),)), "at most 256 words of 4096 tokens"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_sampling_out_of_range_is_reported_by_name(sampling: Sampling, words: str) -> None:
-    assert words in str(sequence_problem(replace(VALID, sampling=sampling), INFO))
 
 
 def test_lengths_of_bad_words_that_do_not_fit_are_refused() -> None:

@@ -65,26 +65,26 @@ def test_a_release_during_prefill_drops_its_chunk(driver: Driver) -> None:
         Orders(98, prefill=((1, 1000),)),
         Orders(98, prefill=((1, 0),)),
         Orders(98, prefill=((1, 2), (1, 2))),
+        Orders(98, prefill=((1, 24),)),
         Orders(98, allocations=((1, (4096,)),)),
     ],
-    ids=["chunk longer than the prompt", "empty chunk", "two chunks in a step", "unknown block"],
+    ids=[
+        "chunk longer than the prompt",
+        "empty chunk",
+        "two chunks in a step",
+        "chunk past its blocks",
+        "unknown block",
+    ],
 )
 def test_an_invalid_chunk_or_block_fails_alone(driver: Driver, orders: Orders) -> None:
     expected = driver.alone(PROMPT)
-    neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, chunk=16)
+    neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, chunk=16, allocated=32)
     driver.step()
-    assert [failure.slot for failure in driver.engine.apply(orders)] == [broken.slot] == [1]
+    failures = [(failure.slot, failure.code) for failure in driver.engine.apply(orders)]
+    assert failures == [(broken.slot, FailureCode.INVALID)]
     driver.streams.pop(broken.slot)
     driver.run()
     assert (neighbour.tokens, broken.tokens) == (expected, [])
-
-
-def test_a_chunk_past_its_blocks_fails_alone(driver: Driver) -> None:
-    neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, allocated=32)
-    driver.run()
-    assert neighbour.finish is FinishReason.LENGTH
-    assert broken.failure is not None
-    assert broken.failure.code is FailureCode.INVALID
 
 
 def test_prompt_logprobs_are_reported_once_with_the_first_token_in_chunks_too(driver: Driver) -> None:

@@ -139,11 +139,6 @@ class GenerationExecutor:
             except RuntimeError:  # the loop is closed
                 return
 
-    def get_kv_cache_capacity(self) -> dict[str, int]:
-        """Return the size of the KV cache."""
-        blocks, size = self._engine.limits.max_num_blocks, self._engine.limits.block_size
-        return {"maxNumBlocks": blocks, "tokensPerBlock": size, "maxNumTokens": blocks * size}
-
     def shutdown(self) -> None:
         """Abort everything and wait for the engine without a limit (proxy.py, f.result())."""
         with self._shutdown_lock:

@@ -44,7 +44,7 @@ class StandInLLM:
             if key not in {*self.args_class.model_fields, "_mpi_session", "backend"}:
                 raise ValueError(f"{type(self).__name__} got invalid argument: {key}")
         self.args = self.args_class(**arguments, **kwargs)
-        self._settings = Settings.read()
+        self._settings = Settings()
         self._recorder = Recorder(self._settings.log)
         names = ("tensor_parallel_size", "trust_remote_code", "num_postprocess_workers")
         fraction = self.args.kv_cache_config.free_gpu_memory_fraction
@@ -139,10 +139,6 @@ class StandInLLM:
         """1.2.1: False only after shutdown. Main: False as well if the engine is dead (PR #12718)."""
         executor = self._executor
         return executor is not None and not executor.is_shutdown() and not executor.is_known_dead
-
-    def _get_kv_cache_capacity(self) -> dict[str, int]:
-        assert self._executor is not None
-        return self._executor.get_kv_cache_capacity()
 
     def _generate_async(
         self,
@@ -242,7 +238,6 @@ class CompiledLLM(StandInLLM):
 StandInLLM.RECORDED_METHODS = {
     "__init__": StandInLLM._construct,
     "generate_async": StandInLLM._generate_async,
-    "get_kv_cache_capacity": StandInLLM._get_kv_cache_capacity,
     "get_stats": StandInLLM._get_stats,
 }
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
 
 PREFIX = "TRTLLM_STANDIN_"
 SINGLE_PROCESS = "TLLM_WORKER_USE_SINGLE_PROCESS"
@@ -27,53 +30,31 @@ class Fault(Enum):
     """The engine dies: a background error, which the next call raises."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(BaseSettings, env_prefix=PREFIX):
     """A field per variable TRTLLM_STANDIN_NAME; `faults` has an entry per Fault."""
 
-    step_ms: float
+    step_ms: float = 1
     """Duration of a step."""
-    prefill_us: float
+    prefill_us: float = 0
     """Additional duration per prompt token computed."""
-    stats_ms: float
+    stats_ms: float = 200
     """1.2: interval at which statistics are handed over."""
-    tokens_per_step: int
+    tokens_per_step: int = 1
     """Tokens that arrive at once, as with speculative decoding."""
-    hang_shutdown: bool
+    hang_shutdown: bool = False
     """shutdown() never returns."""
-    step_fail_ends: bool
+    step_fail_ends: bool = False
     """The engine's loop ends after a failed step."""
-    cancel_with_token: bool
+    cancel_with_token: bool = False
     """The last item of a cancelled request has a token without log-probabilities."""
-    workers: bool
+    workers: bool = False
     """Start a process per rank."""
-    log: str
+    log: str = ""
     """File for the records of `inspection`."""
-    single_process: bool
-    faults: Mapping[int, Fault] = field(default_factory=dict)
-    """Token id → what happens when it is generated."""
+    single_process: bool = Field(False, validation_alias=SINGLE_PROCESS)
 
-    @classmethod
-    def read(cls) -> Settings:
-        """Read the environment. Raises ValueError for a value that is not a number."""
-        return cls(
-            step_ms=float(_variable("STEP_MS", "1")),
-            prefill_us=float(_variable("PREFILL_US", "0")),
-            stats_ms=float(_variable("STATS_MS", "200")),
-            tokens_per_step=int(_variable("TOKENS_PER_STEP", "1")),
-            hang_shutdown=_flag("HANG_SHUTDOWN"),
-            step_fail_ends=_flag("STEP_FAIL_ENDS"),
-            cancel_with_token=_flag("CANCEL_WITH_TOKEN"),
-            workers=_flag("WORKERS"),
-            log=_variable("LOG", ""),
-            single_process=os.environ.get(SINGLE_PROCESS) == "1",
-            faults={int(token): fault for fault in Fault if (token := _variable(fault.value, ""))},
-        )
-
-
-def _variable(name: str, default: str) -> str:
-    return os.environ.get(PREFIX + name, default)
-
-
-def _flag(name: str) -> bool:
-    return _variable(name, "0") == "1"
+    @cached_property
+    def faults(self) -> Mapping[int, Fault]:
+        """Token id → what happens when it is generated."""
+        environ = os.environ
+        return {int(token): fault for fault in Fault if (token := environ.get(f"{PREFIX}{fault.value}"))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 from lora_folder import an_adapter
 from self_driver import SelfDriver
 from standin import read_log
+from trtllm_engines import Engines
 
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 
 PROMPT = tuple(range(100, 180))
 BACKWARDS = [*reversed(PROMPT)]
-
-Build = Callable[..., TensorRTEngine]
 
 
 @pytest.fixture
@@ -29,7 +26,7 @@ def adapters(tmp_path: Path) -> str:
     return f"sql={sql},org/french={french}"
 
 
-def test_each_sequence_is_computed_with_its_own_adapter(built: Build, adapters: str, tmp_path: Path) -> None:
+def test_each_sequence_is_computed_with_its_own_adapter(built: Engines, adapters: str, tmp_path: Path) -> None:
     engine = built(lora_adapters=adapters, log=tmp_path / "log")
     assert engine.info.adapters == ("sql", "org/french")
     driver = SelfDriver(engine)
@@ -43,7 +40,7 @@ def test_each_sequence_is_computed_with_its_own_adapter(built: Build, adapters: 
     assert asked[:3] == [None, ["sql", 1, str(tmp_path / "sql")], ["org/french", 2, str(tmp_path / "french")]]
 
 
-def test_an_adapter_that_the_library_cannot_compute_is_refused_at_start(built: Build, tmp_path: Path) -> None:
+def test_an_adapter_that_the_library_cannot_compute_is_refused_at_start(built: Engines, tmp_path: Path) -> None:
     folder = an_adapter(tmp_path / "experts", 8, w1=64)
     with pytest.raises(
         EngineError, match="the LoRA adapter moe changes w1, and TensorRT-LLM serves adapters of q_proj, "
@@ -54,7 +51,7 @@ def test_an_adapter_that_the_library_cannot_compute_is_refused_at_start(built: B
         built(lora_adapters=f"moe={folder}")
 
 
-def test_options_that_do_not_go_with_adapters(built: Build, adapters: str, version: str) -> None:
+def test_options_that_do_not_go_with_adapters(built: Engines, adapters: str, version: str) -> None:
     for options, refusal in (
         ("{enable_lora: true}", "enable_lora is not set here: use --lora-adapters"),
         ("{lora_config: {max_lora_rank: 8}}", "max_lora_rank is not set here: it follows from --lora-adapters"),
@@ -75,7 +72,7 @@ def test_options_that_do_not_go_with_adapters(built: Build, adapters: str, versi
         assert stream.tokens == BACKWARDS[:2]
 
 
-def test_cached_tokens_are_reported_once(built: Build, adapters: str) -> None:
+def test_cached_tokens_are_reported_once(built: Engines, adapters: str) -> None:
     engine = built(lora_adapters=adapters)
 
     def cached(new: int, **options: Any) -> list[int]:  # noqa: ANN401

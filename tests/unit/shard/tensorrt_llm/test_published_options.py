@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from self_driver import SelfDriver
 from standin import model_folder, read_log
+from trtllm_engines import Engines
 
-from text_generation_proto.values import Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineError, NewSequence, Orders
+from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.build import read_model
-from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
-
-Build = Callable[..., TensorRTEngine]
 
 MTP_1 = {"decoding_type": "MTP", "num_nextn_predict_layers": 1}
 MTP_3 = {"decoding_type": "MTP", "max_draft_len": 3}
@@ -96,7 +93,7 @@ NEWER = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_options_start(built: Build, version: str, tmp_path: Path, name: str) -> None:
+def test_published_options_start(built: Engines, version: str, tmp_path: Path, name: str) -> None:
     options = PUBLISHED[name]
     gpus = options["tensor_parallel_size"]
     folder = model_folder(tmp_path / "large", max_position_embeddings=16384)
@@ -106,13 +103,10 @@ def test_published_options_start(built: Build, version: str, tmp_path: Path, nam
             built(**given)
         assert str(refused.value) == f"--trtllm-options: {NEWER[name]}"
         return
-    engine = built(**given)
-    assert engine.apply(Orders(1, placements=(NewSequence(0, (5, 6, 7), Stopping(3)),))) == []
-    tokens: list[int] = []
-    while engine.running:
-        if (result := engine.step()) is not None:
-            tokens += result.token_ids
-    assert tokens == [5, 6, 7]
+    driver = SelfDriver(built(**given))
+    stream = driver.admit((5, 6, 7), 3)
+    driver.run()
+    assert stream.tokens == [5, 6, 7]
     [started] = read_log(tmp_path / "log").of("start")
     fraction = options.get(
         "kv_cache_free_gpu_memory_fraction", options.get("kv_cache_config", {}).get("free_gpu_memory_fraction", 0.9)
@@ -135,6 +129,6 @@ def test_all_refused_options_are_named_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_sizes_that_contradict_num_shard_are_refused(built: Build) -> None:
+def test_sizes_that_contradict_num_shard_are_refused(built: Engines) -> None:
     with pytest.raises(EngineError, match=r"tensor_parallel_size 8 does not fit the number of GPUs \(4, --num-shard\)"):
         built(options="tensor_parallel_size: 8\nprint_iter_log: true", num_shard=4)

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 from standin import importable, model_folder, read_log
+from trtllm_engines import constructed
 
 from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Stopping
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence
-from text_generation_shard.engines.tensorrt_llm.construct import construct
-from text_generation_shard.engines.tensorrt_llm.folder import read_hugging_face_model
 from text_generation_shard.engines.tensorrt_llm.library import load_library
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
-from text_generation_shard.json_object import JsonObject
 
 PROMPT = (100, 101, 102, 103)
 
@@ -30,8 +27,7 @@ class Requests:
 
     def __init__(self, folder: Path, options: dict[str, object], stack: ExitStack) -> None:
         library = load_library()
-        config = ShardConfig(engine="tensorrt-llm", model_path=str(folder))
-        construction = construct(config, library, read_hugging_face_model(JsonObject.read(folder)), options)
+        construction = constructed(library, folder, options)
         self.llm = library.llm(**construction.keywords)
         self.parameters = Parameters(library, construction.capabilities, 4096, (2,))
         self.broken: list[str] = []
@@ -134,15 +130,6 @@ def test_a_sequence_that_ended_before_its_request_is_aborted(make: Make, version
 
 
 # ---------------------------------------------------------------------------------------------------------------- errors
-
-
-def test_an_error_while_running_is_a_step_failure(make: Make) -> None:
-    requests = make(fail_token=102)
-    update = requests.read(requests.start(5))
-    assert update.token_ids == [100, 101]
-    assert update.failure is not None
-    assert update.failure[0] is FailureCode.STEP
-    assert requests.broken == []
 
 
 def test_a_refused_request_is_invalid(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from self_driver import SelfDriver
 from standin import read_log
+from trtllm_engines import Engines, until
 
 from text_generation_proto.values import FinishReason, LogprobOptions, Sampling, Stopping
-from text_generation_shard.engine import EngineError, NewSequence, Orders, StepResult
-from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
+from text_generation_shard.engine import Drafting, EngineError, NewSequence, Orders, StepResult
 
 PROMPT = tuple(range(100, 120))
-Build = Callable[..., TensorRTEngine]
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "MTP": {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
@@ -59,41 +56,23 @@ def options(**config: object) -> str:
     return json.dumps({"speculative_config": config})
 
 
-def run(engine: TensorRTEngine, *sequences: NewSequence) -> list[StepResult]:
-    """Run sequences to their ends."""
-    assert engine.apply(Orders(1, placements=sequences)) == []
-    results = []
-    while engine.running:
-        if (result := engine.step()) is not None:
-            results.append(result)
-            assert result.failed == []
-    return results
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_serves_several_tokens_a_step(built: Build, version: str, tmp_path: Path, name: str) -> None:
+def test_a_drafter_serves_several_tokens_a_step(built: Engines, version: str, tmp_path: Path, name: str) -> None:
     """Also requests that would have log-probabilities: TGI's streams get none."""
     if version == "1.2" and name in ONLY_IN_1_3:
         with pytest.raises(EngineError, match=f"has no drafter {name}$|sa_config"):
             built(options=options(**DRAFTERS[name]))
         return
     engine = built(options=options(**DRAFTERS[name]), step_ms=4, log=tmp_path / "log")
-    drawn = Sampling(greedy=False, temperature=0.5)
-    results = run(
-        engine,
-        NewSequence(0, PROMPT, Stopping(60), logprobs=LogprobOptions(tokens=True)),
-        NewSequence(1, PROMPT, Stopping(60), drawn),
-    )
-    for slot in (0, 1):
-        tokens: list[int] = []
-        for result in results:
-            at = 0
-            for other, count in zip(result.slots, result.token_counts, strict=True):
-                tokens += result.token_ids[at : at + count] if other == slot else []
-                at += count
-        assert tokens == list(islice(cycle(PROMPT), 60))
-    assert {reason for result in results for _, reason in result.finished} == {FinishReason.LENGTH}
-    assert max(max(result.token_counts) for result in results) > 1
+    driver = SelfDriver(engine)
+    streams = driver.admit(PROMPT, 60), driver.admit(PROMPT, 60, sampling=Sampling(greedy=False, temperature=0.5))
+    results = []
+    while driver.streams:
+        if (result := driver.step()) is not None:
+            results.append(result)
+    for stream in streams:
+        assert (stream.tokens, stream.finish) == ([*PROMPT * 3], FinishReason.LENGTH)
+    assert max(max(result.token_counts, default=0) for result in results) > 1
     assert sum(len(result.token_ids) for result in results) > 1.2 * sum(len(result.slots) for result in results)
     assert read_log(tmp_path / "log").of("greedy") == []
     refused = {field for field, _ in engine.info.unsupported}
@@ -103,32 +82,41 @@ def test_a_drafter_serves_several_tokens_a_step(built: Build, version: str, tmp_
     assert ("min_p" in refused) is (in_model or version == "1.2")
 
 
-def test_acceptance_is_reported(built: Build) -> None:
+def drafting(result: StepResult) -> Drafting:
+    return result.drafting or Drafting()
+
+
+def test_acceptance_is_reported(built: Engines) -> None:
     engine = built(options=options(**DRAFTERS["NGram"]), step_ms=5)
-    results = run(engine, NewSequence(0, PROMPT, Stopping(1000)))
-    deadline = time.monotonic() + 20
-    while not (told := [result.drafting for result in results if result.drafting is not None]) or (
-        sum(one.accepted_tokens + one.drafts for one in told) < 999
-    ):
-        assert time.monotonic() < deadline
-        if (late := engine.step()) is not None:  # the statistics of the last iterations
-            results.append(late)
-        else:
-            time.sleep(0.01)
+    driver = SelfDriver(engine)
+    driver.admit(PROMPT, 1000)
+    results: list[StepResult] = []
+
+    def step() -> int:
+        if (result := driver.step()) is not None:
+            results.append(result)
+        return sum(told.accepted_tokens + told.drafts for told in map(drafting, results))
+
+    while driver.streams:
+        step()
+    until(lambda: step() >= 999)  # the statistics of the last iterations
+    told = [*map(drafting, results)]
     drafts = sum(one.drafts for one in told)
     assert 0 <= sum(one.accepted_tokens for one in told) + drafts - 999 <= 3  # the limit cuts the last step
     assert sum(one.draft_tokens for one in told) == 3 * drafts
     assert sum(result.forward_ns for result in results) > 0
 
 
-def test_the_pool_has_room_for_the_drafts_of_a_sequence(built: Build) -> None:
+def test_the_pool_has_room_for_the_drafts_of_a_sequence(built: Engines) -> None:
     """The engine would never start a sequence without it."""
     text = json.dumps({"speculative_config": DRAFTERS["NGram"], "kv_cache_config": {"max_tokens": 512}})
     engine = built(options=text)
     [failure] = engine.apply(Orders(1, placements=(NewSequence(0, PROMPT, Stopping(512 - len(PROMPT) - 5)),)))
     assert "KV pool of 506 tokens" in failure.message
-    results = run(engine, NewSequence(0, PROMPT, Stopping(512 - len(PROMPT) - 6)))
-    assert sum(len(result.token_ids) for result in results) == 512 - len(PROMPT) - 6
+    driver = SelfDriver(engine)
+    fits = driver.admit(PROMPT, 512 - len(PROMPT) - 6)
+    driver.run()
+    assert len(fits.tokens) == 512 - len(PROMPT) - 6
 
 
 EXCLUDED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -141,18 +129,15 @@ EXCLUDED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXCLUDED)
-def test_excluded_parameters_are_refused_and_harm_nobody(built: Build, name: str) -> None:
-    kind, fields = EXCLUDED[name]
-    engine = built(options=options(**DRAFTERS[kind or "NGram"]))
-    asked = NewSequence(**{"slot": 1, "prompt": PROMPT, "stopping": Stopping(9)} | fields)
-    [failure] = engine.apply(Orders(1, placements=(NewSequence(0, PROMPT, Stopping(9)), asked)))
-    assert failure.slot == 1
-    assert failure.message.startswith(f"{name} is not supported: ")
-    assert "speculative decoding" in failure.message
-    while engine.running:
-        result = engine.step()
-        assert result is None or result.failed == []
+@pytest.mark.parametrize("kind", ["MTP", "NGram"])
+def test_excluded_parameters_are_refused(built: Engines, kind: str) -> None:
+    engine = built(options=options(**DRAFTERS[kind]))
+    for name, (only, fields) in EXCLUDED.items():
+        if only in ("", kind):
+            asked = NewSequence(**{"slot": 1, "prompt": PROMPT, "stopping": Stopping(9)} | fields)
+            [failure] = engine.apply(Orders(1, placements=(asked,)))
+            assert failure.message.startswith(f"{name} is not supported: ")
+            assert "speculative decoding" in failure.message
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -165,7 +150,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
-def test_a_wrong_configuration_ends_the_start_with_one_line(built: Build, config: dict[str, Any], message: str) -> None:
+def test_a_wrong_configuration_ends_the_start_with_one_line(
+    built: Engines, config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(EngineError) as refused:
         built(options=options(**config))
     assert message in str(refused.value)
@@ -173,19 +160,19 @@ def test_a_wrong_configuration_ends_the_start_with_one_line(built: Build, config
 
 
 @pytest.mark.parametrize("name", ["MTP", "NGram", "Eagle3 in two models"])
-def test_a_drafter_and_stages_exclude_each_other(built: Build, name: str) -> None:
+def test_a_drafter_and_stages_exclude_each_other(built: Engines, name: str) -> None:
     text = json.dumps({"speculative_config": DRAFTERS[name], "pipeline_parallel_size": 2})
     with pytest.raises(EngineError, match=r"pipeline_parallel_size and speculative_config .* exclude each other"):
         built(options=text, num_shard=2)
 
 
 @pytest.mark.parametrize("version", ["1.2"], indirect=True)
-def test_the_other_sampler_does_not_speculate(built: Build) -> None:
+def test_the_other_sampler_does_not_speculate(built: Engines) -> None:
     text = json.dumps({"speculative_config": DRAFTERS["MTP"], "sampler_type": "TRTLLMSampler"})
     with pytest.raises(EngineError, match="sampler_type TRTLLMSampler and speculative_config"):
         built(options=text)
 
 
-def test_a_configuration_that_is_no_mapping_is_refused(built: Build) -> None:
+def test_a_configuration_that_is_no_mapping_is_refused(built: Engines) -> None:
     with pytest.raises(EngineError, match="must be a mapping with decoding_type"):
         built(options="speculative_config: NGram\nmax_num_tokens: 512")

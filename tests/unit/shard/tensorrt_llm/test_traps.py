@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,14 @@ import torch
 from model_folders import RANKS, fill
 from model_folders import engine as compiled
 from standin import CONFIG, model_folder, read_log
+from trtllm_engines import Engines, until
 
-from text_generation_proto.values import LogprobOptions, Sampling, Stopping, TraceContext, WarmUpLimits
+from text_generation_proto.values import FailureCode, LogprobOptions, Sampling, Stopping, TraceContext, WarmUpLimits
 from text_generation_shard.engine import EngineError, NewSequence, Orders
 from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 
 PROMPT = tuple(range(100, 120))
 SCORED = LogprobOptions(tokens=True)
-Build = Callable[..., TensorRTEngine]
 
 
 def admit(engine: TensorRTEngine, slot: int, new: int, **fields: Any) -> None:  # noqa: ANN401 - fields of NewSequence
@@ -31,14 +30,7 @@ def admit(engine: TensorRTEngine, slot: int, new: int, **fields: Any) -> None:  
 
 def until_submitted(log: Path, count: int) -> None:
     """Wait until so many requests have arrived; the first is the probe."""
-    until_logged(log, "request", count + 1)
-
-
-def until_logged(log: Path, event: str, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while len(read_log(log).of(event)) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: len(read_log(log).of("request")) > count)
 
 
 def run(engine: TensorRTEngine) -> None:
@@ -55,7 +47,7 @@ def until_tokens(engine: TensorRTEngine, slot: int) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.2"], indirect=True)
-def test_a_compiled_engine_survives_clients_that_leave(built: Build, tmp_path: Path) -> None:
+def test_a_compiled_engine_survives_clients_that_leave(built: Engines, tmp_path: Path) -> None:
     """Issue #10810: with log-probabilities it crashes when a running request is aborted."""
     config = compiled(build_config__gather_generation_logits=True)
     engine = built(folder=fill(tmp_path / "compiled", config, RANKS), num_shard=2, step_ms=2, log=tmp_path / "log")
@@ -71,7 +63,7 @@ def test_a_compiled_engine_survives_clients_that_leave(built: Build, tmp_path: P
 
 
 @pytest.mark.parametrize("version", ["1.3"], indirect=True)
-def test_a_scored_prompt_whose_client_leaves_stops_nobody(built: Build, tmp_path: Path) -> None:
+def test_a_scored_prompt_whose_client_leaves_stops_nobody(built: Engines, tmp_path: Path) -> None:
     engine = built(options="{max_num_tokens: 32}", prefill_us=2000, log=tmp_path / "log")
     admit(engine, 0, 5, prompt=PROMPT * 5, logprobs=LogprobOptions(prompt=True))
     until_submitted(tmp_path / "log", 1)
@@ -80,7 +72,7 @@ def test_a_scored_prompt_whose_client_leaves_stops_nobody(built: Build, tmp_path
     run(engine)
 
 
-def test_requests_that_leave_in_the_engines_queue_leave_no_entries(built: Build, tmp_path: Path) -> None:
+def test_requests_that_leave_in_the_engines_queue_leave_no_entries(built: Engines, tmp_path: Path) -> None:
     engine = built(max_batch_size=2, log=tmp_path / "log", step_ms=30)
     for number in range(1, 6):  # the engine still has those of the round before
         admit(engine, 0, 50)
@@ -93,7 +85,7 @@ def test_requests_that_leave_in_the_engines_queue_leave_no_entries(built: Build,
     assert (ends["dropped"], read_log(tmp_path / "log").unfinished) == (0, set())
 
 
-def test_statistics_do_not_block_requests(built: Build, tmp_path: Path) -> None:
+def test_statistics_do_not_block_requests(built: Engines, tmp_path: Path) -> None:
     engine = built(log=tmp_path / "log", step_ms=3)
     admit(engine, 0, 300)
     run(engine)
@@ -101,7 +93,7 @@ def test_statistics_do_not_block_requests(built: Build, tmp_path: Path) -> None:
     assert read_log(tmp_path / "log").of("blocked") == []
 
 
-def test_attention_data_parallelism_counts_all_ranks(built: Build) -> None:
+def test_attention_data_parallelism_counts_all_ranks(built: Engines) -> None:
     plain = built(max_batch_size=4, num_shard=2)
     engine = built(max_batch_size=4, num_shard=2, options="{enable_attention_dp: true, max_seq_len: 2048}", step_ms=5)
     assert (plain.info.max_slots, engine.info.max_slots) == (4, 8)
@@ -114,7 +106,7 @@ def test_attention_data_parallelism_counts_all_ranks(built: Build) -> None:
     engine.reset()
 
 
-def test_a_length_beyond_the_models_is_refused(built: Build, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_beyond_the_models_is_refused(built: Engines, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match="max_seq_len 4096 exceeds the model's 2048 positions"):
         built(options="{max_seq_len: 4096}")
     monkeypatch.setenv("TLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
@@ -124,7 +116,7 @@ def test_a_length_beyond_the_models_is_refused(built: Build, version: str, monke
 
 @pytest.mark.parametrize("asked", [None, "0"])
 def test_usage_is_not_reported_unless_the_operator_says_so(
-    built: Build, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None
+    built: Engines, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None
 ) -> None:
     monkeypatch.delenv("TRTLLM_NO_USAGE_STATS", raising=False)
     if asked is not None:
@@ -135,7 +127,7 @@ def test_usage_is_not_reported_unless_the_operator_says_so(
 
 
 @pytest.mark.parametrize("version", ["1.3"], indirect=True)
-def test_scored_prompts_are_bounded(built: Build, tmp_path: Path) -> None:
+def test_scored_prompts_are_bounded(built: Engines, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "large", vocab_size=1 << 20, max_position_embeddings=4096)
     engine = built(folder=folder)
     scored = NewSequence(0, PROMPT * 60, Stopping(1), logprobs=LogprobOptions(prompt=True))
@@ -147,7 +139,7 @@ def test_scored_prompts_are_bounded(built: Build, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 9), True), ((9, 0), False)])
 def test_prompts_that_an_engine_would_never_start_are_refused(
-    built: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *, refused: bool
+    built: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *, refused: bool
 ) -> None:
     """Multi-head latent attention computes prompts in chunks on some GPUs only; the option is silently ignored on others."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -159,13 +151,13 @@ def test_prompts_that_an_engine_would_never_start_are_refused(
 
 
 @pytest.mark.parametrize("version", ["1.2"], indirect=True)
-def test_an_attention_backend_without_chunks_limits_prompts(built: Build) -> None:
+def test_an_attention_backend_without_chunks_limits_prompts(built: Engines) -> None:
     engine = built(options="{max_num_tokens: 64, attn_backend: FLASHINFER_STAR_ATTENTION}")
     [failure] = engine.apply(Orders(1, placements=(NewSequence(0, PROMPT * 5, Stopping(1)),)))
     assert "computes at most 64" in failure.message
 
 
-def test_an_error_of_the_guided_decoder_names_the_way_out(built: Build, tmp_path: Path) -> None:
+def test_an_error_of_the_guided_decoder_names_the_way_out(built: Engines, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "slow")
     (folder / "tokenizer.json").write_text(json.dumps({"model": CONFIG}))
     with pytest.raises(EngineError, match="without grammars: --trtllm-options 'guided_decoding_backend: null'"):
@@ -175,21 +167,20 @@ def test_an_error_of_the_guided_decoder_names_the_way_out(built: Build, tmp_path
 
 
 @pytest.mark.parametrize("version", ["1.2"], indirect=True)
-def test_statistics_do_not_stand_still(built: Build, tmp_path: Path) -> None:
+def test_statistics_do_not_stand_still(built: Engines, tmp_path: Path) -> None:
     """Once no entry came in time, 1.2 ends its feed until the next request."""
     engine = built(options="max_num_tokens: 64", prefill_us=1000, stats_ms=200)
     admit(engine, 0, 5, prompt=PROMPT * 100)  # two seconds without output
-    seen = set[float]()
-    while len(seen) < 3:  # the submission and two polls
-        activity = engine.activity()
-        assert activity.waiting_prompt_tokens
-        seen.add(activity.last_sign)
-        time.sleep(0.01)
+    signs = [engine.activity().last_sign]
+    for _ in range(2):
+        until(lambda: engine.activity().last_sign != signs[-1])
+        signs.append(engine.activity().last_sign)
+    assert engine.activity().waiting_prompt_tokens
     assert engine.used_blocks > 0
     engine.reset()
 
 
-def test_short_answers_at_low_load_are_counted(built: Build) -> None:
+def test_short_answers_at_low_load_are_counted(built: Engines) -> None:
     """An answer may begin and end between two polls."""
     engine = built(stats_ms=200)
     engine.step()
@@ -198,36 +189,38 @@ def test_short_answers_at_low_load_are_counted(built: Build) -> None:
         admit(engine, 0, 5)
         while engine.running:
             told += result.forward_ns if (result := engine.step()) is not None else 0
-    deadline = time.monotonic() + 20
-    while told < 15_000_000:  # all iterations of the three answers
-        assert time.monotonic() < deadline
+
+    def all_are_told() -> bool:
+        nonlocal told
         told += result.forward_ns if (result := engine.step()) is not None else 0
-        time.sleep(0.01)
+        return told >= 15_000_000  # all iterations of the three answers
+
+    until(all_are_told)
 
 
 @pytest.mark.parametrize("extra", ["host_cache_size: 33554432", "max_attention_window: [64, 64, 512]"])
-def test_the_pool_is_that_of_the_gpu(built: Build, version: str, tmp_path: Path, extra: str) -> None:
+def test_the_pool_is_that_of_the_gpu(built: Engines, version: str, tmp_path: Path, extra: str) -> None:
     """The library's figure counts blocks of host memory, and adds up the blocks of all attention windows."""
     options = f"kv_cache_config: {{max_tokens: 512, {extra}}}"
     engine = built(options=options, step_ms=12, log=tmp_path / "log")
     assert engine.warm_up(WarmUpLimits()) == 16
     over = NewSequence(9, PROMPT, Stopping(500))
     [failure] = engine.apply(Orders(1, placements=(over,)))
-    assert "exceed the engine's KV pool of 512 tokens" in failure.message
+    assert (failure.code, failure.message) == (
+        FailureCode.INVALID,
+        "prompt and new tokens exceed the engine's KV pool of 512 tokens",
+    )
     for slot in range(4):
         admit(engine, slot, 100)  # four blocks each: all of them
-    deadline = time.monotonic() + 20
-    while not (blocks := engine.used_blocks):
-        assert time.monotonic() < deadline
-        engine.step()
+    until(lambda: engine.step() and engine.used_blocks)
     # A window of 64 tokens takes two blocks of each; 1.2 reports the sum over the windows only.
-    assert blocks == (12 if "window" in extra and version == "1.2" else 16)
+    assert engine.used_blocks == (12 if "window" in extra and version == "1.2" else 16)
     run(engine)
     assert read_log(tmp_path / "log").of("wait") == []
 
 
 @pytest.mark.parametrize("traced", [True, False])
-def test_spans_need_metrics_of_the_request(built: Build, tmp_path: Path, *, traced: bool) -> None:
+def test_spans_need_metrics_of_the_request(built: Engines, tmp_path: Path, *, traced: bool) -> None:
     options = "otlp_traces_endpoint: http://127.0.0.1:9/v1/traces\nprint_iter_log: false" if traced else ""
     engine = built(options=options, log=tmp_path / "log")
     admit(engine, 0, 2, trace=TraceContext("00-" + "1" * 32 + "-" + "2" * 16 + "-01", ""))
@@ -236,7 +229,7 @@ def test_spans_need_metrics_of_the_request(built: Build, tmp_path: Path, *, trac
 
 
 @pytest.mark.parametrize("version", ["1.3"], indirect=True)
-def test_what_a_request_leaves_out_is_not_filled_in(built: Build, tmp_path: Path) -> None:
+def test_what_a_request_leaves_out_is_not_filled_in(built: Engines, tmp_path: Path) -> None:
     """With `generation_config: auto` the library takes it from generation_config.json."""
     folder = model_folder(tmp_path / "qwen")
     (folder / "generation_config.json").write_text('{"top_k": 20, "repetition_penalty": 1.05}')
