@@ -151,25 +151,22 @@ class WatchedGpu:
         return f"GPU {self._gpu.index} ({self._gpu.uuid}): {fault}"
 
     def state(self) -> pb.GpuState:
-        """Return the state now."""
-        state = pb.GpuState(index=self._gpu.index, uuid=self._gpu.uuid)
+        """Return the state now. A value that is None is not set."""
         device, whole, fields = self._device, self._whole, self._fields
         memory = self._read(lambda: device.memory_info)
-        if memory is not None:
-            state.memory_used_bytes, state.memory_total_bytes = memory.used, memory.total
-        if (busy := self._read(lambda: device.utilization.gpu)) is not None:
-            state.utilization = busy / 100
-        if (milliwatts := self._field(fields.DEV_POWER_INSTANT)) is not None:
-            state.power_watts = milliwatts / 1000
-        if (celsius := self._read(lambda: whole.temperature.get_sensor())) is not None:
-            state.temperature_celsius = celsius
-        reasons = self._read(lambda: whole.current_clock_event_reasons)
-        state.throttle_reasons.extend(map(str, reasons or ()))
-        if (corrected := self._field(fields.DEV_ECC_SBE_VOL_TOTAL)) is not None:
-            state.corrected_ecc_errors = corrected
-        if (uncorrected := self._field(fields.DEV_ECC_DBE_VOL_TOTAL)) is not None:
-            state.uncorrected_ecc_errors = uncorrected
-        return state
+        busy, milliwatts = self._read(lambda: device.utilization.gpu), self._field(fields.DEV_POWER_INSTANT)
+        return pb.GpuState(
+            index=self._gpu.index,
+            uuid=self._gpu.uuid,
+            memory_used_bytes=getattr(memory, "used", None),
+            memory_total_bytes=getattr(memory, "total", None),
+            utilization=None if busy is None else busy / 100,
+            power_watts=None if milliwatts is None else milliwatts / 1000,
+            temperature_celsius=self._read(lambda: whole.temperature.get_sensor()),
+            throttle_reasons=map(str, self._read(lambda: whole.current_clock_event_reasons) or ()),
+            corrected_ecc_errors=self._field(fields.DEV_ECC_SBE_VOL_TOTAL),
+            uncorrected_ecc_errors=self._field(fields.DEV_ECC_DBE_VOL_TOTAL),
+        )
 
     def _field(self, field: int) -> Any:  # noqa: ANN401 - a number, or None
         return self._read(lambda: self._whole.get_field_values([field])[0].value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any, TypeGuard
@@ -72,14 +73,14 @@ class UnsupportedError(EngineError):
     """A value that is not wrong, but that the native models do not compute."""
 
 
+@dataclass(frozen=True, slots=True)
 class JsonObject:
     """A JSON object in a file. Getters check types and raise EngineError with file and key. Null counts as missing."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any], *, within: str = "", advice: str = "") -> None:
-        self.path = path
-        self._values = values
-        self._within = within
-        self._advice = advice
+    path: Path
+    values: Mapping[str, Any]
+    within: str = ""
+    advice: str = ""
 
     @classmethod
     def read(cls, folder: Path, name: str = "config.json") -> JsonObject:
@@ -101,17 +102,12 @@ class JsonObject:
             raise EngineError(f"{path} does not hold a JSON object: copy or download the folder again")
         return cls(path, values)
 
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """All values."""
-        return self._values
-
     def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
+        return self.values.get(key) is not None
 
     def error(self, problem: str) -> EngineError:
         """Return an error with the path, the problem and the advice."""
-        return EngineError(f"{self.path}: {problem}{self._advice}")
+        return EngineError(f"{self.path}: {problem}{self.advice}")
 
     def unsupported(self, problem: str) -> UnsupportedError:
         """Return the error of a value that another implementation of the model may know."""
@@ -119,22 +115,22 @@ class JsonObject:
 
     def advising(self, advice: str) -> JsonObject:
         """Return the same object, with `advice` appended to its errors."""
-        return JsonObject(self.path, self._values, within=self._within, advice=f"; {advice}")
+        return replace(self, advice=f"; {advice}")
 
     def merged(self, values: Mapping[str, Any]) -> JsonObject:
         """Return the same object, updated with `values`."""
-        return JsonObject(self.path, {**self._values, **values}, within=self._within, advice=self._advice)
+        return replace(self, values={**self.values, **values})
 
     def get(self, key: str) -> Any:  # noqa: ANN401 – JSON
         """Return the value at `key`; None if it is missing or null."""
-        return self._values.get(key)
+        return self.values.get(key)
 
     def inner(self, key: str) -> JsonObject:
         """Return the object at `key`."""
         value = self.get(key)
         if not isinstance(value, dict):
             raise self._type_error(key, "an object")
-        return JsonObject(self.path, value, within=f"{self._within}{key}.", advice=self._advice)
+        return replace(self, values=value, within=f"{self.within}{key}.")
 
     def decoder(self) -> JsonObject:
         """Return the part of a config.json that describes the decoder: all of it, or `text_config` of a model of text and images."""
@@ -171,7 +167,7 @@ class JsonObject:
 
     def is_null(self, key: str) -> bool:
         """Return True if the key is present and null."""
-        return key in self._values and self._values[key] is None
+        return key in self.values and self.values[key] is None
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
         """Return the boolean at `key`."""
@@ -203,7 +199,7 @@ class JsonObject:
         return tuple(ids)
 
     def _type_error(self, key: str, wanted: str, value: object = None) -> EngineError:
-        value, name = self.get(key) if value is None else value, f"{self._within}{key}"
+        value, name = self.get(key) if value is None else value, f"{self.within}{key}"
         return self.error(f"{name} is missing" if value is None else f"{name} is {shortened(value)}, not {wanted}")
 
 
