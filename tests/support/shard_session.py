@@ -34,14 +34,7 @@ class Session:
         self._sending = asyncio.Lock()
         self._is_closed = False
 
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int,
-        eos_token_ids: Sequence[int] = (),
-        grammar: pb.Grammar | None = None,
-    ) -> AsyncIterator[int]:
+    async def generate(self, prompt: Sequence[int], *, max_new_tokens: int) -> AsyncIterator[int]:
         """Yield the most probable tokens after `prompt`. Raises SequenceFailed, SessionClosed. `aclose` releases the sequence."""
         slot = self._free_slots.pop()
         needed = -(-(len(prompt) + max_new_tokens - 1) // self._block_size)
@@ -52,8 +45,7 @@ class Session:
             prompt=prompt,
             blocks=blocks,
             sampling=pb.Sampling(greedy=True),
-            stopping=pb.Stopping(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids),
-            grammar=grammar,
+            stopping=pb.Stopping(max_new_tokens=max_new_tokens),
         )
         is_over = False
         try:

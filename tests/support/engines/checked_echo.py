@@ -115,7 +115,7 @@ class CheckedEcho(EchoEngine):
 
     def reset(self) -> None:
         super().reset()
-        self._ledger.clear()
+        self._ledger = KVLedger(self.num_blocks, BLOCK_SIZE)
 
 
 def build(config: ShardConfig) -> Engine:

@@ -10,12 +10,11 @@ another sequence wants to share them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from text_generation_shard.engine import NewSequence
 
@@ -30,40 +29,20 @@ class Holder(Protocol):
     is_held: bool
 
 
-@dataclass(slots=True, eq=False)
-class _Writer:
-    holder: Holder
-    first: int
-    """Index in its block table of the first block that it writes; earlier ones are read only."""
-    recorded: int
-    """Index of the first block whose tokens are not all recorded."""
-
-
 class KVLedger:
     """Checks assignments of blocks. Callers check that 0 <= block < num_blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        self._num_blocks = num_blocks
-        self._holders: dict[Holder, _Writer] = {}
-        self._writers: dict[int, _Writer] = {}
-        self._readers: dict[int, int] = {}
+        self._holders: dict[Holder, int] = {}
+        """Index in its block table of the first block that a sequence writes; earlier ones it reads only."""
+        self._writers: dict[int, Holder] = {}
+        self._readers = Counter[int]()
         """Number of sequences that read a block; no entry for 0."""
-        self._contents = self._empty()
+        self._contents = np.zeros((num_blocks, block_size), dtype=np.int32)
+        """[blocks, tokens per block] of token id + 1, 0 if unknown. Memory is committed when written."""
         self._adapters: dict[int, str] = {}
         """The LoRA adapter with which a block was computed; no entry for none."""
-
-    def _empty(self) -> npt.NDArray[np.int32]:
-        """Return [blocks, tokens per block] of token id + 1, 0 if unknown. Memory is committed when written."""
-        return np.zeros((self._num_blocks, self._block_size), dtype=np.int32)
-
-    def clear(self) -> None:
-        """Forget all owners and contents."""
-        self._holders.clear()
-        self._writers.clear()
-        self._readers.clear()
-        self._contents = self._empty()
-        self._adapters.clear()
 
     def new_sequence_problem(self, new: NewSequence) -> str | None:
         """Return the problem with the blocks of a new sequence; None if there is none."""
@@ -83,17 +62,15 @@ class KVLedger:
 
     def admit(self, holder: Holder) -> None:
         """Register `holder` as a reader of the fully computed blocks and as the writer of the others."""
-        first = holder.computed // self._block_size
-        writer = self._holders[holder] = _Writer(holder, first, first)
-        for block in holder.blocks[:first]:
-            self._readers[block] = self._readers.get(block, 0) + 1
+        first = self._holders[holder] = holder.computed // self._block_size
+        self._readers.update(holder.blocks[:first])
         self.allocate(holder, holder.blocks[first:])
         # The first block it writes may already hold computed tokens.
-        self._record(writer)
+        self._record(holder)
 
     def allocate(self, holder: Holder, blocks: Sequence[int]) -> None:
         """Register `holder` as the writer of more blocks."""
-        self._writers.update(dict.fromkeys(blocks, self._holders[holder]))
+        self._writers.update(dict.fromkeys(blocks, holder))
 
     def end_dropped(self) -> None:
         """Remove the holders that are not held any more."""
@@ -102,24 +79,17 @@ class KVLedger:
 
     def end(self, holder: Holder) -> None:
         """Remove `holder`. Its blocks keep their contents until they are assigned again."""
-        writer = self._holders.pop(holder)
-        self._record(writer)
-        for block in holder.blocks[writer.first :]:
+        self._record(holder)
+        first = self._holders.pop(holder)
+        for block in holder.blocks[first:]:
             del self._writers[block]
-        for block in holder.blocks[: writer.first]:
-            if (readers := self._readers[block] - 1) > 0:
-                self._readers[block] = readers
-            else:
-                del self._readers[block]
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+        self._readers -= Counter(holder.blocks[:first])
 
     def _cached_problem(self, new: NewSequence) -> str | None:
         if not (computed := new.computed_tokens):
             return None
-        blocks = new.blocks[: self._blocks_for(computed)]
-        for writer in {writer for block in blocks if (writer := self._writers.get(block)) is not None}:
+        blocks = new.blocks[: -(-computed // self._block_size)]
+        for writer in {self._writers[block] for block in blocks if block in self._writers}:
             self._record(writer)
         if any(self._adapters.get(block, "") != new.adapter for block in blocks):
             return "the KV blocks given were computed with another LoRA adapter"
@@ -131,19 +101,17 @@ class KVLedger:
             return f"the KV blocks given do not hold the prompt: token {index}, in block {block}, is another"
         return None
 
-    def _record(self, writer: _Writer) -> None:
-        """Record the tokens computed since the last call. Blocks not reached yet hold nothing."""
-        holder, start = writer.holder, writer.recorded
-        if not (blocks := holder.blocks[start:]):
-            return
+    def _record(self, holder: Holder) -> None:
+        """Record the tokens computed so far in the blocks that it writes. Blocks not reached yet hold nothing."""
+        first = self._holders[holder]
+        blocks = holder.blocks[first:]
         for block in blocks:
             if holder.adapter:
                 self._adapters[block] = holder.adapter
             else:
                 self._adapters.pop(block, None)
         tokens = np.zeros(len(blocks) * self._block_size, dtype=np.int32)
-        known = holder.tokens[start * self._block_size : holder.computed]
+        known = holder.tokens[first * self._block_size : holder.computed]
         tokens[: len(known)] = known
         tokens[: len(known)] += 1
         self._contents[blocks] = tokens.reshape(len(blocks), self._block_size)
-        writer.recorded = holder.computed // self._block_size

@@ -8,7 +8,6 @@ both generate the same tokens, and the step-scheduled engine checks this one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -205,66 +204,51 @@ def _cancel_matcher(held: _Sequence) -> None:
         held.new.matcher.cancel()
 
 
-@dataclass(slots=True)
-class _Unreported:
-    """Tokens of a sequence that are not reported yet."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_tokens: list[TopTokens] = field(default_factory=list)
-    prompt_logprobs: list[PromptScores] = field(default_factory=list)
-
-
 class _Coalescer:
-    """Holds the tokens of each sequence back until there are `tokens_per_report`, or the sequence ends."""
+    """Holds tokens back for `tokens_per_report` steps, or until a sequence ends."""
 
     def __init__(self, tokens_per_report: int) -> None:
         self._tokens_per_report = tokens_per_report
-        self._unreported: dict[int, _Unreported] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Discard all tokens."""
+        self._steps = 0
+        self._tokens: dict[int, list[tuple[int, float]]] = {}
+        """By slot: token ids and log-probabilities."""
+        self._tops: list[TopTokens] = []
+        self._scores: list[PromptScores] = []
 
     def add(self, result: StepResult) -> StepResult:
         """Add the result of a step, at most one token per slot. Return the result to report."""
         if self._tokens_per_report == 1:
             return result
+        self._steps += bool(result.slots)
         for slot, token_id, logprob in zip(result.slots, result.token_ids, result.logprobs, strict=True):
-            unreported = self._unreported.setdefault(slot, _Unreported())
-            unreported.token_ids.append(token_id)
-            unreported.logprobs.append(logprob)
-        for top in result.top_tokens:
-            unreported = self._unreported[top.slot]
-            unreported.top_tokens.append(replace(top, index=len(unreported.token_ids) - 1))
-        for scores in result.prompt_logprobs:
-            self._unreported[scores.slot].prompt_logprobs.append(scores)
-        ended = [slot for slot, _ in result.finished] + [failure.slot for failure in result.failed]
-        complete = [slot for slot in result.slots if len(self._unreported[slot].token_ids) >= self._tokens_per_report]
-        report = StepResult(
-            prefilled=result.prefilled, finished=result.finished, failed=result.failed, forward_ns=result.forward_ns
-        )
-        self._release((*complete, *ended), report)
+            self._tokens.setdefault(slot, []).append((token_id, logprob))
+        self._tops += [replace(top, index=len(self._tokens[top.slot]) - 1) for top in result.top_tokens]
+        self._scores += result.prompt_logprobs
+        is_due = self._steps == self._tokens_per_report or result.finished or result.failed
+        report = (self.rest() if is_due else None) or StepResult()
+        report.prefilled, report.finished, report.failed = result.prefilled, result.finished, result.failed
+        report.forward_ns = result.forward_ns
         return report
 
     def rest(self) -> StepResult | None:
-        """Return all unreported tokens, for when no step follows; None if there are none."""
-        if not self._unreported:
+        """Return all tokens held back; None if there are none."""
+        if not self._tokens:
             return None
-        report = StepResult()
-        self._release(list(self._unreported), report)
+        report = StepResult(top_tokens=self._tops, prompt_logprobs=self._scores)
+        for slot, tokens in self._tokens.items():
+            report.slots.append(slot)
+            report.token_counts.append(len(tokens))
+            report.token_ids += [token_id for token_id, _ in tokens]
+            report.logprobs += [logprob for _, logprob in tokens]
+        self.clear()
         return report
 
     def drop(self, slot: int) -> None:
         """Discard the tokens of a sequence."""
-        self._unreported.pop(slot, None)
-
-    def clear(self) -> None:
-        """Discard all tokens."""
-        self._unreported.clear()
-
-    def _release(self, slots: Iterable[int], report: StepResult) -> None:
-        for slot in slots:
-            if unreported := self._unreported.pop(slot, None):
-                report.slots.append(slot)
-                report.token_counts.append(len(unreported.token_ids))
-                report.token_ids += unreported.token_ids
-                report.logprobs += unreported.logprobs
-                report.top_tokens += unreported.top_tokens
-                report.prompt_logprobs += unreported.prompt_logprobs
+        self._tokens.pop(slot, None)
+        self._tops = [top for top in self._tops if top.slot != slot]
+        self._scores = [scores for scores in self._scores if scores.slot != slot]

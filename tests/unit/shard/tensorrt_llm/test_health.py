@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from self_driver import SelfDriver
 from standin import read_log
-from trtllm_engines import Engines, until
+from trtllm_engines import Engines
 
 from text_generation_common.heartbeat import CHECK_EVERY_S
 from text_generation_proto.values import FailureCode, Stopping
@@ -136,16 +136,6 @@ def test_a_request_to_an_idle_engine_restarts_the_clock(built: Engines) -> None:
     now = time.monotonic()
     engine.apply(Orders(1, placements=(NewSequence(0, PROMPT, Stopping(3)),)))
     assert engine.activity().last_sign >= now > before.last_sign
-
-
-def test_iterations_are_signs_of_life(built: Engines) -> None:
-    """While a prompt is computed in chunks there is no output."""
-    engine = built(prefill_us=500, options="max_num_tokens: 64")
-    engine.apply(Orders(1, placements=(NewSequence(0, tuple(range(10, 1610)), Stopping(3)),)))
-    submitted = engine.activity().last_sign
-    until(lambda: engine.activity().last_sign != submitted)  # another thread polls the statistics
-    activity = engine.activity()
-    assert (activity.running, activity.waiting_prompt_tokens) == (1, 1600)
 
 
 def watchdog(
