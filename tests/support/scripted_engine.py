@@ -33,7 +33,7 @@ class ScriptedEngine(CheckedEcho):
         engine.tokenizer, engine.answer = tokenizer, answer
         return engine
 
-    def _sample(self, sequences: list[Sequence], masks: dict[int, Mask]) -> SamplerOutput:
+    def sample(self, sequences: list[Sequence], masks: dict[int, Mask]) -> SamplerOutput:
         output = SamplerOutput([], [LOGPROB] * len(sequences))
         for index, sequence in enumerate(sequences):
             said = len(sequence.tokens) - (sequence.prompt_length - sequence.generated_before)
