@@ -62,10 +62,7 @@ async def serve(config: ShardConfig) -> ExitCode:
         servers = (server, *_probe_server(config, health))
         for each in servers:
             await each.start()
-        log.info("loading", engine=config.engine, model=config.model_path)
-        notifier = Notifier()
-        notifier.show(lambda: f"loading {config.model_path}")
-        code = await _serve_engine(config, thread, owner, health, notifier, signals, gpus)
+        code = await _serve_engine(config, thread, owner, health, signals, gpus)
         await health.stop()
         owner.stop()
         for each in servers:
@@ -103,10 +100,12 @@ async def _serve_engine(
     thread: EngineThread,
     owner: SessionOwner,
     health: ShardHealth,
-    notifier: Notifier,
     signals: StopSignals,
     gpus: tuple[tuple[Gpu, ...], str],
 ) -> ExitCode:
+    log.info("loading", engine=config.engine, model=config.model_path)
+    notifier = Notifier()
+    notifier.show(lambda: f"loading {config.model_path}")
     loading = thread.submit(build_engine, config)
     await wait_for_any(signals.stop.wait(), asyncio.wait((loading,)))
     if signals.stop.is_set():
