@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from text_generation_common.exit_codes import ExitCode
 from text_generation_router.config import RouterConfig
-from text_generation_router.permits import Permits
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.serve.http import Backend, HttpSide
 from text_generation_router.serve.limits import resolve_limits
-from text_generation_router.serve.shards import Shards, new_metrics, new_scheduler
+from text_generation_router.serve.shards import Shards
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.stats import OwnStats
 from text_generation_router.waiting import background
@@ -23,11 +22,8 @@ async def serve_alone(config: RouterConfig) -> ExitCode:
     if model is None:
         return ExitCode.STOPPED
     limits = resolve_limits(config, model)
-    scheduler = new_scheduler(config, model)
-    metrics = new_metrics(config, model, scheduler)
-    cluster = Cluster(scheduler, metrics.steps, config.hang_timeout)
-    metrics.add_shards(cluster, lambda: shards.known)
-    permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
+    cluster: Cluster
+    cluster, metrics, permits = shards.cluster(model)
     stats = OwnStats(metrics, cluster)
 
     async def run() -> None:

@@ -14,14 +14,13 @@ from text_generation_common.sockets import SocketInUse
 from text_generation_common.stop_signals import StopSignals
 from text_generation_router.config import RouterConfig
 from text_generation_router.memory import configure_allocator, configure_collector
-from text_generation_router.permits import Permits
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.serve.draining import drain
-from text_generation_router.serve.shards import Shards, new_metrics, new_scheduler
+from text_generation_router.serve.shards import Shards
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.stats.summed import SummedStats
 from text_generation_router.waiting import background, first_of
-from text_generation_router.worker_link.columns import ReportReceiver, WorkerDelivery
+from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink
 from text_generation_router.worker_link.remote_rates import rate_handlers
 from text_generation_router.worker_link.server import WorkerLinkServer
 
@@ -43,11 +42,7 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     if (model := await shards.join(signals)) is None:
         return ExitCode.STOPPED
     delivery = WorkerDelivery()
-    scheduler = new_scheduler(config, model)
-    metrics = new_metrics(config, model, scheduler)
-    cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
-    metrics.add_shards(cluster, lambda: shards.known)
-    permits = Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
+    cluster, metrics, permits = shards.cluster(model, delivery)
     link_server = WorkerLinkServer(cluster, delivery, permits, model)
     stats = SummedStats(metrics, cluster, link_server.connections)
     link_server.handlers.update({**stats.handlers, **rate_handlers(RateLimits())})
@@ -74,6 +69,6 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     return ExitCode.STOPPED
 
 
-async def _ended(cluster: Cluster[ReportReceiver]) -> None:
+async def _ended(cluster: Cluster[WorkerLink]) -> None:
     while cluster.live_requests:  # noqa: ASYNC110 - no event: this runs once, at the end
         await asyncio.sleep(DRAIN_CHECK_S)

@@ -16,11 +16,13 @@ from text_generation_router.config import RouterConfig
 from text_generation_router.discovery.parse import parse_source
 from text_generation_router.discovery.source import Address, Source, StaticSource, known
 from text_generation_router.metrics import Metrics
+from text_generation_router.permits import Permits
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.first_join import join_all, join_first
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
+from text_generation_router.shards.listeners import Delivery, Receiver
 from text_generation_router.waiting import unless_stopped
 
 QUEUED_KV_CACHES = 8
@@ -74,6 +76,19 @@ class Shards:
         if self._config.role == "scheduler":
             reached_file(self._config).touch()
 
+    def cluster(
+        self, model: ReplicaInfo, delivery: Delivery[Receiver] | None = None
+    ) -> tuple[Cluster[Receiver], Metrics, Permits]:
+        """Return a cluster without replicas, its metrics, and the permits of its requests. Raises CannotServe."""
+        config = self._config
+        max_input_tokens, max_total_tokens = token_limits(config, model)
+        scheduler = Scheduler(policy_of(config, model.info), replicas=0)
+        metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
+        metrics.add_names(config.metric_names, config.model_id or config.model_path)
+        cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
+        metrics.add_shards(cluster, lambda: self.known)
+        return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
+
     async def drive(self, cluster: Cluster[Any]) -> None:
         """Drive all shards, or those that are assigned to this router."""
         limits = _warm_up_limits(self._config)
@@ -92,19 +107,6 @@ class Shards:
 def reached_file(config: RouterConfig) -> Path:
     """Return the file that tells HTTP workers, before they have a link, that a shard has answered."""
     return Path(f"{config.worker_socket}-reached")
-
-
-def new_scheduler(config: RouterConfig, model: ReplicaInfo) -> Scheduler:
-    """Return a scheduler without replicas."""
-    return Scheduler(policy_of(config, model.info), replicas=0)
-
-
-def new_metrics(config: RouterConfig, model: ReplicaInfo, scheduler: Scheduler) -> Metrics:
-    """Return the metrics of a router with this scheduler. Raises CannotServe."""
-    max_input_tokens, max_total_tokens = token_limits(config, model)
-    metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
-    metrics.add_names(config.metric_names, config.model_id or config.model_path)
-    return metrics
 
 
 def token_limits(config: RouterConfig, model: ReplicaInfo) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2
@@ -14,87 +14,70 @@ from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.shards.convert import top_tokens_by_position
 from text_generation_router.shards.listeners import Delivered, Delivery
 from text_generation_router.worker_link.convert import refusal_to_pb
+from text_generation_router.worker_link.link import Link
+
+WorkerLink = Link[pb.FromWorker]
+"""The scheduler process's end of the link to a worker."""
 
 
-class ReportReceiver(Protocol):
-    """Takes the reports for one worker."""
-
-    def report(self, report: pb.Report) -> None: ...
-
-
-class WorkerDelivery(Delivery[ReportReceiver]):
+class WorkerDelivery(Delivery[WorkerLink]):
     """The workers of all live requests."""
 
-    def of(self, receiver: ReportReceiver) -> list[RequestId]:
+    def of(self, link: WorkerLink) -> list[RequestId]:
         """Return the live requests of a worker."""
-        return [request_id for request_id, each in self._receivers.items() if each is receiver]
+        return [request_id for request_id, each in self._receivers.items() if each is link]
 
-    def is_of(self, receiver: ReportReceiver, request_id: RequestId) -> bool:
+    def is_of(self, link: WorkerLink, request_id: RequestId) -> bool:
         """Return True if this is a live request of the worker."""
-        return self._receivers.get(request_id) is receiver
+        return self._receivers.get(request_id) is link
 
     def placed(self, request_id: RequestId, cached_tokens: int, replica: int) -> None:
-        if receiver := self._receivers.get(request_id):
+        if link := self._receivers.get(request_id):
             placed = pb.Placement(request=request_id, cached_tokens=cached_tokens, replica=replica)
-            receiver.report(pb.Report(placements=[placed]))
+            send_report(link, pb.Report(placements=[placed]))
 
     def moved(self, request_ids: Iterable[RequestId]) -> None:
-        reports = _Reports()
+        reports = defaultdict[WorkerLink, pb.Report](pb.Report)
         for request_id in request_ids:
-            if receiver := self._receivers.get(request_id):
-                reports.of(receiver).lost.append(request_id)
-        reports.send()
+            if link := self._receivers.get(request_id):
+                reports[link].lost.append(request_id)
+        for link, news in reports.items():
+            send_report(link, news)
 
     def prompt_logprobs(self, request_id: RequestId | None, scored: shard_pb2.PromptLogprobs) -> None:
-        if request_id is not None and (receiver := self._receivers.get(request_id)):
-            receiver.report(pb.Report(prompt_logprobs=[pb.PromptLogprobs(request=request_id, scored=scored)]))
+        if request_id is not None and (link := self._receivers.get(request_id)):
+            send_report(link, pb.Report(prompt_logprobs=[pb.PromptLogprobs(request=request_id, scored=scored)]))
 
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: shard_pb2.StepReport) -> None:
-        reports = _Reports()
-        receivers = self._receivers
+        reports = defaultdict[WorkerLink, pb.Report](pb.Report)
+        links = self._receivers
         for request_id, cached in deliveries.cached:
-            if receiver := receivers.get(request_id):
-                to = reports.of(receiver)
+            if link := links.get(request_id):
+                to = reports[link]
                 to.cached_requests.append(request_id)
                 to.cached_tokens.append(cached)
-        shares: dict[ReportReceiver, list[Delivered]] = {}
+        shares = defaultdict[WorkerLink, list[Delivered]](list)
         for delivered in deliveries.tokens:
-            receiver = receivers.get(delivered[0])
-            if receiver is None:
+            link = links.get(delivered[0])
+            if link is None:
                 continue
-            if receiver in shares:
-                shares[receiver].append(delivered)
-            else:
-                shares[receiver] = [delivered]
+            shares[link].append(delivered)
             if delivered[3] is not None:
-                del receivers[delivered[0]]
+                del links[delivered[0]]
         if shares:
             columns = _Columns(token_ids, report)
-            for receiver, share in shares.items():
-                columns.write(share, reports.of(receiver))
-        reports.send()
+            for link, share in shares.items():
+                columns.write(share, reports[link])
+        for link, news in reports.items():
+            send_report(link, news)
 
     def failure(self, request_id: RequestId, error: ServingError) -> None:
-        if receiver := self._receivers.pop(request_id, None):
-            receiver.report(pb.Report(failures=[pb.Failure(request=request_id, refusal=refusal_to_pb(error))]))
+        if link := self._receivers.pop(request_id, None):
+            send_report(link, pb.Report(failures=[pb.Failure(request=request_id, refusal=refusal_to_pb(error))]))
 
 
-class _Reports:
-    """The reports of one moment, by worker."""
-
-    def __init__(self) -> None:
-        self._reports: dict[ReportReceiver, pb.Report] = {}
-
-    def of(self, receiver: ReportReceiver) -> pb.Report:
-        """Return the report for a worker, to be filled."""
-        if (report := self._reports.get(receiver)) is None:
-            report = self._reports[receiver] = pb.Report()
-        return report
-
-    def send(self) -> None:
-        """Hand them over."""
-        for receiver, report in self._reports.items():
-            receiver.report(report)
+def send_report(link: WorkerLink, news: pb.Report) -> None:
+    link.send(pb.FromScheduler(report=news))
 
 
 class _Columns:
@@ -108,7 +91,6 @@ class _Columns:
         """Each sequence has one token."""
 
     def write(self, share: Sequence[Delivered], to: pb.Report) -> None:
-        """Write the columns of some sequences."""
         to.requests.extend([delivered[0] for delivered in share])
         if self._single:
             positions: Sequence[int] = [delivered[1] for delivered in share]

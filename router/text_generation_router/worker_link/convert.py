@@ -125,17 +125,14 @@ def refusal_to_pb(error: ServingError) -> pb.Refusal:
 
 
 def refusal_from_pb(message: pb.Refusal) -> ServingError:
-    """Convert it back."""
     error = _ERRORS.get(message.error, GenerationFailed)
     return error(message.text, retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None)
 
 
 def info_to_json(info: ClusterInfo) -> bytes:
-    """Return the state of the replicas as JSON."""
     return orjson.dumps(asdict(info))
 
 
 def info_from_json(body: bytes) -> ClusterInfo:
-    """Convert it back."""
     info = orjson.loads(body)
     return ClusterInfo(SchedulerStats(**info["stats"]), [MemberInfo(**member) for member in info["members"]])

@@ -55,8 +55,7 @@ class RemoteCluster(ClusterInterface):
 
     def __init__(self, path: Path, worker: int, handlers: Handlers) -> None:
         """`path` is the Unix socket of the scheduler process, `worker` the number of this one; `handlers` answer it."""
-        self.stopping = False
-        self.draining = False
+        self.stopping = self.draining = False
         self.ids = request_ids(worker)
         self.link = SchedulerLink(path, worker, handlers, self._submit_again, self._deliver, self._link_lost)
         self._live: dict[RequestId, UnfinishedRequest] = {}

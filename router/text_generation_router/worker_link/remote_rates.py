@@ -28,7 +28,6 @@ class RemoteRates:
         await self._link.call(START_REQUEST, _to_bytes(rates, 0))
 
     def spend_tokens(self, rates: Rates, tokens: int) -> None:
-        """Count prompt or new tokens."""
         if rates.tokens_per_minute is not None and tokens:
             task = asyncio.get_running_loop().create_task(self._spend(_to_bytes(rates, tokens)))
             self._spending.add(task)

@@ -76,7 +76,6 @@ class SchedulerLink:
             await self._connect()
 
     def close(self) -> None:
-        """End the connection once everything is sent."""
         if self._link is not None:
             self._link.close()
 

@@ -17,7 +17,7 @@ from text_generation_router.request import RequestId, TenantId, TokenId
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import ReplicaInfo
 from text_generation_router.waiting import background
-from text_generation_router.worker_link.columns import ReportReceiver, WorkerDelivery
+from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink, send_report
 from text_generation_router.worker_link.convert import (
     INFO,
     info_to_json,
@@ -40,7 +40,7 @@ class WorkerLinkServer:
 
     def __init__(
         self,
-        cluster: Cluster[ReportReceiver],
+        cluster: Cluster[WorkerLink],
         delivery: WorkerDelivery,
         permits: Permits,
         model: ReplicaInfo,
@@ -72,7 +72,7 @@ class WorkerLinkServer:
                 connection.link.close()
             await asyncio.to_thread(remove_socket, path)
 
-    def _connect(self) -> Link[pb.FromWorker]:
+    def _connect(self) -> WorkerLink:
         return WorkerConnection(self, self._max_unread_bytes).link
 
     async def _watch_state(self) -> None:
@@ -85,7 +85,6 @@ class WorkerLinkServer:
                     connection.link.send(pb.FromScheduler(state=state))
 
     def state(self) -> pb.State:
-        """Return the state of the cluster."""
         cluster = self.cluster
         return pb.State(
             ready=cluster.ready,
@@ -114,14 +113,6 @@ class WorkerConnection:
         self._last_prompt: tuple[TokenId, ...] = ()
         self.rpc = RpcPeer(self.link.send, pb.FromScheduler, server.handlers)
         """Calls to the worker, and from it."""
-
-    # ------------------------------------------------------------------------------------------------- to the worker
-
-    def report(self, report: pb.Report) -> None:
-        """Send news of requests."""
-        self.link.send(pb.FromScheduler(report=report))
-
-    # ----------------------------------------------------------------------------------------------- from the worker
 
     def _handle(self, message: pb.FromWorker) -> None:
         kind = message.WhichOneof("kind")
@@ -167,14 +158,14 @@ class WorkerConnection:
         try:
             if cluster.draining and progress is None:
                 raise Draining
-            cluster.submit(request, self, progress)
+            cluster.submit(request, self.link, progress)
         except ServingError as error:
             failure = pb.Failure(request=request.id, refusal=refusal_to_pb(error))
-            self.report(pb.Report(failures=[failure]))
+            send_report(self.link, pb.Report(failures=[failure]))
 
     def _cancel(self, message: pb.Cancel) -> None:
         request = RequestId(message.request)
-        if self._server.delivery.is_of(self, request):
+        if self._server.delivery.is_of(self.link, request):
             self._server.cluster.cancel(request, satisfied=message.satisfied)
 
     def _take_permits(self, message: pb.TakePermits) -> None:
@@ -198,7 +189,7 @@ class WorkerConnection:
 
     def _ended(self) -> None:
         """Cancel the worker's requests and take its permits back."""
-        server, requests = self._server, self._server.delivery.of(self)
+        server, requests = self._server, self._server.delivery.of(self.link)
         if self._worker is not None:
             del server.connections[self._worker]
             (log.warning if requests else log.info)(

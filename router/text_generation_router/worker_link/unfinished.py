@@ -36,7 +36,6 @@ class UnfinishedRequest:
 
     @property
     def due(self) -> float:
-        """The time at which it expires."""
         return self.request.qos.expires(queued=not self.has_run)
 
     def count_loss(self) -> bool:

@@ -93,9 +93,6 @@ class Worker:
         state = pb.State(info=shard_pb2.InfoResponse(), pool=shard_pb2.WarmUpResponse())
         self.link.send(pb.FromScheduler(state=state))
 
-    def report(self, report: pb.Report) -> None:
-        self.link.send(pb.FromScheduler(report=report))
-
 
 SHARES = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 3), REASONS), min_size=1, max_size=8)
 
@@ -131,7 +128,7 @@ async def test_each_worker_gets_the_columns_of_its_requests(
         server.close()
     for slot, (number, _, _) in enumerate(shares):
         direct.add(RequestId(slot), wanted[slot])
-        delivery.add(RequestId(slot), workers[number])
+        delivery.add(RequestId(slot), workers[number].link)
         workers[number].cluster.submit(Request(RequestId(slot), (1,), 100), got[slot])
     direct.tokens(deliveries, list(report.token_ids), report)
     delivery.tokens(deliveries, list(report.token_ids), report)
