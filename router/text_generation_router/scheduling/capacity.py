@@ -16,28 +16,23 @@ class Capacity:
         self._expected: set[int] = set()
         """Replicas that have not joined yet."""
         self._removed: int | None = None
-        self.adapters: Collection[str] = ()
-        """The LoRA adapters of all replicas, in the order of their flags."""
 
     def added(self, replica: int) -> None:
         """Expect a replica, which may hold requests of any size."""
         self._expected.add(replica)
 
     def joined(self, replica: int, spec: ReplicaSpec) -> None:
-        """Record the spec of a replica that joins."""
         self._expected.discard(replica)
         if self._removed is not None:
             self._specs.pop(self._removed, None)
             self._removed = None
         self._specs[replica] = spec
-        self._find_adapters()
 
     def removed(self, replica: int) -> None:
         """Forget a replica, unless it is the last one whose spec is known."""
         self._expected.discard(replica)
         if len(self._specs) > 1:
             self._specs.pop(replica, None)
-            self._find_adapters()
         elif replica in self._specs:
             self._removed = replica
 
@@ -57,6 +52,11 @@ class Capacity:
         return policy.max_queued_caches * sum(spec.num_tokens for spec in self._specs.values())
 
     @property
+    def adapters(self) -> Collection[str]:
+        """The LoRA adapters of all replicas, in the order of their flags."""
+        return dict.fromkeys(name for spec in self._specs.values() for name in spec.adapters)
+
+    @property
     def known(self) -> bool:
         """True after the first replica joined."""
         return bool(self._specs)
@@ -70,6 +70,3 @@ class Capacity:
     def block_size(self) -> int:
         """Tokens per KV block; 0 before the first replica joined."""
         return next((spec.block_size for spec in self._specs.values()), 0)
-
-    def _find_adapters(self) -> None:
-        self.adapters = dict.fromkeys(name for spec in self._specs.values() for name in spec.adapters)

@@ -133,7 +133,6 @@ class PendingPrompts:
         return next((each for each in self._sequences.values() if each.moves.is_suspect), None)
 
     def add(self, sequence: ScheduledSequence) -> None:
-        """Add a sequence that was placed."""
         self._sequences[sequence.id] = sequence
         if len(sequence.prompt_key) >= _PREFIX_BYTES:
             insort(self._by_prefix.setdefault(_prefix(sequence), []), (sequence.prompt_key, sequence.arrival, sequence))
@@ -164,7 +163,6 @@ class PendingPrompts:
             yield sequence, chunk
 
     def computed(self, sequence: ScheduledSequence, chunk: int) -> None:
-        """Record `chunk` computed tokens of `sequence`."""
         sequence.num_computed_tokens += chunk
         self.uncomputed -= chunk
         if sequence.num_computed_tokens == sequence.prefill_length:

@@ -74,7 +74,6 @@ class Dispatcher:
         self._choices = 0
 
     def added(self, replica: int) -> None:
-        """Use a new replica."""
         self._numbers.append(replica)
         self._chosen_at[replica] = 0
         self._resize()

@@ -77,11 +77,8 @@ class Throughput:
     def record(self, now: float, tokens: int, busy_s: float, *, queued: bool = True, share: float = 1.0) -> None:
         """Record a step that ended at `now`, took `busy_s` seconds and computed `tokens` prompt and new tokens.
 
-        `queued`: requests waited for room meanwhile. `share`: that of the step in the busy ratio, 0 to 1. Ignored if
-        `busy_s` is not a positive number or `tokens` is negative.
+        `queued`: requests waited for room meanwhile. `share`: that of the step in the busy ratio, 0 to 1.
         """
-        if not 0 < busy_s < math.inf or tokens < 0:
-            return
         elapsed = max(now - self._last, 0.0)
         if elapsed < busy_s:
             # Reports came in a bunch: the work was done when the replica seemed idle.
@@ -107,35 +104,20 @@ class Throughput:
         return min(self._busy * math.exp(min(self._last - now, 0.0) / BUSY_MEMORY_S), 1.0)
 
 
-class Throughputs:
-    """The throughputs of all replicas, by number."""
-
-    def __init__(self) -> None:
-        self._all: dict[int, Throughput] = {}
-
-    def added(self, replica: int) -> None:
-        """Add a replica."""
-        self._all[replica] = Throughput()
-
-    def removed(self, replica: int) -> None:
-        """Forget a replica."""
-        del self._all[replica]
-
-    def record(self, replica: int, now: float, tokens: int, busy_s: float, *, queued: bool, share: float) -> None:
-        """Record a step of a replica, as `Throughput.record` does."""
-        self._all[replica].record(now, tokens, busy_s, queued=queued, share=share)
+class Throughputs(dict[int, Throughput]):
+    """The throughputs of all replicas, serving or lost, by number."""
 
     def wait(self, work: float, replicas: Sequence[int]) -> float | None:
         """Return the seconds in which `replicas` serve `work` tokens; None if unknown."""
-        return estimate_wait(work, [self._all[replica].rate() for replica in replicas])
+        return estimate_wait(work, [self[replica].rate() for replica in replicas])
 
     def fastest(self) -> list[int]:
-        """Return the fastest replica, serving or lost, if there is one."""
-        return sorted(self._all, key=lambda replica: self._all[replica].rate())[-1:]
+        """Return the fastest replica, if there is one."""
+        return sorted(self, key=lambda replica: self[replica].rate())[-1:]
 
     def busy_ratio(self, replicas: Sequence[int], now: float) -> float:
         """Return the mean busy ratio of `replicas`; 0 without one."""
-        return sum(self._all[replica].busy_ratio(now) for replica in replicas) / max(1, len(replicas))
+        return sum(self[replica].busy_ratio(now) for replica in replicas) / max(1, len(replicas))
 
 
 def _decayed_sum(
@@ -157,4 +139,4 @@ def estimate_wait(work: float, rates: Sequence[float]) -> float | None:
     known = [rate for rate in rates if rate > 0]
     if not known:
         return None
-    return max(work, 0.0) / (sum(known) / len(known) * len(rates))
+    return work / (sum(known) / len(known) * len(rates))

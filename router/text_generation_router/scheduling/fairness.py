@@ -31,7 +31,6 @@ LAG = 80_000.0
 """Virtual tokens by which a tenant may enter behind virtual time: the largest lead that priorities give (`queue.LEAD`)."""
 MAX_IDLE = 4096
 """Idle tenants whose debt is remembered."""
-MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 WEIGHT_UNITS = 2**20
 """Weights are multiples of 1 / WEIGHT_UNITS, so that their sums are exact."""
 
@@ -73,10 +72,7 @@ class Tenants:
     """The accounts of active tenants (with a queued or running sequence), and of idle ones in debt."""
 
     def __init__(self, weights: Mapping[TenantId, float]) -> None:
-        """`weights` are MIN_WEIGHT to MAX_WEIGHT, by default 1. Raise ValueError for others."""
-        for name, weight in weights.items():
-            if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-                raise ValueError(f"the weight of tenant {name!r} must be {MIN_WEIGHT} to {MAX_WEIGHT}, not {weight}")
+        """`weights` are 0.001 to 1000, by default 1: see `config.Weights`."""
         self._weights = {name: round(weight * WEIGHT_UNITS) / WEIGHT_UNITS for name, weight in weights.items()}
         self._known: dict[TenantId, Tenant] = {}
         self._appeared = 0

@@ -48,7 +48,6 @@ class KVCache:
 
     @property
     def used(self) -> int:
-        """Blocks that sequences use."""
         return self.num_blocks - self.available
 
     # ---------------------------------------------------------------------------------------------- allocate and free
@@ -132,7 +131,6 @@ class KVCache:
             self.urgent = self.urgent or room < URGENT_ROOM
 
     def stop_growth(self, sequence: ScheduledSequence) -> None:
-        """Allocate no more blocks for `sequence`."""
         self._growing.pop(sequence.id, None)
 
     def grow(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
-from types import MappingProxyType
 
 from text_generation_router.request import Priority, QualityOfService, TenantId
 from text_generation_router.scheduling.fairness import Tenant, Tenants
@@ -33,8 +32,6 @@ AGEING_S = 30.0
 """Seconds of waiting that make up for one priority level."""
 LEAD = {Priority.SYSTEM: 64_000, Priority.INTERACTIVE: 16_000, Priority.DEFAULT: 0, Priority.BULK: -16_000}
 """Virtual tokens by which a priority is ahead between tenants."""
-
-NO_WEIGHTS: Mapping[TenantId, float] = MappingProxyType({})
 
 
 def due_time(qos: QualityOfService, arrived_at: float) -> float:
@@ -53,8 +50,7 @@ def _tenant_key(tenant: Tenant) -> Key:
 class FairQueue:
     """The waiting sequences, in fair order."""
 
-    def __init__(self, weights: Mapping[TenantId, float] = NO_WEIGHTS) -> None:
-        """`weights`: shares of tenants, 0.001 to 1000, by default 1. Raise ValueError for others."""
+    def __init__(self, weights: Mapping[TenantId, float]) -> None:
         self.tenants = Tenants(weights)
         self._sequences: dict[int, ScheduledSequence] = {}
         """By arrival."""
@@ -65,7 +61,6 @@ class FairQueue:
         """Expected tokens of the queue."""
 
     def put(self, sequence: ScheduledSequence) -> None:
-        """Queue a new sequence."""
         self._enqueue(sequence, due_time(sequence.request.qos, sequence.arrived_at))
 
     def requeue(self, sequence: ScheduledSequence) -> None:
@@ -147,7 +142,6 @@ class FairQueue:
         self._show(sequence, tenant)
 
     def _show(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
-        """Let `sequence` have its turn."""
         if sequence.requeued:
             self._requeued.put(sequence)
             return
@@ -157,7 +151,6 @@ class FairQueue:
             self._ready.put(tenant)
 
     def _hide(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
-        """Let `sequence` have no turn."""
         if sequence.requeued:
             self._requeued.discard(sequence)
             return

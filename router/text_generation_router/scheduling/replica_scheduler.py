@@ -142,7 +142,6 @@ class ReplicaScheduler:
         return bool(self.prompts.unscheduled or self._to_release or self.cache.urgent)
 
     def schedule(self) -> SchedulerOutput | None:
-        """See `Scheduler.schedule`."""
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
             return None
         running = len(self._running)
@@ -354,7 +353,6 @@ class ReplicaScheduler:
                 left.append(sequence)
 
     def request_in(self, slot: int) -> RequestId | None:
-        """See `Scheduler.request_in`."""
         sequence = self._slots[slot]
         return sequence.id if sequence is not None and sequence.state is not State.CANCELLED else None
 

@@ -37,7 +37,7 @@ from text_generation_router.request import Request, RequestId, RequestProgress, 
 from text_generation_router.scheduling.capacity import Capacity
 from text_generation_router.scheduling.charges import charge_first_start, count_hits
 from text_generation_router.scheduling.dispatch import Dispatcher
-from text_generation_router.scheduling.estimates import OutputLengths, Throughputs
+from text_generation_router.scheduling.estimates import OutputLengths, Throughput, Throughputs
 from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
@@ -167,16 +167,11 @@ class Scheduler:
         """Place queued sequences on replicas with room. Return the replicas that got some."""
         placed: dict[int, None] = {}
         for sequence, replica in self._dispatcher.place():
-            self._start(sequence, replica)
+            self.queue.tenants.started(sequence.request.qos.tenant)
+            self.queue.remove(sequence)
+            charge_first_start(sequence, replica, self.queue)
             placed[replica.replica] = None
         return list(placed)
-
-    def _start(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
-        """Take a sequence that was placed out of the queue; charge its tenant the first time."""
-        tenant = sequence.request.qos.tenant
-        self.queue.tenants.started(tenant)
-        self.queue.remove(sequence)
-        charge_first_start(sequence, replica, self.queue)
 
     def schedule(self, replica: int) -> SchedulerOutput | None:
         """Return the changes for the next step boundary; None if there are none, or earlier orders are under way."""
@@ -200,7 +195,7 @@ class Scheduler:
             count_hits(self._sequences[request_id], scheduler, self.queue)
         if output.step_s:
             share = 1.0 if output.prefilled else scheduler.room_in_use
-            self._throughputs.record(replica, now, served, output.step_s, queued=len(self.queue) > 0, share=share)
+            self._throughputs[replica].record(now, served, output.step_s, queued=len(self.queue) > 0, share=share)
         for sequence in left:
             if sequence.state is State.WAITING:
                 self._requeue(sequence)
@@ -233,7 +228,7 @@ class Scheduler:
         number = next(self._numbers)
         self.replicas[number] = None
         self._capacity.added(number)
-        self._throughputs.added(number)
+        self._throughputs[number] = Throughput()
         self._dispatcher.added(number)
         return number
 
@@ -242,7 +237,7 @@ class Scheduler:
         assert self.replicas[replica] is None, "a replica is lost before it is removed"
         del self.replicas[replica]
         self.draining.discard(replica)
-        self._throughputs.removed(replica)
+        del self._throughputs[replica]
         self._dispatcher.removed(replica)
         self._capacity.removed(replica)
         return self._fail_unfit(list(self.queue))
@@ -325,7 +320,7 @@ class Scheduler:
             return 0.0
         else:  # the wait for one sequence to end
             running = sum(replica.occupied_slots for replica in serving)
-            work = sum(max(0, replica.work) for replica in serving) / max(1, running)
+            work = sum(replica.work for replica in serving) / max(1, running)
         return self._throughputs.wait(work, _numbers(serving))
 
     def exceeds_queue_limit(self, request: Request) -> bool:
