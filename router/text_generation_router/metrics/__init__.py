@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from text_generation_common.logs import dropped_lines
@@ -115,15 +115,11 @@ class Metrics(HttpMetrics):
         return self._registry.exposition()
 
     async def written(self, *, openmetrics: bool) -> bytes:
-        """Every metric, as `texts` yields it. Tokens are delivered between its parts."""
+        """Every metric in Prometheus' format, or in OpenMetrics' with exemplars. Tokens are delivered between its parts."""
         body, resumed = bytearray(), time.perf_counter()
-        for text in self.texts(openmetrics=openmetrics):
+        for text in self._registry.texts(openmetrics=openmetrics):
             body += text.encode()
             if time.perf_counter() - resumed > SCRAPE_SLICE_S:
                 await asyncio.sleep(0)
                 resumed = time.perf_counter()
         return bytes(body)
-
-    def texts(self, *, openmetrics: bool) -> Iterator[str]:
-        """Yield the text of each metric, in Prometheus' format or in OpenMetrics' with exemplars."""
-        return self._registry.texts(openmetrics=openmetrics)

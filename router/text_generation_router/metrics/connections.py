@@ -56,7 +56,6 @@ class ConnectionMetrics:
         return int(self._all.value)
 
     def closed(self, reason: CloseReason) -> None:
-        """Count a connection that the server closed."""
         self._closed.add(reason.value)
 
     def answered(self, route: str, status: int) -> None:

@@ -65,7 +65,6 @@ class GpuMetrics:
         """By replica: the labels of each GPU, and its state."""
 
     def update(self, replica: int, states: Iterable[pb.GpuState]) -> None:
-        """Record the states of a replica's GPUs."""
         self._states[replica] = [
             (f'replica="{replica}",gpu="{state.index}",uuid="{state.uuid}"', state)
             for state in islice(states, MAX_GPUS)
@@ -73,11 +72,9 @@ class GpuMetrics:
         ]
 
     def states(self, replica: int) -> list[pb.GpuState]:
-        """The last states of a replica's GPUs."""
         return [state for _, state in self._states.get(replica, ())]
 
     def remove(self, replica: int) -> None:
-        """Forget the GPUs of a replica."""
         self._states.pop(replica, None)
 
     def text(self) -> str:

@@ -191,11 +191,13 @@ class _SeriesNames(NamedTuple):
 class Buckets:
     """One series of a histogram: counts by bucket, and the sum of all observations."""
 
-    __slots__ = ("_bounds", "_counts", "_exemplars", "_names", "_sum")
+    __slots__ = ("_exemplars", "_names", "_sum", "bounds", "counts")
 
     def __init__(self, name: str, bounds: tuple[float, ...], label: str, value: str) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+        self.bounds = bounds
+        """The upper bounds of all buckets but the last, which has none."""
+        self.counts = [0] * (len(bounds) + 1)
+        """The observations in each bucket."""
         self._sum = 0.0
         self._names = self.names(name, {label: value} if label else {})
         self._exemplars: dict[int, str] = {}
@@ -206,36 +208,26 @@ class Buckets:
         before = "".join(f"{label}," for label in _pairs(labels))
         braces = labels_text(labels)
         return _SeriesNames(
-            [f'{name}_bucket{{{before}le="{bound}"}} ' for bound in (*map(repr, self._bounds), "+Inf")],
+            [f'{name}_bucket{{{before}le="{bound}"}} ' for bound in (*map(repr, self.bounds), "+Inf")],
             f"{name}_count{braces} ",
             f"{name}_sum{braces} ",
         )
 
-    @property
-    def bounds(self) -> Sequence[float]:
-        """The upper bounds of all buckets but the last, which has none."""
-        return self._bounds
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """The observations in each bucket."""
-        return self._counts
-
     def observe(self, value: float, count: int = 1) -> None:
         """Add `count` observations of the same value. Upper bounds are inclusive."""
-        self._counts[bisect_left(self._bounds, value)] += count
+        self.counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
     def snapshot(self) -> BucketsJson:
         """The sum, the buckets that are not empty, and the exemplars."""
-        counts = {str(number): count for number, count in enumerate(self._counts) if count}
+        counts = {str(number): count for number, count in enumerate(self.counts) if count}
         return self._sum, counts, {str(number): text for number, text in self._exemplars.items()}
 
     def add_difference(self, now: BucketsJson, before: BucketsJson) -> None:
         """Add by how much a snapshot of another process is above an earlier one of it; take over its new exemplars."""
         self._sum += now[0] - before[0]
         for number, count in now[1].items():
-            self._counts[int(number)] += count - before[1].get(number, 0)
+            self.counts[int(number)] += count - before[1].get(number, 0)
         for number, exemplar in now[2].items():
             if exemplar != before[2].get(number):
                 self._exemplars[int(number)] = exemplar
@@ -243,14 +235,14 @@ class Buckets:
     def exemplify(self, value: float, trace_id: str) -> None:
         """Keep an observation of a request that is traced, as the exemplar of its bucket."""
         exemplar = f' # {{trace_id="{trace_id}"}} {value!r} {time.time_ns() / 1e9:.3f}\n'
-        self._exemplars[bisect_left(self._bounds, value)] = exemplar
+        self._exemplars[bisect_left(self.bounds, value)] = exemplar
 
     def text(self, names: _SeriesNames | None = None, *, exemplars: bool = False) -> str:
         """The lines of this series, under its own names or others."""
         prefixes, count_prefix, sum_prefix = names or self._names
         written: list[str] = []
         total = first = 0
-        for end, count in enumerate(self._counts):
+        for end, count in enumerate(self.counts):
             if count:  # the buckets before it have the total so far
                 written.append(f"{total}.0\n".join((*prefixes[first:end], "")))
                 first, total = end, total + count

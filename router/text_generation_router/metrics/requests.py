@@ -58,6 +58,9 @@ class RequestMetrics:
         def duration(name: str, documentation: str) -> Histogram:
             return registry.add(Histogram(name, documentation, DURATION_BUCKETS))
 
+        def seconds(name: str, documentation: str) -> Histogram:
+            return registry.add(Histogram(name, documentation, FIRST_TOKEN_BUCKETS))
+
         def tokens(name: str, documentation: str, largest: int) -> Histogram:
             return registry.add(Histogram(name, documentation, token_buckets(largest)))
 
@@ -74,29 +77,16 @@ class RequestMetrics:
         self._queue = duration("tgi_request_queue_duration", "Seconds in the queue")
         self._inference = duration("tgi_request_inference_duration", "Seconds from leaving the queue to the end")
         self._per_token = duration("tgi_request_mean_time_per_token_duration", "Seconds of inference per new token")
-        self._prefill = registry.add(
-            Histogram(
-                "text_generation_request_prefill_seconds",
-                "Seconds from leaving the queue to the first new token",
-                FIRST_TOKEN_BUCKETS,
-            )
+        self._prefill = seconds(
+            "text_generation_request_prefill_seconds", "Seconds from leaving the queue to the first new token"
         )
-        self._decode = registry.add(
-            Histogram(
-                "text_generation_request_decode_seconds",
-                "Seconds from the first to the last new token",
-                FIRST_TOKEN_BUCKETS,
-            )
-        )
+        self._decode = seconds("text_generation_request_decode_seconds", "Seconds from the first to the last new token")
         self._generated = tokens("tgi_request_generated_tokens", "New tokens", max_total_tokens)
         self.input_length = tokens("tgi_request_input_length", "Prompt tokens", max_input_tokens)
         self.max_new_tokens = tokens("tgi_request_max_new_tokens", "New tokens requested", max_total_tokens)
-        self.first_token_seconds = registry.add(
-            Histogram(
-                "text_generation_time_to_first_token_seconds",
-                "Seconds from arrival to the first new token, the queue included",
-                FIRST_TOKEN_BUCKETS,
-            )
+        self.first_token_seconds = seconds(
+            "text_generation_time_to_first_token_seconds",
+            "Seconds from arrival to the first new token, the queue included",
         )
         self._started = counter("text_generation_requests_started_total", "Generations requested")
         self.finished = counter(
@@ -115,7 +105,6 @@ class RequestMetrics:
         return self.first_token_seconds.of()
 
     def started(self) -> None:
-        """Count a requested generation."""
         self._count.add()
         self._started.add()
 
@@ -133,7 +122,6 @@ class RequestMetrics:
         self._generated.observe(latencies.generated_tokens)
 
     def failed(self, error: type[ServingError], count: int = 1) -> None:
-        """Count generations that failed."""
         self._failure.add(error.metric_label, count)
         self.finished.add(error.outcome.value, count)
         if error.outcome is Outcome.CANCELLED:

@@ -19,10 +19,6 @@ def kv_usage(stats: SchedulerStats) -> float:
     return stats.used_blocks / max(1, stats.num_blocks)
 
 
-def _kv_tokens(stats: SchedulerStats) -> float:
-    return stats.num_blocks * stats.block_size
-
-
 _GAUGES: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
     ("tgi_queue_size", "Requests in the queue", lambda stats: stats.waiting),
     ("tgi_batch_current_size", "Requests running", lambda stats: stats.running),
@@ -31,7 +27,11 @@ _GAUGES: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
         "Largest number of tokens that the running requests may reach, prompts included",
         lambda stats: stats.promised_tokens,
     ),
-    ("tgi_batch_max_total_tokens", "Size of the KV cache, in tokens", _kv_tokens),
+    (
+        "tgi_batch_max_total_tokens",
+        "Size of the KV cache, in tokens",
+        lambda stats: stats.num_blocks * stats.block_size,
+    ),
     ("tgi_batch_total_tokens", "Tokens of the KV cache in use", lambda stats: stats.used_tokens),
     ("trtllm_num_requests_waiting", "Requests in the queue", lambda stats: stats.waiting),
     ("trtllm_num_requests_running", "Requests running", lambda stats: stats.running),

@@ -10,7 +10,7 @@ failed. Zeros are left out of a snapshot. The next scheduler process starts with
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 import orjson
@@ -26,16 +26,6 @@ def snapshot(process: int, registry: Registry, errors: RecentErrors) -> bytes:
     return orjson.dumps([process, values, [astuple(error) for error in errors]])
 
 
-@dataclass(slots=True)
-class _Counted:
-    """The last snapshot of a worker."""
-
-    process: int
-    """The number of the process that sent it."""
-    values: dict[str, Any]
-    """By name of the instrument."""
-
-
 class WorkerSums:
     """Adds the counts of workers to a registry and to the errors of this process."""
 
@@ -45,26 +35,25 @@ class WorkerSums:
         self._instruments = {each.name: each for each in registry.summable()}
         self._gauges = [name for name, each in self._instruments.items() if isinstance(each, Reading)]
         self._errors = errors
-        self._last: dict[int, _Counted] = {}
-        """By number of the worker."""
+        self._last: dict[int, tuple[int, dict[str, Any]]] = {}
+        """By number of the worker: the number of the process that sent its last snapshot, and the values by instrument."""
 
     def update(self, worker: int, snapshot: bytes) -> None:
         """Count a new snapshot of a worker."""
         process, values, errors = orjson.loads(snapshot)
-        last = self._last.get(worker)
-        if last is not None and last.process != process:
+        last, before = self._last.get(worker, (process, {}))
+        if last != process:
             self.lost(worker)
             self._errors.keep(worker)
-            self._requests.abandoned(last.values)
-            last = None
-        before = {} if last is None else last.values
+            self._requests.abandoned(before)
+            before = {}
         for name in values.keys() | before.keys():
             self._instruments[name].add_difference(values.get(name), before.get(name))
-        self._last[worker] = _Counted(process, values)
+        self._last[worker] = process, values
         self._errors.show(worker, [RecentError(*error) for error in errors])
 
     def lost(self, worker: int) -> None:
         """Take the gauges of a worker off; its counts stay. It may come back."""
-        if (last := self._last.get(worker)) is not None:
-            for name in self._gauges:
-                self._instruments[name].add_difference(None, last.values.pop(name, None))
+        _, values = self._last.get(worker, (0, {}))
+        for name in self._gauges:
+            self._instruments[name].add_difference(None, values.pop(name, None))

@@ -31,15 +31,12 @@ TOKEN_GAP_BUCKETS = (
 MIN_SWEEP = 1024
 """Requests without a token in the last step above which those that ended are looked for."""
 
-_DRAFTING = (
-    (
-        "Speculative decoding: steps of a sequence in which tokens were drafted",
-        "text_generation_spec_decode_drafts_total",
-    ),
-    ("Speculative decoding: tokens drafted", "text_generation_spec_decode_draft_tokens_total"),
-    ("Speculative decoding: drafted tokens that were accepted", "text_generation_spec_decode_accepted_tokens_total"),
-)
-"""Documentation and name, in the order of the fields of pb.Drafting."""
+_DRAFTING = {
+    "drafts": "steps of a sequence in which tokens were drafted",
+    "draft_tokens": "tokens drafted",
+    "accepted_tokens": "drafted tokens that were accepted",
+}
+"""Documentation by field of pb.Drafting."""
 
 
 class StepMetrics:
@@ -91,7 +88,10 @@ class StepMetrics:
         )
         self.prompt_tokens = registry.add(Counter("text_generation_prompt_tokens_total", "Prompt tokens computed"))
         self.new_tokens = registry.add(Counter("text_generation_generated_tokens_total", "New tokens delivered"))
-        self._drafting = [registry.add(Counter(name, documentation)) for documentation, name in _DRAFTING]
+        self._drafting = {
+            name: registry.add(Counter(f"text_generation_spec_decode_{name}_total", f"Speculative decoding: {what}"))
+            for name, what in _DRAFTING.items()
+        }
         self._gaps = TokenGaps(self.token_gaps)
         self._engine_queued: dict[int, int] = {}
         """By replica: requests in the queue of its engine, as of its last report."""
@@ -126,10 +126,8 @@ class StepMetrics:
         if report.gpus:
             self.gpus.update(record.replica, report.gpus)
         if report.HasField("drafting"):
-            drafting = report.drafting
-            counts = (drafting.drafts, drafting.draft_tokens, drafting.accepted_tokens)
-            for counter, count in zip(self._drafting, counts, strict=True):
-                counter.add(count=count)
+            for name, counter in self._drafting.items():
+                counter.add(count=getattr(report.drafting, name))
         if record.steps:  # 0: the report only acknowledges orders
             self._step(record, PREFILL if report.prefilled_slots else DECODE)
         if tokens := record.deliveries.tokens:

@@ -133,13 +133,13 @@ def test_further_names_show_the_same_figures_with_the_labels_of_their_dashboards
     assert success == {"stop": 2, "length": 1, "abort": 0, "error": 0}
 
 
-def test_openmetrics_has_exemplars_with_trace_ids() -> None:
+async def test_openmetrics_has_exemplars_with_trace_ids() -> None:
     metrics = some_metrics()
     metrics.add_names(("vllm",), "model")
     latencies = Latencies(total_s=2.0, validation_s=0.1, queue_s=0.2, inference_s=1.7, generated_tokens=9)
     metrics.requests.succeeded(latencies, FinishReason.LENGTH, "ab" * 16)
     metrics.requests.succeeded(latencies, FinishReason.LENGTH)
-    written = "".join(metrics.texts(openmetrics=True))
+    written = (await metrics.written(openmetrics=True)).decode()
     families = {family.name: family for family in openmetrics.text_string_to_metric_families(written)}
     for name in ("tgi_request_duration", "vllm:e2e_request_latency_seconds"):
         (found,) = (sample for sample in families[name].samples if sample.exemplar)
