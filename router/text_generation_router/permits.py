@@ -80,7 +80,6 @@ class Permits:
         self._held[tenant] = self._held.get(tenant, 0) + count
 
     def give_back(self, count: int, tenant: TenantId) -> None:
-        """Give permits back."""
         self.in_use -= count
         self._held[tenant] -= count
         if not self._held[tenant]:

@@ -78,7 +78,6 @@ class RateLimits:
         return len(self._buckets)
 
     async def start_request(self, rates: Rates) -> None:
-        """Count one request, without waiting. Raises RateLimited."""
         now = self._clock()
         requests = self._bucket(rates.key, "requests", rates.requests_per_minute, now)
         for bucket in (requests, self._bucket(rates.key, "tokens", rates.tokens_per_minute, now)):
@@ -88,7 +87,6 @@ class RateLimits:
             requests.spend(1)
 
     def spend_tokens(self, rates: Rates, tokens: int) -> None:
-        """Count prompt or new tokens."""
         now = self._clock()
         bucket = self._bucket(rates.key, "tokens", rates.tokens_per_minute, now)
         if bucket is not None:

@@ -75,7 +75,6 @@ class Trouble:
         self._reason = reason
 
     def answered(self) -> None:
-        """Record an answer."""
         if self._reason is not None:
             log.info("members known again", source=self._source)
         self._reason = None

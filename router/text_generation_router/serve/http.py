@@ -218,7 +218,6 @@ def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
 
 
 def _status(cluster: ClusterInterface) -> str:
-    """Return the status for the service manager."""
     return f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status
 
 

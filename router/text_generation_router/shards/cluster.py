@@ -63,7 +63,10 @@ class ClusterInfo:
 
 
 class Cluster(Generic[Receiver]):
-    """The replicas, and the receivers of their requests: listeners in this process, or connections of HTTP workers."""
+    """The replicas, and the receivers of their requests: listeners in this process, or connections of HTTP workers.
+
+    With listeners it is a ClusterInterface, which says more of its methods.
+    """
 
     def __init__(
         self,
@@ -74,12 +77,8 @@ class Cluster(Generic[Receiver]):
     ) -> None:
         """Without `delivery` the receivers are TokenListeners."""
         self.scheduler = scheduler
-        self.stopping = False
-        """Set by the router when it is to stop: it is not ready, but still accepts requests until it drains."""
-        self.draining = False
-        """Set by the router when it accepts no new requests; those accepted before still run."""
+        self.stopping = self.draining = False
         self.ids: Iterator[RequestId] = map(RequestId, count(1))
-        """Numbers for new requests."""
         listeners = cast("Delivery[Receiver]", Listeners(partial(self.cancel, satisfied=True)))
         self._listeners = listeners if delivery is None else delivery
         self._context = ClusterContext(
@@ -155,7 +154,6 @@ class Cluster(Generic[Receiver]):
 
     @property
     def adapters(self) -> Collection[str]:
-        """The names of the LoRA adapters that replicas hold."""
         return self.scheduler.adapters
 
     @property
@@ -173,17 +171,14 @@ class Cluster(Generic[Receiver]):
 
     @property
     def live_requests(self) -> int:
-        """The number of requests that have not ended."""
         return len(self.scheduler.requests)
 
     @property
     def status(self) -> str:
-        """The state of the replicas, for the service manager."""
         serving, known = len(self.scheduler.serving), len(self.scheduler.replicas)
         return f"serving with {serving} of {known} replicas" if serving else f"standby: drives none of {known} shards"
 
     async def info(self) -> ClusterInfo:
-        """Return the state of the replicas."""
         members = (MemberInfo(each.number, each.address, each.state.value, each.reason) for each in self.members)
         return ClusterInfo(self.scheduler.stats(), list(members))
 
@@ -215,7 +210,6 @@ class Cluster(Generic[Receiver]):
         await holds_for(ABANDONED_AFTER_S, lambda: self.shards_stopped)
 
     def give_up(self, reason: str) -> None:
-        """End all requests with an error, and accept no new ones."""
         self._closed = True
         self._listeners.end_all(GenerationFailed(reason))
 

@@ -39,16 +39,18 @@ async def join_all(
             )
             if not joined:
                 break
-            takes_over |= any(_was_driven(task.result()) for task in joined)
+            answers = (task.result() for task in joined)
+            takes_over |= any(isinstance(each, ReplicaInfo) and each.pool.was_warm for each in answers)
         for task in joining:
             task.cancel()
-    results = {address: None if task.cancelled() else task.result() for address, task in joins.items()}
-    for address, result in results.items():
+    infos: dict[str, ReplicaInfo | None] = {}
+    for address, task in joins.items():
+        result = None if task.cancelled() else task.result()
         if isinstance(result, CannotJoin) and not takes_over:
             raise CannotServe(str(result))
-        if not isinstance(result, ReplicaInfo):
+        infos[address] = result if isinstance(result, ReplicaInfo) else None
+        if infos[address] is None:
             log.warning("shard is left out for now", address=address, reason=str(result or "it does not answer"))
-    infos = {address: info if isinstance(info, ReplicaInfo) else None for address, info in results.items()}
     if not any(infos.values()):
         raise CannotServe(f"no shard answers at {', '.join(addresses)}")
     like = merge_capabilities(infos.values())
@@ -56,10 +58,6 @@ async def join_all(
         if info is not None and (different := info.differs_from(like)):
             raise CannotServe(f"the shards serve different things; one of number {number}: {different}")
     return infos
-
-
-def _was_driven(joined: ReplicaInfo | CannotJoin | None) -> bool:
-    return isinstance(joined, ReplicaInfo) and joined.pool.was_warm
 
 
 async def _join_one(

@@ -36,7 +36,6 @@ class ReplicaInfo:
 
     @property
     def spec(self) -> ReplicaSpec:
-        """The capacity, for the scheduler."""
         return ReplicaSpec(
             num_slots=self.info.max_slots,
             num_blocks=self.pool.num_blocks,
@@ -54,7 +53,6 @@ class ReplicaInfo:
 
     @property
     def grammar_kinds(self) -> frozenset[GrammarKind]:
-        """The supported kinds of grammars."""
         return grammar_kinds_from_pb(self.info.grammar_kinds)
 
     def differs_from(self, other: ReplicaInfo) -> str | None:

@@ -105,7 +105,6 @@ class ShardMember:
 
     @property
     def state(self) -> ShardState:
-        """The state."""
         if not self.connected:
             return self._state
         if self.connection.hangs:

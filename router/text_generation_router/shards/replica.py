@@ -103,6 +103,7 @@ class ReplicaConnection:
         self.hangs = False
         """It gets no new requests until it answers."""
         self._serving, self._stopping = True, False
+        self._known_health = self._health
         self._timing = OrderTiming()
         self._steps = 0
         """Steps of this session."""
@@ -121,7 +122,8 @@ class ReplicaConnection:
 
     def want(self, *, wanted: bool) -> None:
         """Drain the replica while it is being reassigned or removed."""
-        self._set_health(unwanted=not wanted)
+        self._unwanted = not wanted
+        self._check_health()
 
     async def serve(self, client: ShardClient, info: ReplicaInfo, *, again: bool = False) -> None:
         """Run one session until cancelled; `again`: it is not the first. Raises ShardLost, ShardStopped, ShardTaken."""
@@ -141,7 +143,10 @@ class ReplicaConnection:
             self.sessions, self.since = self.sessions + 1, time.monotonic()
             if self._unwanted:
                 context.scheduler.drain(self._number)
-            self._begin(again=again)
+            if again:
+                log.info("shard joined again", replica=self._number)
+            context.on_opened()
+            context.dispatch()
             # A task of its own, because a task group that fails leaves a cancellation of its task counted in Python 3.11.
             await asyncio.create_task(self._run_session(call, client))  # noqa: TID251 - awaited at once
         except (grpc.aio.AioRpcError, BaseExceptionGroup) as error:
@@ -165,13 +170,6 @@ class ReplicaConnection:
                 context.listeners.failures(deliveries.failed)
                 context.dispatch()
 
-    def _begin(self, *, again: bool) -> None:
-        """Tell the cluster that a session is open."""
-        if again:
-            log.info("shard joined again", replica=self._number)
-        self._context.on_opened()
-        self._context.dispatch()
-
     async def _run_session(self, call: RunCall, client: ShardClient) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send(call))
@@ -188,7 +186,8 @@ class ReplicaConnection:
             with suppress(grpc.aio.AioRpcError):  # a lost shard ends the session anyway; a health service is optional
                 serving = await client.is_serving()
             self._answered = True
-            self._set_health(serving=serving)
+            self._serving = serving
+            self._check_health()
 
     async def _watch_silence(self) -> None:
         """Drain the replica while the shard is silent; raise ShardLost when it hangs.
@@ -206,27 +205,23 @@ class ReplicaConnection:
                 self._ask.set()
             self._reported = self._answered = False
             longest_s = max(HANGS_AFTER_S, HANGS_AFTER_STEPS * self._longest_step_s)
-            self._set_health(hangs=silence.seconds >= HANGS_AFTER_S or overdue.seconds >= longest_s)
+            self.hangs = silence.seconds >= HANGS_AFTER_S or overdue.seconds >= longest_s
+            self._check_health()
             if silence.exceeds(timeout_s):
                 raise ShardLost(f"it hangs: no answer for {silence.seconds} s")
             if overdue.exceeds(timeout_s) and not self._serving:
                 raise ShardLost(f"it hangs: no report for {overdue.seconds} s")
 
-    def _set_health(
-        self,
-        *,
-        serving: bool | None = None,
-        hangs: bool | None = None,
-        stopping: bool = False,
-        unwanted: bool | None = None,
-    ) -> None:
-        before = self._is_good, self.hangs
-        self._serving = self._serving if serving is None else serving
-        self.hangs = self.hangs if hangs is None else hangs
-        self._stopping = self._stopping or stopping
-        self._unwanted = self._unwanted if unwanted is None else unwanted
-        good = self._is_good
-        if (good, self.hangs) != before:
+    @property
+    def _health(self) -> tuple[bool, bool]:
+        """True if it gets new requests; True if it hangs."""
+        return self._serving and not (self.hangs or self._stopping or self._unwanted), self.hangs
+
+    def _check_health(self) -> None:
+        """Drain the replica, or let it serve again, if its health changed."""
+        before, self._known_health = self._known_health, self._health
+        if self._known_health != before:
+            good, _ = self._known_health
             log.warning(
                 "shard resumed" if good else "shard hangs" if self.hangs else "shard draining",
                 replica=self._number,
@@ -236,10 +231,6 @@ class ReplicaConnection:
             )
             self._context.scheduler.drain(self._number, draining=not good)
             self._context.dispatch()
-
-    @property
-    def _is_good(self) -> bool:
-        return self._serving and not self.hangs and not self._stopping and not self._unwanted
 
     async def _send(self, call: RunCall) -> None:
         context = self._context
@@ -319,7 +310,8 @@ class ReplicaConnection:
         context.dispatch()
         self._boundary.set()
         if report.draining:
-            self._set_health(stopping=True)
+            self._stopping = True
+            self._check_health()
             if (left := scheduler.replicas[self._number]) is not None and not left.occupied_slots:
                 self.stopped = True
                 raise ShardStopped("it has no sequences left")

@@ -15,11 +15,9 @@ _HEAD = struct.Struct("<dI")
 
 
 def sample_to_bytes(sample: Sample) -> bytes:
-    """Return a sample as bytes."""
     return _HEAD.pack(sample.at, len(sample.common)) + sample.common + sample.full
 
 
 def sample_from_bytes(body: bytes) -> Sample:
-    """Return the sample of `sample_to_bytes`."""
     at, length = _HEAD.unpack_from(body)
     return Sample(at, body[_HEAD.size : _HEAD.size + length], body[_HEAD.size + length :])
