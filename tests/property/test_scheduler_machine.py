@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_world import SchedulerWorld
-from world_traffic import ACTIONS, MAX_REPLICAS, act, draw_blocks, draw_request, draw_request_id, draw_world, pick, play
+from world_traffic import ACTIONS, DISTURBANCES, act, disturb, draw_request, draw_request_id, draw_world, play
 
 RANDOMS = st.randoms(use_true_random=False)
 REPLICAS = st.integers(0, 2)
@@ -41,35 +41,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.world.pass_time(seconds)
 
-    @rule(replica=REPLICAS)
-    def lose(self, replica: int) -> None:
-        self.world.lose(pick(self.world, replica))
-
-    @rule(replica=REPLICAS)
-    def open_again(self, replica: int) -> None:
-        self.world.open(pick(self.world, replica))
-
-    @rule(replica=REPLICAS, draw=RANDOMS)
-    def open_with_another_pool(self, replica: int, draw: Random) -> None:
-        self.world.open(pick(self.world, replica), draw_blocks(draw))
-
-    @rule(replica=REPLICAS, draining=st.booleans())
-    def drain(self, replica: int, draining: bool) -> None:
-        self.world.drain(pick(self.world, replica), draining)
-
-    @precondition(lambda self: len(self.world.replicas) < MAX_REPLICAS)
-    @rule(replica=REPLICAS, count=st.sampled_from([1, 1, 8]))
-    def add(self, replica: int, count: int) -> None:
-        for _ in range(count):
-            self.world.add(pick(self.world, replica))
-
-    @rule(joined_first=st.booleans())
-    def restart(self, joined_first: bool) -> None:
-        self.world.restart(joined_first)
-
-    @rule(replica=REPLICAS)
-    def remove(self, replica: int) -> None:
-        self.world.remove(pick(self.world, replica))
+    @rule(event=st.sampled_from(DISTURBANCES), replica=REPLICAS, draw=RANDOMS)
+    def disturb(self, event: str, replica: int, draw: Random) -> None:
+        disturb(self.world, event, replica, draw)
 
     @rule(script=st.lists(st.tuples(st.sampled_from(ACTIONS), REPLICAS), min_size=5, max_size=60))
     def race(self, script: list[tuple[str, int]]) -> None:

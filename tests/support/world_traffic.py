@@ -137,29 +137,44 @@ def random_event(world: SchedulerWorld, draw: Random, max_live: int = 30) -> Non
     elif chance < 0.988:
         world.pass_time(draw.choice([0.0, 0.001, 0.01, 0.2]))
     else:
-        _disturb(world, draw)
+        disturb(world, draw.choice(DISTURBANCES), draw.randrange(len(world.replicas)), draw)
 
 
-def _disturb(world: SchedulerWorld, draw: Random) -> None:
-    replica = pick(world, draw.randrange(len(world.replicas)))
-    choices = ["lose", "lose", "open", "open", "open", "open smaller", "drain", "undrain", "undrain", "add", "remove"]
-    choices += ["restart"]
-    event = draw.choice(choices)
-    if event == "lose":
-        world.lose(replica)
-    elif event == "open":
-        world.open(replica)
-    elif event == "open smaller":
-        world.open(replica, draw_blocks(draw))
-    elif event == "add":
-        if len(world.replicas) < MAX_REPLICAS:
-            world.add(replica)
-    elif event == "remove":
-        world.remove(replica)
-    elif event == "restart":
-        world.restart(draw.choice([True, False]))
-    else:
-        world.drain(replica, event == "drain")
+DISTURBANCES = [
+    "lose",
+    "lose",
+    "open",
+    "open",
+    "open",
+    "open smaller",
+    "drain",
+    "undrain",
+    "undrain",
+    "add",
+    "remove",
+    "restart",
+]
+
+
+def disturb(world: SchedulerWorld, event: str, replica: int, draw: Random) -> None:
+    """Let a replica come, go or pause, or the scheduler restart."""
+    replica = pick(world, replica)
+    match event:
+        case "lose":
+            world.lose(replica)
+        case "open":
+            world.open(replica)
+        case "open smaller":
+            world.open(replica, draw_blocks(draw))
+        case "add":
+            for _ in range(min(draw.choice([1, 1, 8]), MAX_REPLICAS - len(world.replicas))):
+                world.add(replica)
+        case "remove":
+            world.remove(replica)
+        case "restart":
+            world.restart(draw.choice([True, False]))
+        case "drain" | "undrain":
+            world.drain(replica, event == "drain")
 
 
 CHECK_EVERY = 8

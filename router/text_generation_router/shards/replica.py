@@ -123,7 +123,7 @@ class ReplicaConnection:
     def want(self, *, wanted: bool) -> None:
         """Drain the replica while it is being reassigned or removed."""
         self._unwanted = not wanted
-        self._check_health()
+        self._apply_health()
 
     async def serve(self, client: ShardClient, info: ReplicaInfo, *, again: bool = False) -> None:
         """Run one session until cancelled; `again`: it is not the first. Raises ShardLost, ShardStopped, ShardTaken."""
@@ -187,7 +187,7 @@ class ReplicaConnection:
                 serving = await client.is_serving()
             self._answered = True
             self._serving = serving
-            self._check_health()
+            self._apply_health()
 
     async def _watch_silence(self) -> None:
         """Drain the replica while the shard is silent; raise ShardLost when it hangs.
@@ -206,7 +206,7 @@ class ReplicaConnection:
             self._reported = self._answered = False
             longest_s = max(HANGS_AFTER_S, HANGS_AFTER_STEPS * self._longest_step_s)
             self.hangs = silence.seconds >= HANGS_AFTER_S or overdue.seconds >= longest_s
-            self._check_health()
+            self._apply_health()
             if silence.exceeds(timeout_s):
                 raise ShardLost(f"it hangs: no answer for {silence.seconds} s")
             if overdue.exceeds(timeout_s) and not self._serving:
@@ -217,7 +217,7 @@ class ReplicaConnection:
         """True if it gets new requests; True if it hangs."""
         return self._serving and not (self.hangs or self._stopping or self._unwanted), self.hangs
 
-    def _check_health(self) -> None:
+    def _apply_health(self) -> None:
         """Drain the replica, or let it serve again, if its health changed."""
         before, self._known_health = self._known_health, self._health
         if self._known_health != before:
@@ -311,7 +311,7 @@ class ReplicaConnection:
         self._boundary.set()
         if report.draining:
             self._stopping = True
-            self._check_health()
+            self._apply_health()
             if (left := scheduler.replicas[self._number]) is not None and not left.occupied_slots:
                 self.stopped = True
                 raise ShardStopped("it has no sequences left")
