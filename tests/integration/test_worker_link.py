@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import socket
-import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from cluster_listener import Events
+from cluster_listener import Listener
 from every_dialect import STREAMED, VERBATIM, WHOLE, Asking, name, stream_data
 from http_stack import Stack, serve, until, worker_of
 
@@ -25,7 +24,7 @@ from text_generation_router.errors import GenerationFailed, Overloaded, ServingE
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
 from text_generation_router.worker_link.convert import request_to_pb
-from text_generation_router.worker_link.link import LENGTH, MAX_FRAME_BYTES, Link
+from text_generation_router.worker_link.link import LENGTH, Link
 from text_generation_router.worker_link.remote_permits import RemotePermits
 from text_generation_router.worker_link.remote_rates import START_REQUEST, rate_handlers
 
@@ -62,14 +61,14 @@ async def test_a_listener_is_told_the_same_through_the_link(demo_model: Path) ->
             seen = stack.seen
             told.append([])
             for request in requests():
-                listener, request = Events(), replace(request, id=next(seen.ids))
+                listener, request = Listener(), replace(request, id=next(seen.ids))
                 try:
                     seen.submit(request, listener)
                 except ServingError as error:
                     listener.on_failure(error)
                 await listener.over.wait()
                 told[-1].append(listener.events)
-            satisfied = Events(tokens=3)
+            satisfied = Listener(wanted=3)
             seen.submit(replace(requests()[0], id=next(seen.ids), max_new_tokens=5000), satisfied)
             await satisfied.over.wait()
             await until(lambda: stack.engine.running == 0 and not stack.scheduler.requests)
@@ -135,7 +134,7 @@ class Peer:
 
     def send(self, message: pb.FromWorker) -> None:
         frame = message.SerializeToString()
-        self.writer.write(struct.pack("<I", len(frame)) + frame)
+        self.writer.write(LENGTH.pack(len(frame)) + frame)
 
     async def ended(self) -> bool:
         """Return True once the other end has closed the connection."""
@@ -167,9 +166,7 @@ def submit(without: str = "", number: int = 1 << 60, new_tokens: int = 12, **cha
 
 HOSTILE = {
     "noise": [random.Random(1).randbytes(4096)],
-    "a frame that is too large": [struct.pack("<I", MAX_FRAME_BYTES + 1)],
-    "its length in pieces": [b"\xff", b"\xff\xff", b"\xff"],
-    "no protobuf": [HELLO, struct.pack("<I", 3) + b"\xff\xff\xff"],
+    "no protobuf": [HELLO, LENGTH.pack(3) + b"\xff\xff\xff"],
     "a request before Hello": [submit()],
     "Hello twice": [HELLO, HELLO],
     "the number of a connected worker": [pb.FromWorker(hello=pb.Hello(worker=0))],

@@ -1,4 +1,4 @@
-"""Listeners of one request to a cluster."""
+"""A listener of one request to a cluster."""
 
 from __future__ import annotations
 
@@ -11,51 +11,24 @@ from text_generation_router.request import LogprobJson, TopToken
 
 
 class Listener:
-    """Records tokens and errors."""
+    """Keeps every call, and tokens and error apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: int = 1 << 30) -> None:
+        """`wanted`: so many tokens are taken."""
+        self.events: list[object] = []
         self.tokens: list[int] = []
         self.error: ServingError | None = None
         self.over = asyncio.Event()
+        self._wanted = wanted
 
     def on_token(
         self, token_id: int, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
     ) -> bool:
         self.tokens.append(token_id)
-        if reason is not None:
-            self.over.set()
-        return True
-
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None: ...
-
-    def on_scheduled(self, cached_tokens: int, replica: int) -> None: ...
-
-    def on_lost(self) -> None: ...
-
-    def on_cached_tokens(self, cached_tokens: int) -> None: ...
-
-    def on_failure(self, error: ServingError) -> None:
-        self.error = error
-        self.over.set()
-
-
-class Events:
-    """A listener that keeps every call."""
-
-    def __init__(self, tokens: int = 1 << 30) -> None:
-        """`tokens`: so many are wanted."""
-        self.events: list[object] = []
-        self.over = asyncio.Event()
-        self._left = tokens
-
-    def on_token(
-        self, token_id: int, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
-    ) -> bool:
         self.events.append((token_id, logprob, list(top), reason))
-        self._left -= 1
-        if reason is not None or not self._left:
+        if reason is not None or len(self.tokens) == self._wanted:
             self.over.set()
-        return self._left > 0
+        return len(self.tokens) < self._wanted
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         self.events.append((list(logprobs), [list(top) for top in tops]))
@@ -70,5 +43,6 @@ class Events:
         self.events.append(("cached", cached_tokens))
 
     def on_failure(self, error: ServingError) -> None:
+        self.error = error
         self.events.append((type(error), str(error), error.retry_after_s))
         self.over.set()

@@ -62,9 +62,7 @@ LABELS = {
 
 
 def some_metrics() -> Metrics:
-    scheduler = Scheduler(Policy(64, 8))
-    metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
-    return metrics
+    return Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=Scheduler(Policy(64, 8)))
 
 
 def names(metrics: Metrics) -> list[str]:

@@ -20,8 +20,7 @@ def registry() -> Registry:
 
 @pytest.fixture
 def metrics(registry: Registry) -> StepMetrics:
-    metrics = StepMetrics(registry)
-    return metrics
+    return StepMetrics(registry)
 
 
 def handled(report: pb.StepReport, tokens: dict[int, int] | None = None, steps: int = 1) -> StepRecord:

@@ -39,18 +39,6 @@ def test_a_constrained_request_without_tokens_moves() -> None:
     assert rig.scheduler.stats().moves == 1
 
 
-def test_at_step_engines_a_constrained_request_continues_elsewhere() -> None:
-    rig = Rig(a_policy(), replicas=2)
-    rig.submit(new=40, grammar=GRAMMAR)
-    rig.turns(6)
-    had = rig.tokens[0]
-    assert had > 0
-    rig.lose(rig.replica_of(0))
-    rig.until_idle()
-    assert (rig.failed, rig.finished) == ({}, [0])
-    assert len(rig.placement(0).generated) == had
-
-
 @pytest.mark.parametrize(
     ("self_scheduling", "constrained", "preempted"),
     [

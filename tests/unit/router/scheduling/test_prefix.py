@@ -80,16 +80,6 @@ def test_a_replica_whose_model_keeps_states_reuses_nothing_and_nothing_waits_for
     assert (rig.scheduler.stats().hit_tokens, rig.scheduler.stats().cached_blocks) == (0, 0)
 
 
-def test_only_blocks_reported_as_computed_are_committed() -> None:
-    rig = a_rig()
-    rig.submit(words(1, 80), new=5)
-    orders = rig.order()
-    assert rig.scheduler.stats().cached_blocks == 0
-    rig.apply(0, StepOutput(orders.number, prefilled=[(orders.placements[0].slot, 40)]))
-    assert rig.scheduler.stats().cached_blocks == 2
-    rig.scheduler.check_invariants()
-
-
 def test_what_a_failed_sequence_or_step_computed_is_not_committed() -> None:
     rig = a_rig()
     rig.submit(words(1, 160), new=50)

@@ -42,19 +42,6 @@ def test_salts_without_blocks_are_forgotten() -> None:
     assert grown_by(many_salts) < 100_000
 
 
-def test_hits_without_evictions_use_bounded_memory() -> None:
-    tree = PrefixTree(1)
-    for token in range(10):
-        cache(tree, [token], [token])
-
-    def many_hits() -> None:
-        for number in range(20_000):
-            find(tree, [number % 10])
-
-    assert grown_by(many_hits) < 100_000
-    assert tree.evict(10) == list(range(10))
-
-
 def test_a_deep_path_is_walked_without_recursion() -> None:
     depth = 1500  # more than recursion could
     tree = PrefixTree(1)

@@ -11,18 +11,6 @@ from text_generation_router.request import Priority, RequestId
 from text_generation_router.scheduling.messages import ReplicaSpec, SchedulerOutput, StepOutput
 
 
-def test_one_set_of_orders_is_under_way_at_a_time() -> None:
-    rig = Rig(a_policy())
-    rig.submit()
-    orders = rig.order()
-    rig.submit()
-    rig.scheduler.dispatch()
-    assert rig.scheduler.schedule(0) is None
-    rig.apply(0, StepOutput(orders.number))
-    after = rig.order()
-    assert [placement.request.id for placement in after.placements] == [1]
-
-
 def test_a_long_prompt_is_split_and_the_rest_of_the_budget_goes_to_the_next_one() -> None:
     rig = Rig(a_policy())
     rig.submit(100)
@@ -61,22 +49,6 @@ def test_a_growing_sequence_gets_blocks_before_it_runs_out() -> None:
     # One turn per token and one for the prompt: it never stalled.
     assert rig.now == pytest.approx(200 * rig.step_s)
     assert sum(len(blocks) for orders in rig.orders for _, blocks in orders[1].allocations) > 0
-
-
-def test_blocks_of_a_cancelled_sequence_are_free_once_its_release_was_applied() -> None:
-    rig = Rig(a_policy())
-    rig.submit(new=100)
-    rig.turns(2)
-    rig.scheduler.cancel(RequestId(0))
-    release = rig.order()
-    slot = rig.placement(0).slot
-    assert release.release == (slot,)
-    assert rig.scheduler.request_in(0, slot) is None
-    # A step made before the release arrived.
-    rig.apply(0, StepOutput(release.number - 1, [slot], [], [7]))
-    assert (rig.scheduler.stats().running, rig.scheduler.stats().used_blocks) == (1, 3)
-    rig.apply(0, StepOutput(release.number))
-    assert_idle(rig.scheduler)
 
 
 def until_preempted(rig: Rig) -> SchedulerOutput:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_listener import Events
+from cluster_listener import Listener
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -119,7 +119,7 @@ async def test_each_worker_gets_the_columns_of_its_requests(
         [(RequestId(slot), starts[slot], starts[slot] + counts[slot], shares[slot][2]) for slot in range(len(shares))]
     )
     direct, delivery = Listeners(lambda request_id: None), WorkerDelivery()
-    wanted, got = [Events() for _ in shares], [Events() for _ in shares]
+    wanted, got = [Listener() for _ in shares], [Listener() for _ in shares]
     loop = asyncio.get_running_loop()
     workers = [Worker(tmp_path / f"{number}") for number in range(2)]
     for worker in workers:
