@@ -24,48 +24,37 @@ class ClusterInterface(Protocol):
 
         A request that cannot be queued raises a ServingError, or its listener gets it as a failure.
         """
-        ...
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request; no-op if it is unknown or ended."""
-        ...
 
     def give_up(self, reason: str) -> None:
         """End all requests with an error, and accept no new ones."""
-        ...
 
     async def info(self) -> ClusterInfo:
         """Return the state of the replicas. Raises Unhealthy."""
-        ...
 
     async def opened(self) -> None:
         """Wait until there may be something to serve with."""
-        ...
 
     async def settled(self) -> None:
         """Wait until a replica serves, or other routers are found to drive all shards."""
-        ...
 
     async def abandoned(self) -> None:
         """Wait until no shard is left, all having been told to stop."""
-        ...
 
     @property
     def adapters(self) -> Collection[str]:
         """The names of the LoRA adapters that replicas hold."""
-        ...
 
     @property
     def ready(self) -> bool:
         """True if a replica gets new requests now, and is to stay."""
-        ...
 
     @property
     def live_requests(self) -> int:
         """The number of requests that have not ended."""
-        ...
 
     @property
     def status(self) -> str:
         """The state of the replicas, for the service manager."""
-        ...

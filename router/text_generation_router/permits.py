@@ -37,7 +37,6 @@ class ConcurrencyLimit(Protocol):
 
         Raises Overloaded, DeadlineExceeded, Unhealthy, or InvalidRequest if `count` exceeds the limit.
         """
-        ...
 
 
 class Permits:

@@ -29,11 +29,9 @@ class RateCounter(Protocol):
 
     async def start_request(self, rates: Rates) -> None:
         """Count one request. Raises RateLimited."""
-        ...
 
     def spend_tokens(self, rates: Rates, tokens: int) -> None:
         """Count prompt or new tokens."""
-        ...
 
 
 class _Bucket:

@@ -130,27 +130,21 @@ class TokenListener(Protocol):
         self, token_id: TokenId, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
     ) -> bool:
         """Take one new token; the last one has a `reason`. Return False to end the request."""
-        ...
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         """Take the log-probabilities of the prompt's tokens, before the first new token; `tops` only if requested.
 
         tops[i] are the most probable tokens at prompt position i, best first; tops[0] is empty.
         """
-        ...
 
     def on_scheduled(self, cached_tokens: int, replica: int) -> None:
         """The request left the queue with `cached_tokens` cached prompt tokens; again after a preemption or a move."""
-        ...
 
     def on_lost(self) -> None:
         """The replica that computed the request was lost; the request waits for another one."""
-        ...
 
     def on_cached_tokens(self, cached_tokens: int) -> None:
         """A self-scheduling engine found these prompt tokens in its own prefix cache; the last call counts."""
-        ...
 
     def on_failure(self, error: ServingError) -> None:
         """The request ended with an error."""
-        ...

@@ -25,7 +25,6 @@ class Source(Protocol):
 
     def members(self) -> AsyncIterator[frozenset[Address]]:
         """Yield the whole set at first and at each change, at times unchanged. It never fails, but tries again."""
-        ...
 
 
 class StaticSource:

@@ -6,7 +6,7 @@ Nothing is counted twice: each is another name of a metric of ours, with the lab
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.error_attributes import Outcome
@@ -18,8 +18,8 @@ from text_generation_router.metrics.instruments import (
     labels_text,
     reading_text,
 )
-from text_generation_router.metrics.scheduler import kv_usage, requests_of_adapters
-from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
+from text_generation_router.metrics.scheduler import requests_of_adapters
+from text_generation_router.scheduling.scheduler import Scheduler
 
 VLLM, TRTLLM = "vllm:", "trtllm_"
 PREFIXES = {"vllm": VLLM, "trtllm": TRTLLM}
@@ -63,17 +63,18 @@ _COUNTERS = {
 }
 
 
-_READINGS: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
-    "vllm:num_requests_running": ("gauge", lambda stats: stats.running),
-    "vllm:num_requests_waiting": ("gauge", lambda stats: stats.waiting),
-    "vllm:kv_cache_usage_perc": ("gauge", kv_usage),
-    "vllm:gpu_cache_usage_perc": ("gauge", kv_usage),  # its older name
-    "vllm:num_preemptions_total": ("counter", lambda stats: stats.preemptions),
-    "vllm:prefix_cache_queries_total": ("counter", lambda stats: stats.prompt_tokens),
-    "vllm:prefix_cache_hits_total": ("counter", lambda stats: stats.hit_tokens),
-    "trtllm_kv_cache_hit_rate": ("gauge", lambda stats: stats.hit_tokens / max(1, stats.prompt_tokens)),
-    "trtllm_prompt_cached_tokens_total": ("counter", lambda stats: stats.hit_tokens),
+_READINGS = {
+    "vllm:num_requests_running": ("gauge", "running"),
+    "vllm:num_requests_waiting": ("gauge", "waiting"),
+    "vllm:kv_cache_usage_perc": ("gauge", "kv_usage"),
+    "vllm:gpu_cache_usage_perc": ("gauge", "kv_usage"),  # its older name
+    "vllm:num_preemptions_total": ("counter", "preemptions"),
+    "vllm:prefix_cache_queries_total": ("counter", "prompt_tokens"),
+    "vllm:prefix_cache_hits_total": ("counter", "hit_tokens"),
+    "trtllm_kv_cache_hit_rate": ("gauge", "hit_rate"),
+    "trtllm_prompt_cached_tokens_total": ("counter", "hit_tokens"),
 }
+"""Name → kind, field of the statistics."""
 _REASONS = {
     "stop": (FinishReason.EOS_TOKEN.value, FinishReason.STOP_SEQUENCE.value),
     "length": (FinishReason.LENGTH.value,),
@@ -111,9 +112,9 @@ class _FurtherCounters:
         stats, braces = self._scheduler.stats(time.monotonic()), labels_text(self._labels)
         for name, counter in self._counters.items():
             yield reading_text(name, f"The same as {counter.name}", "counter", sum(counter.counts.values()), braces)
-        for name, (kind, read) in _READINGS.items():
+        for name, (kind, field) in _READINGS.items():
             if name.startswith(self._prefix):
-                yield reading_text(name, "See docs/api.md", kind, read(stats), braces)
+                yield reading_text(name, "See docs/api.md", kind, getattr(stats, field), braces)
         name = f"{self._prefix}request_success_total"
         yield head_text(name, "Generations that ended, by reason", "counter")
         for reason, ours in _REASONS.items():

@@ -29,7 +29,6 @@ class Instrument(Protocol):
 
     def text(self) -> str:
         """The metric in Prometheus' text format: lines, HELP and TYPE first."""
-        ...
 
 
 @runtime_checkable
@@ -40,11 +39,9 @@ class Summable(Protocol):
 
     def snapshot(self) -> Any:  # noqa: ANN401 - JSON
         """The values as JSON; None if all are 0."""
-        ...
 
     def add_difference(self, now: Any, before: Any) -> None:  # noqa: ANN401 - JSON
         """Add by how much a snapshot of another process is above an earlier one of it. None is a snapshot of zeros."""
-        ...
 
 
 I = TypeVar("I", bound=Instrument)  # noqa: E741 - an instrument

@@ -70,6 +70,18 @@ class SchedulerStats:
     prompt_tokens: int
     hit_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_usage(self) -> float:
+        return self.used_blocks / max(1, self.num_blocks)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / max(1, self.prompt_tokens)
+
 
 class Scheduler:
     """The queue, and the slots and KV blocks of all replicas."""
@@ -86,8 +98,7 @@ class Scheduler:
         self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("deadline"))
         self._lengths = OutputLengths()
         self._throughputs = Throughputs()
-        self._numbers = count()
-        self._arrivals = 0
+        self._numbers, self._arrivals = count(), count(1)
         self._lost_preemptions = self._lost_prompt_tokens = self._lost_hit_tokens = 0
         """Counts of replicas that were lost since."""
         self._cancellations = self.expired = self._moves = 0
@@ -109,8 +120,8 @@ class Scheduler:
         assert progress or self.fits(len(request.prompt), request.max_new_tokens, request.adapter), (
             "a request must be able to run alone"
         )
-        self._arrivals += 1
-        sequence = ScheduledSequence(request, self._arrivals, now, self._lengths.expected(request.max_new_tokens))
+        expected = self._lengths.expected(request.max_new_tokens)
+        sequence = ScheduledSequence(request, next(self._arrivals), now, expected)
         if progress is not None:
             sequence.resume(progress)
         self._sequences[request.id] = sequence
@@ -321,7 +332,7 @@ class Scheduler:
         else:  # the wait for one sequence to end
             running = sum(replica.occupied_slots for replica in serving)
             work = sum(replica.work for replica in serving) / max(1, running)
-        return self._throughputs.wait(work, _numbers(serving))
+        return self._throughputs.wait(work, [replica.replica for replica in serving])
 
     def exceeds_queue_limit(self, request: Request) -> bool:
         """Return True if more tokens of work would wait than the policy allows."""
@@ -351,7 +362,7 @@ class Scheduler:
 
     def stats(self, now: float = math.inf) -> SchedulerStats:
         """Return gauges and counters, in time proportional to the number of replicas. At infinity no replica is busy."""
-        serving, available = self.serving, _numbers(self.available)
+        serving, available = self.serving, [replica.replica for replica in self.available]
         # Without a replica: the wait until one of those that were lost is back and has served the queue.
         expected = available or self._throughputs.fastest()
         return SchedulerStats(
@@ -386,7 +397,3 @@ class Scheduler:
         self.queue.check_invariants()
         for replica in self.serving:
             replica.check_invariants()
-
-
-def _numbers(replicas: Sequence[ReplicaScheduler]) -> list[int]:
-    return [replica.replica for replica in replicas]

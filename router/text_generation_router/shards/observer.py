@@ -29,16 +29,9 @@ class StepRecord(NamedTuple):
 
 
 class StepObserver(Protocol):
-    """Observes sessions, orders and reports of all replicas. Called on the event loop; must neither block nor raise."""
+    """Observes the end of sessions, orders and reports of all replicas. Called on the event loop; must neither block nor raise."""
 
-    def on_loss(self, replica: int) -> None:
-        """Handle that a session ended."""
-        ...
-
+    def on_loss(self, replica: int) -> None: ...
+    def on_report(self, record: StepRecord) -> None: ...
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
         """Handle orders that took `seconds` to schedule and are being sent."""
-        ...
-
-    def on_report(self, record: StepRecord) -> None:
-        """Handle a report."""
-        ...

@@ -20,15 +20,12 @@ class Stats(Protocol):
 
     async def metrics(self, *, openmetrics: bool) -> bytes:
         """Return every metric in Prometheus' text format, or in OpenMetrics'. Raises Unhealthy."""
-        ...
 
     async def sample_after(self, at: float) -> Sample:
         """Return a sample of the state that was taken after `at`, a time of the monotonic clock. Raises Unhealthy."""
-        ...
 
     async def history(self) -> Sample:
         """Return the last hour. Raises Unhealthy."""
-        ...
 
 
 class OwnStats:

@@ -9,7 +9,6 @@ from scheduler_checks import assert_idle
 from scheduler_rig import Rig, a_policy, words
 
 from text_generation_proto.values import FailureCode
-from text_generation_router.request import RequestId
 from text_generation_router.scheduling.policy import Dispatch
 
 
@@ -128,24 +127,6 @@ def test_the_only_replica_with_room_is_found_among_many() -> None:
     last = rig.submit(100, new=2)
     rig.turn()
     assert rig.placed()[-1] == last
-
-
-def test_answers_longer_than_expected_do_not_make_a_replica_look_idle() -> None:
-    rig = a_rig(replicas=2)
-    for _ in range(20):  # answers are mostly short
-        rig.submit(20, new=200)
-        rig.turns(3)
-        rig.scheduler.cancel(RequestId(rig.placed()[-1]), satisfied=True)
-        rig.until_idle()
-    longer = rig.submit(20, new=200)
-    rig.turns(150)
-    assert rig.replica(rig.replica_of(longer)).work >= 0
-    more = [rig.submit(20, new=200) for _ in range(5)]
-    rig.turn()
-    homes = Counter(rig.replica_of(number) for number in more)
-    assert max(homes.values()) == 3
-    rig.until_idle()
-    assert [rig.replica(replica).work for replica in range(2)] == [0, 0]
 
 
 def test_replicas_that_lack_an_adapter_get_none_of_its_requests_and_hold_up_no_others() -> None:
