@@ -9,13 +9,6 @@ from typing import Protocol
 from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.request import DEFAULT_TENANT, TenantId
 
-RetryAfter = Callable[[TenantId], float | None]
-"""Returns the expected wait of a tenant's next request in seconds, or None if it is unknown."""
-
-
-def _unknown(tenant: TenantId) -> float | None:
-    return None
-
 
 def no_deadline() -> float | None:
     """Return the deadline of a request without one."""
@@ -46,8 +39,8 @@ class Permits:
     its value. So a tenant that comes late finds a permit although others hold all of them.
     """
 
-    def __init__(self, limit: int, retry_after: RetryAfter = _unknown) -> None:
-        """`retry_after` gives the hint that a refusal carries."""
+    def __init__(self, limit: int, retry_after: Callable[[TenantId], float | None] = lambda tenant: None) -> None:
+        """`retry_after` returns the expected wait of a tenant's next request in seconds; None: unknown."""
         self.limit = limit
         self.in_use = 0
         self._held: dict[TenantId, int] = {}

@@ -15,7 +15,7 @@ from world_clients import ClientView, RequestSpec
 
 from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, LogprobOptions
 from text_generation_router.request import QualityOfService, Request, RequestId, RequestProgress, TenantId
-from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
+from text_generation_router.scheduling.messages import Deliveries, Failed, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 
@@ -348,11 +348,11 @@ class SchedulerWorld:
             if world is not None and replica not in self.scheduler.draining
         ]
 
-        def holds(spec: ReplicaSpec, request: Request) -> bool:
+        def servable(request: Request) -> bool:
             longest = len(request.prompt) + request.max_new_tokens - 1
-            return longest <= spec.num_tokens and spec.holds(request.adapter)
+            return any(spec.fits(longest, request.adapter) for spec in specs)
 
-        return [view for view in self.live.values() if any(holds(spec, view.request) for spec in specs)]
+        return [view for view in self.live.values() if servable(view.request)]
 
     def _run_until_empty(self, left: Callable[[], Sized]) -> None:
         # Each token may take a step, and be computed again after a preemption: this bound is generous.

@@ -38,8 +38,7 @@ class Capacity:
 
     def fits(self, prompt_tokens: int, max_new_tokens: int, adapter: str = "") -> bool:
         """Return True if a request of this size could run alone on a replica that holds its adapter."""
-        longest = prompt_tokens + max_new_tokens - 1
-        return any(longest <= spec.num_tokens and spec.holds(adapter) for spec in self._specs.values())
+        return any(spec.fits(prompt_tokens + max_new_tokens - 1, adapter) for spec in self._specs.values())
 
     def may_fit(self, prompt_tokens: int, max_new_tokens: int, adapter: str = "") -> bool:
         """Return True if `fits`, or if a replica that has not joined yet may hold it."""

@@ -40,6 +40,10 @@ class ReplicaSpec:
         """Return True if it computes sequences with this adapter; "" is the model alone."""
         return not adapter or adapter in self.adapters
 
+    def fits(self, positions: int, adapter: str) -> bool:
+        """Return True if a sequence of so many positions could run alone, with this adapter."""
+        return positions <= self.num_tokens and self.holds(adapter)
+
     @property
     def num_tokens(self) -> int:
         """The size of the KV cache, in tokens."""

@@ -97,8 +97,7 @@ class ReplicaScheduler:
 
     def can_hold(self, sequence: ScheduledSequence) -> bool:
         """Return True if `sequence` could run here alone, to its last token."""
-        spec = self.spec
-        return sequence.max_length <= spec.num_tokens and spec.holds(sequence.request.adapter)
+        return self.spec.fits(sequence.max_length, sequence.request.adapter)
 
     @property
     def _growth_margin(self) -> int:
