@@ -9,9 +9,8 @@ import sys
 import threading
 from bisect import bisect_left
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,9 @@ import shard_server
 from checked_echo import CheckedEcho
 from cluster_listener import Listener
 from grpc_health.v1 import health_pb2
-from shard_server import ServedShard, running, serve_engine
+from http_stack import until
+from served_cluster import Members, world
+from shard_server import ServedShard, serve_engine
 from structlog.testing import capture_logs
 
 from text_generation_common.heartbeat import HANG_TIMEOUT_S
@@ -31,7 +32,7 @@ from text_generation_router.discovery.source import StaticSource
 from text_generation_router.errors import DeadlineExceeded, Unhealthy
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
-from text_generation_router.request import QualityOfService, Request, RequestId
+from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards import replica
@@ -47,103 +48,76 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 @dataclass
 class Replicas:
-    """A cluster, its shards and their engines."""
+    """A cluster of two replicas."""
 
-    cluster: Cluster
+    router: Members
     shards: list[ServedShard]
     engines: list[CheckedEcho]
-    metrics: StepMetrics
-    requests: int = 0
-
-    def submit(self, new: int, **service: float) -> Listener:
-        listener = Listener()
-        self.requests += 1
-        request = Request(RequestId(self.requests), (1, 2, 3), new, qos=QualityOfService(**service))  # type: ignore[arg-type]
-        self.cluster.submit(request, listener)
-        return listener
 
     @property
-    def running(self) -> list[int]:
-        return [engine.running for engine in self.engines]
+    def cluster(self) -> Cluster:
+        return self.router.cluster
 
     async def until_running(self, *numbers: int) -> None:
-        async with asyncio.timeout(20):
-            while self.running != list(numbers):  # noqa: ASYNC110 - an engine has no event for it
-                await asyncio.sleep(0)
+        await until(lambda: [engine.running for engine in self.engines] == list(numbers))
 
     async def until_draining(self, *numbers: int) -> None:
-        async with asyncio.timeout(20):
-            while self.cluster.scheduler.draining != set(numbers):  # noqa: ASYNC110 - it crosses the wire
-                await asyncio.sleep(0)
+        await until(lambda: self.cluster.scheduler.draining == set(numbers))
 
 
 @asynccontextmanager
 async def two_replicas(
     folder: Path, max_batch_size: int = 64, hang_timeout_s: float = HANG_TIMEOUT_S
 ) -> AsyncIterator[Replicas]:
-    metrics = StepMetrics(Registry())
-    cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=0), metrics, hang_timeout_s)
-    engines = [CheckedEcho.build(ShardConfig(engine="echo", echo_step_ms=2)) for _ in range(2)]
-    addresses = [f"unix://{folder}/shard-{number}" for number in range(2)]
-    limits = WarmUpLimits()
-    async with AsyncExitStack() as stack:
-        shards: list[ServedShard] = []
-        joined = {}
-        for engine, address in zip(engines, addresses, strict=True):
-            shards.append(await stack.enter_async_context(serve_engine(engine, address)))
-            joined[address] = await join(shards[-1].client, limits, address, timeout=20)
-        await stack.enter_async_context(
-            running(cluster, partial(cluster.run, StaticSource(addresses).members(), joined, limits))
-        )
-        async with asyncio.timeout(20):
-            while cluster.scheduler.stats().serving_replicas < 2:  # noqa: ASYNC110 - `opened` waits for the first one only
-                await asyncio.sleep(0)
-        yield Replicas(cluster, shards, engines, metrics)
+    async with world(folder) as shards:
+        a, b = await shards.shard("a"), await shards.shard("b")
+        router = await shards.cluster(a, max_batch_size=max_batch_size, hang_timeout_s=hang_timeout_s)
+        router.set(a, b)
+        await router.until({a: "serving", b: "serving"})
+        yield Replicas(router, list(shards.shards.values()), list(shards.engines.values()))
 
 
 async def test_a_shard_that_does_not_serve_finishes_its_requests_and_gets_no_new_ones(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as replicas:
-        first = [replicas.submit(400) for _ in range(2)]
+        first = [replicas.router.submit(400) for _ in range(2)]
         await replicas.until_running(1, 1)
         await replicas.shards[0].health.set("", NOT_SERVING)
         await replicas.until_draining(0)
-        more = [replicas.submit(50) for _ in range(3)]
+        more = [replicas.router.submit(50) for _ in range(3)]
         await replicas.until_running(1, 4)
         for listener in (*first, *more):
             await listener.over.wait()
         assert [len(listener.tokens) for listener in (*first, *more)] == [400, 400, 50, 50, 50]
         await replicas.shards[0].health.set("", SERVING)
         await replicas.until_draining()
-        replicas.submit(400)
-        replicas.submit(400)
+        replicas.router.submit(400)
+        replicas.router.submit(400)
         await replicas.until_running(1, 1)
 
 
 async def test_requests_of_a_lost_shard_continue_with_their_next_token(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as replicas:
-        listeners = [replicas.submit(300) for _ in range(8)]
+        listeners = [replicas.router.submit(300) for _ in range(8)]
         await replicas.until_running(4, 4)
         replicas.shards[1].end_session()
         for listener in listeners:
             await listener.over.wait()
         assert [listener.tokens for listener in listeners] == [[1, 2, 3] * 100] * 8
         assert replicas.cluster.scheduler.stats().moves == 4
-        assert sum(replicas.metrics.token_gaps.of().counts) == 8 * 299
+        assert sum(replicas.router.metrics.token_gaps.of().counts) == 8 * 299
 
 
 async def test_a_shard_that_drains_keeps_its_requests_and_is_left_after_the_last(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as replicas:
         with capture_logs() as records:
-            listeners = [replicas.submit(100 + 50 * number) for number in range(6)]
+            listeners = [replicas.router.submit(100 + 50 * number) for number in range(6)]
             await replicas.until_running(3, 3)
             await replicas.shards[0].drain()
             await replicas.until_draining(0)
-            listeners += [replicas.submit(50) for _ in range(3)]
+            listeners += [replicas.router.submit(50) for _ in range(3)]
             for listener in listeners:
                 await listener.over.wait()
-            async with asyncio.timeout(20):
-                while replicas.cluster.scheduler.stats().serving_replicas > 1:  # noqa: ASYNC110 - it crosses the wire
-                    await asyncio.sleep(0)
+            await until(lambda: replicas.cluster.scheduler.stats().serving_replicas == 1)
             assert [len(listener.tokens) for listener in listeners] == [*range(100, 400, 50), 50, 50, 50]
             assert replicas.cluster.scheduler.stats().moves == 0
         ends = [record["log_level"] for record in records if record["event"] in ("shard stopped", "shard lost")]
@@ -159,10 +133,9 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
         silent, stats = replicas.engines[0], replicas.cluster.scheduler.stats
         members, events = list(replicas.cluster.members), EventLog()
         events.observe(members, stats())
-        first = [replicas.submit(300) for _ in range(2)]
+        first = [replicas.router.submit(300) for _ in range(2)]
         await replicas.until_running(1, 1)
-        while not first[0].tokens:  # noqa: ASYNC110 - a listener has no event for it
-            await asyncio.sleep(0)
+        await until(lambda: bool(first[0].tokens))
         resume = threading.Event()
         step = silent.step
         monkeypatch.setattr(silent, "step", lambda: (resume.wait(), step())[1])
@@ -170,7 +143,7 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
         assert stats().serving_replicas == 1
         assert [member.state.value for member in members] == ["hung", "serving"]
         events.observe(members, stats())
-        more = [replicas.submit(20) for _ in range(3)]
+        more = [replicas.router.submit(20) for _ in range(3)]
         for listener in (*more, first[1]):
             await listener.over.wait()
         assert not first[0].over.is_set()
@@ -179,7 +152,7 @@ async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_
         await first[0].over.wait()
         assert stats().moves == 1
         resume.set()
-        gaps = replicas.metrics.token_gaps.of()
+        gaps = replicas.router.metrics.token_gaps.of()
         long = sum(gaps.counts[bisect_left(gaps.bounds, replica.HANGS_AFTER_S) :])
         assert (sum(gaps.counts), long) == (2 * 299 + 3 * 19, 1), "the gap of the request that moved"
         events.observe(members, stats())
@@ -195,7 +168,7 @@ async def test_an_invalid_report_ends_the_session_and_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with two_replicas(tmp_path) as replicas:
-        listeners = [replicas.submit(100) for _ in range(4)]
+        listeners = [replicas.router.submit(100) for _ in range(4)]
         await replicas.until_running(2, 2)
         faulty = replicas.engines[0]
 
@@ -212,7 +185,7 @@ async def test_an_invalid_report_ends_the_session_and_no_request(
 
 async def test_a_request_behind_one_cancelled_before_it_was_sent_is_placed(tmp_path: Path) -> None:
     async with two_replicas(tmp_path, max_batch_size=1) as replicas:
-        first, second, third = (replicas.submit(5) for _ in range(3))
+        first, second, third = (replicas.router.submit(5) for _ in range(3))
         replicas.cluster.cancel(RequestId(1))
         replicas.cluster.cancel(RequestId(2))
         async with asyncio.timeout(20):
@@ -224,14 +197,14 @@ async def test_requests_past_their_deadline_and_those_of_a_stopped_cluster_are_r
     async with two_replicas(tmp_path) as replicas:
         for over in ({"end_by": 1.0}, {"queue_by": 1.0}):
             with pytest.raises(DeadlineExceeded):
-                replicas.submit(10, **over)
+                replicas.router.submit(10, **over)
         assert not replicas.cluster.scheduler.requests
-        running_one = replicas.submit(10_000)
+        running_one = replicas.router.submit(10_000)
         replicas.cluster.give_up("the server was stopped")
         await running_one.over.wait()
         assert "the server was stopped" in str(running_one.error)
         with pytest.raises(Unhealthy):
-            replicas.submit(1)
+            replicas.router.submit(1)
 
 
 @pytest.mark.timeout(60)

@@ -1,11 +1,11 @@
-"""Random simulations with every KV block checked at every step violate no rule and are reproducible."""
+"""Random simulations with every KV block checked at every step violate no rule."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_bench.simulator.config import LatencyTargets, Outage, SimConfig
@@ -69,11 +69,8 @@ def arrivals(random: Random, count: int, rate: float) -> list[Arrival]:
     return trace
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data(), machine=machines, replicas=st.integers(1, 3), seed=st.integers(0, 1 << 30))
-def test_simulation_violates_no_rule_and_is_reproducible(
-    data: st.DataObject, machine: CostModel, replicas: int, seed: int
-) -> None:
+def test_simulation_violates_no_rule(data: st.DataObject, machine: CostModel, replicas: int, seed: int) -> None:
     random = Random(seed)
     trace = arrivals(random, 40, random.choice([3.0, 20.0, 100.0]))
     outages = [
@@ -90,21 +87,8 @@ def test_simulation_violates_no_rule_and_is_reproducible(
         audited=True,
         max_span_steps=random.choice([1, 1 << 20]),
     )
-    runs = []
-    for _ in range(2):
-        simulation = Simulator(config)
-        simulation.run(iter(trace))
-        statistics = simulation.statistics
-        ended = statistics.total.finished + statistics.rejected + statistics.cancelled + sum(statistics.failed.values())
-        assert ended == len(trace)
-        runs.append(
-            (
-                simulation.now,
-                simulation.events,
-                statistics.new_tokens,
-                statistics.prefilled_tokens,
-                statistics.failed,
-                statistics.busy_s,
-            )
-        )
-    assert runs[0] == runs[1]
+    simulation = Simulator(config)
+    simulation.run(iter(trace))
+    statistics = simulation.statistics
+    ended = statistics.total.finished + statistics.rejected + statistics.cancelled + sum(statistics.failed.values())
+    assert ended == len(trace)
