@@ -39,8 +39,6 @@ class SchedulerWorld:
         for replica in self.replicas:
             self.open(replica)
 
-    # ------------------------------------------------------------------------------------------------------- replicas
-
     def open(self, replica: int, blocks: int | None = None) -> None:
         """Start a session of `replica` if there is none, with a pool of `blocks` or the previous size."""
         if self.replicas[replica] is not None:
@@ -120,8 +118,6 @@ class SchedulerWorld:
     def drain(self, replica: int, draining: bool) -> None:
         self.scheduler.drain(replica, draining=draining)
 
-    # -------------------------------------------------------------------------------------------------------- clients
-
     def submit(self, spec: RequestSpec) -> RequestId | None:
         """Submit a request. Return None if it is refused."""
         later = self._later
@@ -191,8 +187,6 @@ class SchedulerWorld:
         for view in self.live.values():
             assert view.request.qos.end_by is None or view.request.qos.end_by > self.now
 
-    # ------------------------------------------------------------------------------------------------------ decisions
-
     def dispatch(self) -> None:
         before = self._placed_by_replica()
         placed = self.scheduler.dispatch()
@@ -250,8 +244,6 @@ class SchedulerWorld:
         if world.applied == scheduler.orders_sent:
             assert not scheduler.prompts.unscheduled, "a prompt waits for nothing"
 
-    # -------------------------------------------------------------------------------------------------------- reports
-
     def orders_arrive(self, replica: int) -> None:
         if (world := self.replicas[replica]) is not None:
             world.orders_arrive()
@@ -300,8 +292,6 @@ class SchedulerWorld:
         self.views[request_id].end = end
         del self.live[request_id]
         self.counts[end.value] += 1
-
-    # --------------------------------------------------------------------------------------------------------- checks
 
     def _placed_by_replica(self) -> dict[int, set[RequestId]]:
         replicas = (replica for replica in self.scheduler.replicas.values() if replica is not None)

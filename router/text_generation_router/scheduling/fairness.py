@@ -82,10 +82,6 @@ class Tenants:
         self._last_waiting_counter = 0.0
         self._virtual_time = 0.0
 
-    def __len__(self) -> int:
-        """Return the number of tenants in memory: active ones, and idle ones in debt."""
-        return len(self._known)
-
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._known.values())
 

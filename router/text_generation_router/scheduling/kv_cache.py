@@ -50,8 +50,6 @@ class KVCache:
     def used(self) -> int:
         return self.num_blocks - self.available
 
-    # ---------------------------------------------------------------------------------------------- allocate and free
-
     def cached_tokens(self, sequence: ScheduledSequence) -> int:
         """Return the leading tokens of `sequence` that are cached. At least one token is left to compute."""
         if not self._may_reuse(sequence):
@@ -120,8 +118,6 @@ class KVCache:
             key = sequence.prompt_key if size <= len(sequence.prompt_key) else sequence.key
             sequence.reusable_key = key[:size]
         return sequence.reusable_key
-
-    # --------------------------------------------------------------------------------------------------------- growth
 
     def check_room(self, sequence: ScheduledSequence) -> None:
         """Note `sequence` for more blocks if it is near the end of its block table."""

@@ -72,8 +72,6 @@ class ReplicaScheduler:
         """Numbers of the last orders."""
         self._steps_since_placement = 0
 
-    # -------------------------------------------------------------------------------------------------------- placing
-
     def may_place(self, waiting: int) -> bool:
         """Return True if one of `waiting` queued sequences may be placed, apart from its prompt and blocks."""
         running, placed = len(self._running), len(self._placed)
@@ -132,8 +130,6 @@ class ReplicaScheduler:
         self.work += sequence.remaining_work
         self.promised_tokens += sequence.max_length + 1
         return True
-
-    # ----------------------------------------------------------------------------------------------------- scheduling
 
     @property
     def may_have_orders(self) -> bool:
@@ -239,8 +235,6 @@ class ReplicaScheduler:
         self._free_slots.append(sequence.slot)
         self.promised_tokens -= sequence.max_length + 1
         sequence.leave_replica(state)
-
-    # --------------------------------------------------------------------------------------------------------- results
 
     def update(self, output: StepOutput, deliveries: Deliveries) -> tuple[int, list[ScheduledSequence]]:
         """Record the results of a step, and add tokens and errors to `deliveries`.

@@ -99,8 +99,6 @@ class Cluster(Generic[Receiver]):
         """Time at which the last replica was lost; None while one serves."""
         self._closed = False
 
-    # ------------------------------------------------------------------------------------------------- for the router
-
     def submit(self, request: Request, listener: Receiver, progress: RequestProgress | None = None) -> None:
         """Queue `request`; `listener` gets its tokens until its end or `cancel`. One with `progress` waits for shards.
 
@@ -231,8 +229,6 @@ class Cluster(Generic[Receiver]):
         for number, member in self._by_number.items():
             if self.scheduler.may_have_orders(number):
                 member.connection.wake()
-
-    # ---------------------------------------------------------------------------------------------------------- tasks
 
     async def run(
         self,

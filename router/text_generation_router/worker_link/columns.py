@@ -37,7 +37,7 @@ class WorkerDelivery(Delivery[WorkerLink]):
             send_report(link, pb.Report(placements=[placed]))
 
     def moved(self, request_ids: Iterable[RequestId]) -> None:
-        reports = defaultdict[WorkerLink, pb.Report](pb.Report)
+        reports: defaultdict[WorkerLink, pb.Report] = defaultdict(pb.Report)
         for request_id in request_ids:
             if link := self._receivers.get(request_id):
                 reports[link].lost.append(request_id)
@@ -49,14 +49,14 @@ class WorkerDelivery(Delivery[WorkerLink]):
             send_report(link, pb.Report(prompt_logprobs=[pb.PromptLogprobs(request=request_id, scored=scored)]))
 
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: shard_pb2.StepReport) -> None:
-        reports = defaultdict[WorkerLink, pb.Report](pb.Report)
+        reports: defaultdict[WorkerLink, pb.Report] = defaultdict(pb.Report)
         links = self._receivers
         for request_id, cached in deliveries.cached:
             if link := links.get(request_id):
                 to = reports[link]
                 to.cached_requests.append(request_id)
                 to.cached_tokens.append(cached)
-        shares = defaultdict[WorkerLink, list[Delivered]](list)
+        shares: defaultdict[WorkerLink, list[Delivered]] = defaultdict(list)
         for delivered in deliveries.tokens:
             link = links.get(delivered[0])
             if link is None:

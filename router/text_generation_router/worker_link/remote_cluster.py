@@ -68,8 +68,6 @@ class RemoteCluster(ClusterInterface):
         """Requests, numbers of their tokens (none: one each), and tokens, that are in no record of a request yet."""
         self._unrecorded_tokens = 0
 
-    # ----------------------------------------------------------------------------------------------------- the cluster
-
     def submit(self, request: Request, listener: TokenListener) -> None:
         """Queue `request`; `listener` gets its tokens, or its refusal. Without a link it waits for one.
 
@@ -132,8 +130,6 @@ class RemoteCluster(ClusterInterface):
             self._end_all(GenerationFailed("the server was stopped"))
             self.link.close()
 
-    # -------------------------------------------------------------------------------------------------------- requests
-
     def _submit(self, number: RequestId, live: UnfinishedRequest) -> None:
         request = live.request
         if live.scored:
@@ -194,8 +190,6 @@ class RemoteCluster(ClusterInterface):
                 self._record()
                 self._listeners.failure(number, live.expired())
                 self._cancel(number, satisfied=False)
-
-    # --------------------------------------------------------------------------------------------------------- reports
 
     def _deliver(self, report: pb.Report) -> None:
         listeners, live = self._listeners, self._live

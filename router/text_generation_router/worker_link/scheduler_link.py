@@ -61,8 +61,6 @@ class SchedulerLink:
         self.held: dict[int, pb.TakePermits] = {}
         """The permits that this worker holds, by number: the next connection begins with them."""
 
-    # ---------------------------------------------------------------------------------------------------- the connection
-
     async def joined(self) -> ReplicaInfo:
         """Connect, and return the description of the model. Waits as long as it takes."""
         while self._model is None:
@@ -128,8 +126,6 @@ class SchedulerLink:
             self._rpc.on_call(message.call)
         else:
             raise LinkBroken("an unknown message")
-
-    # ------------------------------------------------------------------------------------------------------------- calls
 
     async def call(self, method: str, body: bytes = b"") -> bytes:
         """Return the scheduler process's reply to a call. Raises ServingError."""
