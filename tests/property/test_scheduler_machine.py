@@ -30,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(draw=RANDOMS, count=st.integers(1, 4))
     def submit(self, draw: Random, count: int) -> None:
         for _ in range(count):
-            self.world.submit(draw_request(draw))
+            self.world.submit(draw_request(self.world, draw))
 
     @precondition(lambda self: self.world.views)
     @rule(draw=RANDOMS, satisfied=st.booleans())

@@ -7,17 +7,53 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sized
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from replica_world import ReplicaSetup, ReplicaWorld
+from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup, ReplicaWorld
 from scheduler_checks import assert_idle
-from world_clients import ClientView, RequestSpec
 
-from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, LogprobOptions
-from text_generation_router.request import QualityOfService, Request, RequestId, RequestProgress, TenantId
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_router.request import NO_MOVES, Moves, Request, RequestId, RequestProgress
 from text_generation_router.scheduling.messages import Deliveries, Failed, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
+
+
+@dataclass
+class ClientView:
+    """The tokens and the end that a client has received."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    end: FinishReason | FailureCode | None = None
+    cancelled: bool = False
+    moves: Moves = NO_MOVES
+    placed_with: int | None = None
+    """Tokens at its last placement; None while it has no replica."""
+
+    def lost(self) -> None:
+        """Count the loss of its replica, if it has one."""
+        if self.placed_with is not None:
+            self.moves = self.moves.after_loss(advanced=len(self.tokens) > self.placed_with)
+            self.placed_with = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.end is None and not self.cancelled
+
+    def expected(self) -> tuple[list[int], FinishReason | FailureCode]:
+        """Return the tokens and the end of the request if nothing outside ends it: the echo engine repeats the prompt."""
+        prompt, tokens = self.request.prompt[:: -1 if self.request.adapter else 1], []
+        for number in range(self.request.max_new_tokens):
+            token = prompt[number % len(prompt)]
+            if token == FAILING_TOKEN:
+                return tokens, FailureCode.NUMERICS
+            if token == FAILING_STEP_TOKEN:
+                return tokens, FailureCode.STEP
+            tokens.append(token)
+            if token == EOS and not self.request.ignore_eos and len(tokens) < self.request.max_new_tokens:
+                return tokens, FinishReason.EOS_TOKEN
+        return tokens, FinishReason.LENGTH
 
 
 class SchedulerWorld:
@@ -118,36 +154,17 @@ class SchedulerWorld:
     def drain(self, replica: int, draining: bool) -> None:
         self.scheduler.drain(replica, draining=draining)
 
-    def submit(self, spec: RequestSpec) -> RequestId | None:
-        """Submit a request. Return None if it is refused."""
-        later = self._later
-        qos = QualityOfService(
-            TenantId(spec.tenant),
-            spec.priority,
-            spec.salt,
-            later(spec.first_token_in),
-            later(spec.queue_for),
-            later(spec.end_in),
-        )
-        request = Request(
-            RequestId(len(self.views)),
-            spec.prompt,
-            spec.new,
-            qos=qos,
-            logprobs=LogprobOptions(prompt=spec.prompt_logprobs),
-            ignore_eos=spec.ignore_eos,
-            grammar=Grammar(GrammarKind.REGEX, "a+") if spec.constrained else None,
-            adapter=spec.adapter,
-        )
-        if not self.scheduler.fits(len(spec.prompt), spec.new, spec.adapter):
-            return None
-        wait = self.scheduler.estimated_wait(qos.tenant)
+    def submit(self, request: Request) -> None:
+        """Submit a request, unless it is refused."""
+        if not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter):
+            return
+        wait = self.scheduler.estimated_wait(request.qos.tenant)
         self.history.append(wait)
         assert wait is None or 0 <= wait < 1e9
         if self.scheduler.exceeds_queue_limit(request):
             assert self.policy.max_queued_tokens is not None
             self.counts["refusals"] += 1
-            return None
+            return
         self.views[request.id] = self.live[request.id] = ClientView(request)
         self.scheduler.submit(request, self.now)
         if self.policy.max_queued_tokens is not None and len(self.scheduler.queue) > 1:
@@ -158,10 +175,6 @@ class SchedulerWorld:
             )
             assert self.scheduler.queue.work <= 2 * self.policy.max_queued_tokens + requeued
         self.counts["requests"] += 1
-        return request.id
-
-    def _later(self, seconds: float | None) -> float | None:
-        return None if seconds is None else self.now + seconds
 
     def cancel(self, request_id: RequestId, satisfied: bool = False) -> None:
         self.scheduler.cancel(request_id, satisfied=satisfied)

@@ -6,9 +6,9 @@ from random import Random
 
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup
 from scheduler_world import SchedulerWorld
-from world_clients import RequestSpec
 
-from text_generation_router.request import Priority, RequestId, TenantId
+from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions
+from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.policy import Dispatch, Policy
 
 LONGEST_PROMPT = 180
@@ -62,25 +62,32 @@ def draw_blocks(draw: Random) -> int:
     return draw.randint(6, 30)
 
 
-def draw_request(draw: Random) -> RequestSpec:
+def draw_request(world: SchedulerWorld, draw: Random) -> Request:
     length = draw.choice([draw.randint(1, 40), draw.randint(1, LONGEST_PROMPT), draw.randint(100, LONGEST_PROMPT)])
     tail = tuple(draw.randint(10, 12) for _ in range(draw.choice([0, 1, 1, 20])))
     special = draw.choice([()] * 12 + [(token,) for token in SPECIAL])
     deadlines = draw.choice(["none"] * 8 + ["first", "queue", "end", "all"])
     seconds = draw.choice([0.0, 0.5, 3.0, 30.0])
-    return RequestSpec(
+
+    def by(kind: str, after_s: float) -> float | None:
+        return world.now + after_s if deadlines in (kind, "all") else None
+
+    return Request(
+        RequestId(len(world.views)),
         prompt=draw.choice(_BASES)[:length] + special + tail,
-        new=draw.choice([1, 2, 17, 40, 90, 200]),
-        tenant=draw.choice(["", "a", "b"]),
-        priority=draw.choice([Priority.DEFAULT, *Priority]),
-        salt=draw.choice(["", "", "", "pepper"]),
-        first_token_in=seconds - 1.0 if deadlines in ("first", "all") else None,
-        queue_for=seconds if deadlines in ("queue", "all") else None,
-        end_in=seconds * 2 if deadlines in ("end", "all") else None,
-        prompt_logprobs=draw.choice([False] * 7 + [True]),
+        max_new_tokens=draw.choice([1, 2, 17, 40, 90, 200]),
+        logprobs=LogprobOptions(prompt=draw.choice([False] * 7 + [True])),
         ignore_eos=draw.choice([True, False]),
-        constrained=draw.choice([True, False, False]),
+        grammar=draw.choice([Grammar(GrammarKind.REGEX, "a+"), None, None]),
         adapter=draw.choice(["", "", "", "sql", "french"]),
+        qos=QualityOfService(
+            TenantId(draw.choice(["", "a", "b"])),
+            draw.choice([Priority.DEFAULT, *Priority]),
+            draw.choice(["", "", "", "pepper"]),
+            first_token_by=by("first", seconds - 1.0),
+            queue_by=by("queue", seconds),
+            end_by=by("end", seconds * 2),
+        ),
     )
 
 
@@ -130,7 +137,7 @@ def random_event(world: SchedulerWorld, draw: Random, max_live: int = 30) -> Non
         act(world, draw.choice(ACTIONS), draw.randrange(len(world.replicas)))
     elif chance < 0.96:
         for _ in range(min(draw.choice([1, 1, 2, 5]), max_live - len(world.live))):
-            world.submit(draw_request(draw))
+            world.submit(draw_request(world, draw))
     elif chance < 0.975:
         if world.views:
             world.cancel(draw_request_id(world, draw), draw.choice([True, False]))
