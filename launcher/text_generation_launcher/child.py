@@ -70,33 +70,25 @@ async def run_to_end(
     with ExitStack() as ours:
         async with reserve.released():
             with ExitStack() as ends_of_child:
-                heartbeat_fd, beat_fd = hangs.heartbeat_pipe()
-                ours.callback(os.close, heartbeat_fd)
-                ends_of_child.callback(os.close, beat_fd)
-                read_fd, write_fd = os.pipe()
-                ends_of_child.callback(os.close, write_fd)
-                reader = asyncio.StreamReader()
-                transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                    lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
-                )
-                ours.callback(transport.close)
+                heartbeats, beat_fd = await _open_pipe(ours, ends_of_child)
+                output, output_fd = await _open_pipe(ours, ends_of_child)
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,
                     env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)}
                     | {VARIABLE: log_reader()},
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=write_fd,
-                    stderr=write_fd,
+                    stdout=output_fd,
+                    stderr=output_fd,
                     pass_fds=(*spec.inherited_fds, beat_fd),
                     process_group=0,
                 )
         async with asyncio.TaskGroup() as tasks:
-            forwarding = tasks.create_task(forward_output(reader, spec.name, json_output=spec.config.json_output))
+            forwarding = tasks.create_task(forward_output(output, spec.name, json_output=spec.config.json_output))
             watching = tasks.create_task(
                 hangs.abort_if_hung(
                     spec,
                     process.pid,
-                    heartbeat_fd,
+                    heartbeats,
                     hung or asyncio.Event(),
                     described or asyncio.get_running_loop().create_future(),
                 )
@@ -111,6 +103,18 @@ async def run_to_end(
                     companion.cancel()
                 await _run_whole(_end(process, spec, grace_period, forwarding, mark, reserve))
                 forwarding.cancel()
+
+
+async def _open_pipe(ours: ExitStack, ends_of_child: ExitStack) -> tuple[asyncio.StreamReader, int]:
+    """Return the two ends of a new pipe: ours, and that of the child. The stacks close them."""
+    read_fd, write_fd = os.pipe()
+    ends_of_child.callback(os.close, write_fd)
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
+    )
+    ours.callback(transport.close)
+    return reader, write_fd
 
 
 async def _run_whole(work: Coroutine[None, None, None]) -> None:

@@ -17,12 +17,11 @@ import os
 import signal
 from base64 import b64decode
 from contextlib import suppress
-from typing import Never
 
 import structlog
 from google.protobuf.message import DecodeError
 
-from text_generation_common.heartbeat import ALIVE, CHECK_EVERY_S, HANG_TIMEOUT_S, MAX_DESCRIPTION, STUCK, Silence
+from text_generation_common.heartbeat import ALIVE, CHECK_EVERY_S, HANG_TIMEOUT_S, STUCK, Silence
 from text_generation_launcher.plan import ChildSpec
 from text_generation_proto.v1 import shard_pb2 as pb
 
@@ -32,21 +31,10 @@ ABORT_GRACE = 1.0
 log = structlog.get_logger()
 
 
-class _ChildHangs(Exception):
-    """The child sends no heartbeats, or says that it is stuck."""
-
-
-def heartbeat_pipe() -> tuple[int, int]:
-    """Return the two ends of a new pipe: ours, and that of the child."""
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(read_fd, False)
-    return read_fd, write_fd
-
-
 async def abort_if_hung(
     spec: ChildSpec,
     process_group: int,
-    heartbeat_fd: int,
+    heartbeats: asyncio.StreamReader,
     hung: asyncio.Event,
     described: asyncio.Future[pb.InfoResponse],
 ) -> None:
@@ -55,7 +43,7 @@ async def abort_if_hung(
     `described` gets the child's description.
     """
     async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(_watch(spec, heartbeat_fd, hung, described))
+        watching = tasks.create_task(_watch(spec, heartbeats, hung, described))
         await hung.wait()
         watching.cancel()
     # A process that enabled faulthandler writes its stacks.
@@ -66,76 +54,44 @@ async def abort_if_hung(
 
 
 async def _watch(
-    spec: ChildSpec, heartbeat_fd: int, hung: asyncio.Event, described: asyncio.Future[pb.InfoResponse]
+    spec: ChildSpec,
+    heartbeats: asyncio.StreamReader,
+    hung: asyncio.Event,
+    described: asyncio.Future[pb.InfoResponse],
 ) -> None:
-    try:
-        line = await _first_line(heartbeat_fd, spec.hang_timeout and max(spec.hang_timeout, HANG_TIMEOUT_S))
-        if line is None:
+    """Set `hung` when the child hangs. Return when it has closed its end of the pipe."""
+    silence, line, check_every_s, reason = Silence(), b"", None, ""
+    timeout_s = spec.hang_timeout and max(spec.hang_timeout, HANG_TIMEOUT_S)
+    while not reason:
+        try:
+            async with asyncio.timeout(check_every_s):
+                read = await heartbeats.read(1 << 16)
+        except TimeoutError:
+            silence.record(sign=False)
+            if silence.exceeds(timeout_s):
+                reason = f"no heartbeat for {silence.seconds} s"
+            continue
+        if not read:
             return
-        description = pb.InfoResponse.FromString(b64decode(line, validate=True))
-        if not described.done():
-            described.set_result(description)
-        await _until_silent(heartbeat_fd, spec.hang_timeout)
-    except _ChildHangs as error:
-        reason = str(error)
-    except (ValueError, DecodeError):
-        reason = "its description cannot be read"
+        silence.record(sign=True)
+        check_every_s = CHECK_EVERY_S
+        if b"\n" in line:
+            reason = "a step of its engine does not end" if read.endswith(STUCK) else ""
+            continue
+        line += read.lstrip(ALIVE)
+        if b"\n" in line:
+            timeout_s = spec.hang_timeout
+            try:
+                description = pb.InfoResponse.FromString(b64decode(line.partition(b"\n")[0], validate=True))
+            except (ValueError, DecodeError):
+                reason = "its description cannot be read"
+            else:
+                if not described.done():
+                    described.set_result(description)
     log.error("child hangs", child=spec.name, reason=reason)
     hung.set()
-
-
-async def _first_line(fd: int, timeout_s: float) -> bytes | None:
-    """Wait for the line; None if the child has closed its end. Raises _ChildHangs."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    silence = Silence()
-    line = b""
-    check_every_s = None
-    loop.add_reader(fd, readable.set)
-    try:
-        while b"\n" not in line and len(line) < MAX_DESCRIPTION:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(check_every_s):
-                    await readable.wait()
-            woken = readable.is_set()
-            readable.clear()
-            if (read := _read(fd)) is None:
-                return None
-            if read or not woken:  # the event loop may report once more what has been read already
-                silence.record(sign=bool(read))
-                _check(silence, timeout_s)
-            line += read.lstrip(ALIVE)
-            check_every_s = CHECK_EVERY_S
-    finally:
-        loop.remove_reader(fd)
-    return line.partition(b"\n")[0]
-
-
-async def _until_silent(fd: int, timeout_s: float) -> Never:
-    """Wait until the child hangs. Raises _ChildHangs."""
-    silence = Silence()
-    while True:
-        await asyncio.sleep(CHECK_EVERY_S)
-        beats = _read(fd) or b""
-        silence.record(sign=bool(beats))
-        if beats.endswith(STUCK):
-            raise _ChildHangs("a step of its engine does not end")
-        _check(silence, timeout_s)
-
-
-def _check(silence: Silence, timeout_s: float) -> None:
-    if silence.exceeds(timeout_s):
-        raise _ChildHangs(f"no heartbeat for {silence.seconds} s")
 
 
 def _kill(process_group: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process_group, number)
-
-
-def _read(fd: int) -> bytes | None:
-    """Return what has arrived; None if the other end is closed."""
-    try:
-        return os.read(fd, 1 << 16) or None
-    except BlockingIOError:
-        return b""

@@ -29,9 +29,6 @@ LEAD_S = 1.0
 MIN_SILENCE_S = 1.0
 """Shortest silence that counts as a hang, however short the limit is."""
 
-MAX_DESCRIPTION = 1 << 20
-"""Longest description, in the bytes of its line."""
-
 VARIABLE = "TEXT_GENERATION_HEARTBEAT"
 """Environment variable with the descriptor of the pipe."""
 ALIVE = b"."
