@@ -16,7 +16,7 @@ from pydantic_settings import CliExplicitFlag
 
 from text_generation_common.command_line import exit_with_usage_error, parse_config
 from text_generation_common.lora import parse_adapters
-from text_generation_common.settings import ProcessConfig
+from text_generation_common.settings import ChildConfig, ProcessConfig
 from text_generation_common.topics import Topic
 from text_generation_proto.addresses import join_host_port, split_host_port
 from text_generation_router.config import CommaList, RouterSettings
@@ -291,6 +291,25 @@ class LauncherCheckConfig(LauncherConfig, cli_prog_name="text-generation-launche
 
     memory: Annotated[str, AfterValidator(parse_size)] = ""
     """Memory of each GPU to plan for, such as 80GiB; with --device cpu that of the machine. Default: what is there. A flag only."""
+
+
+class DownloadConfig(ChildConfig, cli_prog_name="text_generation_launcher.download"):
+    """Download a model and write the path of its folder to a pipe."""
+
+    model_id: str
+    """Id on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit."""
+    cache_dir: str | None = None
+    """Folder of the hub's cache."""
+    weights: bool = True
+    """Download the weights too."""
+    engines: bool = False
+    """Accept compiled engines instead of weights."""
+    headers_folder: str = ""
+    """Folder for the small files and, instead of the weights, files of their sizes with nothing but their headers."""
+    result_fd: int = -1
+    """File descriptor that the path is written to."""
 
 
 Settings = TypeVar("Settings", bound=LauncherConfig)

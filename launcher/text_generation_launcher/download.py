@@ -37,7 +37,7 @@ from text_generation_common.lifeline import follow_parent
 from text_generation_common.logs import configure_logging
 from text_generation_common.one_line import one_line
 from text_generation_common.progress import WorkProgress
-from text_generation_common.settings import ChildConfig
+from text_generation_launcher.config import DownloadConfig
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Configuration, tokenizer, templates."""
@@ -50,25 +50,6 @@ HUB_ERRORS = (HfHubHTTPError, OfflineModeIsEnabled, EntryNotFoundError, HFValida
 """Errors of a call of the hub."""
 
 log = structlog.get_logger()
-
-
-class DownloadConfig(ChildConfig, cli_prog_name="text_generation_launcher.download"):
-    """Download a model and write the path of its folder to a pipe."""
-
-    model_id: str
-    """Id on the hub."""
-    revision: str | None = None
-    """Branch, tag or commit."""
-    cache_dir: str | None = None
-    """Folder of the hub's cache."""
-    weights: bool = True
-    """Download the weights too."""
-    engines: bool = False
-    """Accept compiled engines instead of weights."""
-    headers_folder: str = ""
-    """Folder for the small files and, instead of the weights, files of their sizes with nothing but their headers."""
-    result_fd: int
-    """File descriptor that the path is written to."""
 
 
 class DownloadError(Exception):

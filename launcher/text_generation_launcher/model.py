@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
@@ -11,7 +11,7 @@ import structlog
 from text_generation_common.lora import AdapterSource, adapters_to_text, parse_adapters
 from text_generation_common.settings import ChildConfig
 from text_generation_launcher.child import run_to_end
-from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.config import DownloadConfig, LauncherConfig, child_settings
 from text_generation_launcher.plan import ChildSpec, child_argv, child_env
 from text_generation_launcher.shutdown import GracefulShutdown
 
@@ -37,13 +37,14 @@ async def resolve_model(
 
     With `headers_folder` a download fills that: with the small files, and of the weights only the headers.
     """
-    flags = (
-        "--weights" if config.needs_weights else "--no-weights",
-        *(("--engines",) if config.engine == "tensorrt-llm" and headers_folder is None else ()),
-        *((f"--headers-folder={headers_folder}",) if headers_folder is not None else ()),
-        *((f"--revision={config.revision}",) if config.revision else ()),
+    download = DownloadConfig.of(
+        model_id=config.model_id,
+        revision=config.revision,
+        weights=config.needs_weights,
+        engines=config.engine == "tensorrt-llm" and headers_folder is None,
+        headers_folder="" if headers_folder is None else str(headers_folder),
     )
-    return await _resolve(config.model_id, flags, config, environ, stop, lifeline_fd)
+    return await _resolve(download, config, environ, stop, lifeline_fd)
 
 
 async def resolve_adapters(
@@ -52,8 +53,8 @@ async def resolve_adapters(
     """Return --lora-adapters with the folders of the adapters. Raises ModelError."""
     folders: list[AdapterSource] = []
     for adapter in parse_adapters(config.lora_adapters):
-        flags = (f"--revision={adapter.revision}",) if adapter.revision else ()
-        folder = str(await _resolve(adapter.source, flags, config, environ, stop, lifeline_fd))
+        download = DownloadConfig.of(model_id=adapter.source, revision=adapter.revision or None)
+        folder = str(await _resolve(download, config, environ, stop, lifeline_fd))
         if any(character in folder for character in ",=@"):
             raise ModelError(f"the folder of the LoRA adapter {adapter.name} has a comma, = or @ in its path: {folder}")
         folders.append(AdapterSource(adapter.name, folder))
@@ -61,29 +62,32 @@ async def resolve_adapters(
 
 
 async def _resolve(
-    model_id: str,
-    flags: Sequence[str],
+    download: DownloadConfig,
     config: LauncherConfig,
     environ: Mapping[str, str],
     stop: GracefulShutdown,
     lifeline_fd: int,
 ) -> Path:
-    if (folder := local_folder(model_id)) is not None:
+    """Return the folder of a model or an adapter; `download` is how it is downloaded if it is not a folder."""
+    if (folder := local_folder(download.model_id)) is not None:
         return folder
     read_fd, write_fd = os.pipe()
-    try:
-        try:
-            code = await run_to_end(
-                _download(model_id, flags, config, environ, lifeline_fd, write_fd),
-                stop.grace_period,
+    with os.fdopen(read_fd, "rb") as path:
+        with os.fdopen(write_fd, "wb"):
+            own = {"lifeline_fd": lifeline_fd, "result_fd": write_fd, "cache_dir": config.huggingface_hub_cache}
+            download = download.model_copy(update=child_settings(config, ChildConfig) | own)
+            spec = ChildSpec(
+                "download",
+                child_argv("text_generation_launcher.download", download),
+                child_env(environ, DownloadConfig) | hub_tokens(environ),
+                (lifeline_fd, write_fd),
+                DOWNLOAD_STOP_TIMEOUT,
+                config=download,
             )
-        finally:
-            os.close(write_fd)
+            code = await run_to_end(spec, stop.grace_period)
         if code != 0:
-            raise ModelError(f"downloading {model_id} failed with exit code {code}")
-        return Path(os.fsdecode(os.read(read_fd, 1 << 16)))  # a path is far smaller than a pipe's buffer
-    finally:
-        os.close(read_fd)
+            raise ModelError(f"downloading {download.model_id} failed with exit code {code}")
+        return Path(os.fsdecode(path.read()))
 
 
 def local_folder(model_id: str) -> Path | None:
@@ -107,23 +111,3 @@ def hub_tokens(environ: Mapping[str, str]) -> dict[str, str]:
     if "HF_API_TOKEN" in tokens:  # TGI's deprecated name
         tokens.setdefault("HF_TOKEN", tokens["HF_API_TOKEN"])
     return tokens
-
-
-def _download(
-    model_id: str,
-    flags: Sequence[str],
-    config: LauncherConfig,
-    environ: Mapping[str, str],
-    lifeline_fd: int,
-    result_fd: int,
-) -> ChildSpec:
-    settings = ChildConfig.of(json_output=config.json_output, log_level=config.log_level, lifeline_fd=lifeline_fd)
-    argv = (
-        *child_argv("text_generation_launcher.download", settings),
-        f"--model-id={model_id}",
-        f"--result-fd={result_fd}",
-        *flags,
-        *((f"--cache-dir={config.huggingface_hub_cache}",) if config.huggingface_hub_cache else ()),
-    )
-    env = child_env(environ, ChildConfig) | hub_tokens(environ)
-    return ChildSpec("download", argv, env, (lifeline_fd, result_fd), DOWNLOAD_STOP_TIMEOUT, config=settings)
