@@ -30,7 +30,7 @@ import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -164,41 +164,31 @@ class MpirunConfig(ChildConfig, cli_prog_name="text_generation_launcher.mpi"):
     """Index of the replica; part of the name in the log."""
 
 
-class _EnvironmentReceiver:
-    """Receives the environment of rank 0 from env_relay.py."""
+@asynccontextmanager
+async def _handover(received: asyncio.Future[dict[str, str]]) -> AsyncIterator[Mapping[str, str]]:
+    """Yield the variables that env_relay.py needs; `received` gets the environment of rank 0.
 
-    def __init__(self) -> None:
-        self.environ: Mapping[str, str] | None = None
-        self.received = asyncio.Event()
-        self._name = f"text-generation-{secrets.token_hex(16)}"
-        self._writers: list[asyncio.StreamWriter] = []
+    Leaving the block closes the connection: env_relay.py exits, and the script ends the ranks.
+    """
+    writers: list[asyncio.StreamWriter] = []
 
-    @asynccontextmanager
-    async def listen(self) -> AsyncIterator[Mapping[str, str]]:
-        """Yield the variables that env_relay.py needs. Leaving the block tells rank 0 that its program has ended."""
-        # An abstract socket leaves no file behind. Any user may connect to it, so the peer's user id is checked.
-        server = await asyncio.start_unix_server(self._receive, path=f"\0{self._name}")
-        try:
-            yield {env_relay.VARIABLE: self._name}
-        finally:
-            server.close()
-            self.close()
-
-    def close(self) -> None:
-        """Close the connection: env_relay.py exits, and the script ends the ranks."""
-        for writer in self._writers:
-            writer.close()
-        self._writers.clear()
-
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
-        if _peer_uid(writer) != os.geteuid() or self.received.is_set():
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        if _peer_uid(writer) != os.geteuid() or received.done():
             writer.close()
             return
         with suppress(ValueError):  # an incomplete message: mpirun will fail and log the reason
-            environ = json.loads(await reader.read())
-            self.environ = environ
-            self.received.set()
+            received.set_result(json.loads(await reader.read()))
+
+    # An abstract socket leaves no file behind. Any user may connect to it, so the peer's user id is checked.
+    name = f"text-generation-{secrets.token_hex(16)}"
+    server = await asyncio.start_unix_server(receive, path=f"\0{name}")
+    try:
+        yield {env_relay.VARIABLE: name}
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
 
 
 def _peer_uid(writer: asyncio.StreamWriter) -> int:
@@ -212,24 +202,21 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], inherited: Sequence[i
     Returns its exit code as a shell counts it, or FAILED if the ranks ended first.
     """
     stopping = StopSignals().stop
-    receiver = _EnvironmentReceiver()
-    async with receiver.listen() as variables:
-        secret = {name: os.environ[name] for name in SHARD_ONLY if name in os.environ}
-        erase(SHARD_ONLY)
+    received: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    secret = {name: os.environ[name] for name in SHARD_ONLY if name in os.environ}
+    erase(SHARD_ONLY)
+    async with AsyncExitStack() as after_handover, _handover(received) as variables:
         ranks = await asyncio.create_subprocess_exec(
             *mpirun, env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL
         )
-        try:
-            await wait_for_any(receiver.received.wait(), ranks.wait(), stopping.wait())
-            if stopping.is_set():
-                return ExitCode.STOPPED
-            if receiver.environ is None:
-                log.error("mpirun ended before the ranks were there", **exit_fields(await ranks.wait()))
-                return ExitCode.FAILED
-            return await _run_shard(shard, {**receiver.environ, **secret}, inherited, ranks, stopping)
-        finally:
-            receiver.close()
-            await _end_ranks(ranks)
+        after_handover.push_async_callback(_end_ranks, ranks)
+        await wait_for_any(asyncio.shield(received), ranks.wait(), stopping.wait())
+        if stopping.is_set():
+            return ExitCode.STOPPED
+        if not received.done():
+            log.error("mpirun ended before the ranks were there", **exit_fields(await ranks.wait()))
+            return ExitCode.FAILED
+        return await _run_shard(shard, received.result() | secret, inherited, ranks, stopping)
 
 
 async def _run_shard(
