@@ -73,7 +73,10 @@ class ReplicaUnit(Unit):
                 group.cancel()
             await asyncio.wait((group,))
             watch.cancel()
-        return _exit_of(self._shards[0], ExitCode.FAILED) if group.cancelled() else root_cause(group.result())
+        if group.cancelled():
+            first = self._shards[0]
+            return UnitExit(first.name, ExitCode.FAILED, {"rank": first.rank})
+        return root_cause(group.result())
 
     async def _watch_start(self, described: Sequence[Description]) -> bool:
         """Wait until all shards serve; return False if they serve something else than before."""
@@ -96,14 +99,8 @@ class ReplicaUnit(Unit):
             return self._stop.grace_period(min(seconds, BROKEN_GRACE) if broken else seconds, terminate)
 
         async def run(spec: ShardSpec, description: Description) -> None:
-            try:
-                code = await self._run_shard(
-                    spec, grace_period, hung=hung, described=description, reserve=self._reserve
-                )
-            except OSError as error:  # no memory or file descriptors for another process, perhaps only now
-                log.error("shard cannot be started", replica=spec.replica, rank=spec.rank, reason=str(error))
-                code = ExitCode.FAILED
-            exits.append(_exit_of(spec, code))
+            running = self._run_shard(spec, grace_period, hung=hung, described=description, reserve=self._reserve)
+            exits.append(await self.run_process(running, spec.name, rank=spec.rank))
 
         async with asyncio.TaskGroup() as tasks:
             members = [tasks.create_task(run(*each)) for each in zip(self._shards, described, strict=True)]
@@ -113,10 +110,6 @@ class ReplicaUnit(Unit):
             for member in members:
                 member.cancel()
         return exits
-
-
-def _exit_of(spec: ShardSpec, code: int) -> UnitExit:
-    return UnitExit(spec.name, code, {"rank": spec.rank})
 
 
 def root_cause(exits: Sequence[UnitExit]) -> UnitExit:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -124,6 +124,15 @@ class Unit(ABC):
     @abstractmethod
     async def run(self) -> UnitExit:
         """Run the processes once, until all have ended. Calls `mark_serving`. When cancelled, stops them first."""
+
+    async def run_process(self, running: Awaitable[int], name: str, **fields: object) -> UnitExit:
+        """Return the end of a process that `running` runs."""
+        try:
+            code = await running
+        except OSError as error:  # no memory or file descriptors for another process, perhaps only now
+            log.error(self.event("cannot be started"), **self.fields, **fields, reason=str(error))
+            code = ExitCode.FAILED
+        return UnitExit(name, code, fields)
 
     def event(self, happening: str) -> str:
         """Return the event of a log record, such as "router died"."""

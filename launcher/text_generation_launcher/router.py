@@ -10,17 +10,12 @@ import asyncio
 import signal
 from contextlib import suppress
 
-import structlog
-
 from text_generation_common.descriptors import DescriptorReserve
-from text_generation_common.exit_codes import ExitCode
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.restarts import Unit, UnitExit
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.v1 import shard_pb2 as pb
-
-log = structlog.get_logger()
 
 
 class RouterUnit(Unit):
@@ -34,18 +29,14 @@ class RouterUnit(Unit):
         """Run the process once."""
         serves: asyncio.Future[pb.InfoResponse] = asyncio.get_running_loop().create_future()
         serves.add_done_callback(lambda _: self.mark_serving())
-        try:
-            code = await run_to_end(
-                self._spec,
-                self._stop.grace_period,
-                described=serves,
-                reserve=self._reserve,
-                beside=self._forward_hangups,
-            )
-        except OSError as error:  # no memory or file descriptors for another process, perhaps only now
-            log.error("router cannot be started", **self.fields, reason=str(error))
-            code = ExitCode.FAILED
-        return UnitExit(self._spec.name, code)
+        running = run_to_end(
+            self._spec,
+            self._stop.grace_period,
+            described=serves,
+            reserve=self._reserve,
+            beside=self._forward_hangups,
+        )
+        return await self.run_process(running, self._spec.name)
 
     async def _forward_hangups(self, process: asyncio.subprocess.Process) -> None:
         """Pass SIGHUP on. One that arrives while the process starts is passed on when it serves and has a handler."""
