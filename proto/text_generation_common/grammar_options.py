@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypedDict
+from typing import Final
 
 MAX_GRAMMAR_TEXT: Final = 256 << 10
 """Characters of a grammar. Compile time grows with the square of its patterns: at worst such a text takes 2 s."""
@@ -14,28 +14,7 @@ STACK_BYTES: Final = 4 * JUDGE_STACK_BYTES
 """Stack of a shard's threads: a grammar that passed the proof does not exhaust it. Only used pages take memory."""
 
 
-class JsonOptions(TypedDict):
-    """The part of llguidance's JsonCompileOptions that is set here."""
-
-    whitespace_flexible: bool
-    item_separator: str
-    key_separator: str
-    coerce_one_of: bool
-    lenient: bool
-
-
-class ParserLimits(TypedDict):
-    """The part of llguidance's LLParserLimits that is set here."""
-
-    initial_lexer_fuel: int
-    max_grammar_size: int
-    step_lexer_fuel: int
-    step_max_items: int
-    max_lexer_states: int
-    verbose_errors: bool
-
-
-JSON_OPTIONS: Final[JsonOptions] = {
+JSON_OPTIONS: Final[dict[str, bool | str]] = {
     # One line, as json.dumps writes it, the form that models have seen most of. With free white space a model that is
     # not sure writes nothing else until it runs out of tokens.
     "whitespace_flexible": False,
@@ -46,7 +25,8 @@ JSON_OPTIONS: Final[JsonOptions] = {
     # A keyword that is not supported is refused, not ignored.
     "lenient": False,
 }
-LIMITS: Final[ParserLimits] = {
+"""The part of llguidance's JsonCompileOptions that is set here."""
+LIMITS: Final[dict[str, int | bool]] = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 500_000,
     # These three bound the cost of a step and the memory of a sequence: a lexer state takes 1 to 2 kB.
@@ -55,3 +35,4 @@ LIMITS: Final[ParserLimits] = {
     "max_lexer_states": 20_000,
     "verbose_errors": False,
 }
+"""The part of llguidance's LLParserLimits that is set here."""

@@ -49,8 +49,8 @@ class WorkProgress:
         """May grow."""
         self._in_bytes = in_bytes
         self._clock = clock
-        self._started = self._logged = clock()
-        self._shown = self._started + SHOWN_AFTER_S - SHOWN_S
+        self._started = clock()
+        self._told = self._started + (SHOWN_AFTER_S - SHOWN_S if _displays else 0.0)
         self.done = 0
 
     @property
@@ -61,32 +61,23 @@ class WorkProgress:
     def add(self, amount: int = 1) -> None:
         """Count work that is done."""
         self.done += amount
-        if self.done >= self.total:
-            return
         now = self._clock()
+        if self.done >= self.total or now - self._told < (SHOWN_S if _displays else LOG_S):
+            return
+        self._told = now
         left = round((now - self._started) * (self.total - self.done) / self.done) if self.done else None
         percent = 100 * self.done // self.total
+        done, total = (gib(self.done), gib(self.total)) if self._in_bytes else (self.done, self.total)
         if _displays:
-            if now - self._shown >= SHOWN_S:
-                self._shown = now
-                done, total = self._amounts()
-                estimate = "" if left is None else f", {left} s left"
-                _displays[0](
-                    f"{self._work} {percent} % ({done} of {total}{' GiB' if self._in_bytes else ''}{estimate})"
-                )
-        elif now - self._logged >= LOG_S:
-            self._logged = now
-            done, total = self._amounts()
+            estimate = "" if left is None else f", {left} s left"
+            show(f"{self._work} {percent} % ({done} of {total}{' GiB' if self._in_bytes else ''}{estimate})")
+        else:
             names = ("gib", "of_gib") if self._in_bytes else ("done", "of")
-            fields = dict(zip(names, (done, total), strict=True))
-            log.info(self._work, **fields, percent=percent, seconds_left=left)
+            log.info(self._work, **dict(zip(names, (done, total), strict=True)), percent=percent, seconds_left=left)
 
     def end(self) -> None:
         """Remove the state from the terminal."""
         show("")
-
-    def _amounts(self) -> tuple[float, float]:
-        return (gib(self.done), gib(self.total)) if self._in_bytes else (self.done, self.total)
 
 
 @contextmanager
