@@ -35,18 +35,6 @@ _states: dict[str, str] = {}
 log = structlog.get_logger()
 
 
-class ChildFailed(Exception):
-    """A shard or a process of the router failed to start."""
-
-
-class ChildLost(Exception):
-    """The router has reached the restart limit, or the last shard ended and restarts are disabled."""
-
-
-class ShardsHopeless(Exception):
-    """No shard serves, and each has died more often in a row than it may be restarted."""
-
-
 async def run_to_end(
     spec: ChildSpec,
     grace_period: GracePeriod,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -21,7 +22,7 @@ from text_generation_common.lifeline import open_lifeline
 from text_generation_common.notify import Notifier
 from text_generation_common.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket
 from text_generation_launcher.checks import check_engine, check_ports, check_router_files, sized_by_options
-from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
+from text_generation_launcher.child import run_to_end
 from text_generation_launcher.config import NO_EFFECT, LauncherConfig
 from text_generation_launcher.counts import PlanError, count_partitions, count_processes, gpus_per_shard
 from text_generation_launcher.devices import Devices, find_devices
@@ -29,7 +30,7 @@ from text_generation_launcher.environment import describe_environment
 from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec, make_plan
 from text_generation_launcher.replica import RunShard
-from text_generation_launcher.restarts import RestartPolicy
+from text_generation_launcher.restarts import RestartPolicy, ServerEnded
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
 from text_generation_proto.addresses import socket_path, split_host_port
@@ -42,12 +43,10 @@ LONGEST_TEMP_FOLDER = 64
 
 log = structlog.get_logger()
 
-
-class PortInUse(Exception):
-    """The port of the router or of a shard is taken."""
+Error = TypeVar("Error", bound=BaseException)
 
 
-START_ERRORS = (PlanError, CannotServe, ModelError, SocketInUse, PortInUse)
+START_ERRORS = (PlanError, CannotServe, ModelError, SocketInUse)
 """Errors of settings, machine and model that are no bugs."""
 
 
@@ -74,12 +73,8 @@ async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str]
             work.cancel()
     except* START_ERRORS as errors:
         code = log_start_error(_first(errors))
-    except* ChildFailed:
-        code = ExitCode.FAILED
-    except* ChildLost:
-        code = ExitCode.DEPENDENCY_LOST
-    except* ShardsHopeless:
-        code = ExitCode.HOPELESS
+    except* ServerEnded as errors:
+        code = _first(errors).code
     if stop.requested.is_set():
         code = ExitCode.STOPPED
     log.info("stopped", exit_code=int(code))
@@ -171,7 +166,7 @@ def _claimed_addresses(plan: LaunchPlan, shards: Iterable[ShardSpec], folder: Pa
     """Check the ports and sockets of the router and of these shards before minutes of loading.
 
     Inside the block, the ports that HTTP workers share are kept from other launchers, whose workers could share them as well.
-    Raises PortInUse, SocketInUse.
+    Raises CannotServe, SocketInUse.
     """
     with ExitStack() as ports:
         for number in plan.ports:
@@ -193,14 +188,14 @@ def _claimed_addresses(plan: LaunchPlan, shards: Iterable[ShardSpec], folder: Pa
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket at a port that no other socket listens on or keeps. Raises PortInUse."""
+    """Return a socket at a port that no other socket listens on or keeps. Raises CannotServe."""
     probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((host, port))
     except OSError as error:
         probe.close()
-        raise PortInUse(f"cannot listen on {host} port {port}: {error.strerror}") from error
+        raise CannotServe(f"cannot listen on {host} port {port}: {error.strerror}") from error
     return probe
 
 
@@ -227,8 +222,6 @@ def log_start_error(error: BaseException) -> ExitCode:
     return ExitCode.FAILED
 
 
-def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:
-    first: BaseException = errors
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first
+def _first(errors: BaseExceptionGroup[Error]) -> Error:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

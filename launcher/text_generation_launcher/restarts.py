@@ -33,7 +33,6 @@ from text_generation_common.descriptors import DescriptorReserve
 from text_generation_common.exit_codes import ExitCode, exit_fields
 from text_generation_common.resource_limits import low_limits
 from text_generation_common.sockets import remove_socket
-from text_generation_launcher.child import ChildFailed
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.addresses import socket_path
 
@@ -44,6 +43,15 @@ STABLE_AFTER = 2.0
 that kill the shards which serve them: it fails a request that loses several replicas in a row."""
 
 log = structlog.get_logger()
+
+
+class ServerEnded(Exception):
+    """Serving cannot start or go on; the log has the reason."""
+
+    def __init__(self, code: ExitCode) -> None:
+        """`code`: of the launcher."""
+        super().__init__(code.name)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +177,12 @@ class Restarts:
         policy: RestartPolicy,
         stop: GracefulShutdown,
         answers: Callable[[], bool],
-        give_up: Callable[[str], Exception],
+        give_up: Callable[[str], ExitCode],
     ) -> None:
         """`answers` says that the server has answered clients, perhaps before all units serve.
 
-        `stop` learns of the end of the server. `give_up` returns the final error when no unit serves and none has a restart left,
-        given the last process that died.
+        `stop` learns of the end of the server. `give_up` logs the reason and returns the exit code when no unit serves and none has
+        a restart left, given the last process that died.
         """
         self._units = units
         self._policy = policy
@@ -197,7 +205,7 @@ class Restarts:
         return any(unit.has_served for unit in self._units)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start all units. Their tasks raise ChildFailed or the error of `give_up`; cancelled, they stop the processes."""
+        """Start all units. Their tasks raise ServerEnded; cancelled, they stop the processes."""
         for unit in self._units:
             tasks.create_task(self._keep_running(unit))
 
@@ -216,13 +224,13 @@ class Restarts:
                 log.error(unit.event("failed to start"), **fields, **low_limits())
                 if not answers:
                     self._stop.requests_lost()
-                raise ChildFailed(end.child)
+                raise ServerEnded(ExitCode.FAILED)
             hopeless = self._all_hopeless()
             delay = None if hopeless else self._policy.delay(unit.streak)
             log.error(unit.event("died"), **fields, restart_in_s=delay)
             if hopeless:
                 self._stop.requests_lost()
-                raise self._give_up(end.child)
+                raise ServerEnded(self._give_up(end.child))
             if delay is None:
                 return
             await asyncio.sleep(delay)

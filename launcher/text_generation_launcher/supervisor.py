@@ -22,8 +22,9 @@ from dataclasses import replace
 import structlog
 
 from text_generation_common.descriptors import DescriptorReserve
+from text_generation_common.exit_codes import ExitCode
 from text_generation_common.notify import Notifier
-from text_generation_launcher.child import ChildLost, ShardsHopeless, run_to_end
+from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import LaunchPlan
 from text_generation_launcher.replica import ReplicaUnit, RunShard
 from text_generation_launcher.restarts import RestartPolicy, Restarts
@@ -71,7 +72,7 @@ class Supervisor:
         self._max_restarts = restarts.max_restarts
 
     async def run(self) -> None:
-        """Run the plan. Raises ChildFailed, ChildLost or ShardsHopeless in an exception group; never returns."""
+        """Run the plan. Raises ServerEnded in an exception group; never returns."""
         with closing(self._reserve):
             await self._run()
 
@@ -105,16 +106,16 @@ class Supervisor:
         """Return True once a process that listens for clients has served."""
         return (self._workers if len(self._workers) else self._first).has_served
 
-    def _without_shards(self, _child: str) -> Exception:
+    def _without_shards(self, _child: str) -> ExitCode:
         if self._max_restarts == 0:
-            return ChildLost("no shard is left")
+            return ExitCode.DEPENDENCY_LOST
         log.error("giving up: no shard serves, and all have reached the restart limit", shards=len(self._replicas))
-        return ShardsHopeless("no shard serves")
+        return ExitCode.HOPELESS
 
-    def _without_router(self, child: str) -> Exception:
+    def _without_router(self, child: str) -> ExitCode:
         if self._max_restarts:
             log.error("giving up: restart limit of the router reached", child=child)
-        return ChildLost(child)
+        return ExitCode.DEPENDENCY_LOST
 
     def _status(self) -> str:
         """Return the status for the service manager."""

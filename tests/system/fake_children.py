@@ -18,10 +18,11 @@ from typing import Any
 import structlog
 from ports import free_port
 
+from text_generation_common.exit_codes import ExitCode
 from text_generation_common.heartbeat import VARIABLE
 from text_generation_common.notify import Notifier
 from text_generation_launcher.plan import ChildSpec, LaunchPlan, ShardSpec
-from text_generation_launcher.restarts import RestartPolicy
+from text_generation_launcher.restarts import RestartPolicy, ServerEnded
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
 
@@ -207,11 +208,11 @@ class FakeServer:
         return Supervisor(plan, self.stop, policy, Notifier({}))
 
     @asynccontextmanager
-    async def running(self, policy: RestartPolicy, *shards: ShardSpec) -> AsyncIterator[asyncio.Task[type | None]]:
-        """Run a supervisor and yield its task once it is ready. The task returns the type of the final error."""
+    async def running(self, policy: RestartPolicy, *shards: ShardSpec) -> AsyncIterator[asyncio.Task[ExitCode | None]]:
+        """Run a supervisor and yield its task once it is ready. The task returns the exit code."""
         supervisor = self.supervisor(policy, *shards)
         async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(error_type(supervisor))
+            task = tasks.create_task(exit_code(supervisor))
             ready = tasks.create_task(supervisor.ready.wait())
             await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
             assert supervisor.ready.is_set(), task.result()
@@ -234,15 +235,16 @@ class FakeServer:
         os.kill(self.pids[f"shard-{place}"], signal.SIGKILL)
 
 
-async def error_type(supervisor: Supervisor) -> type | None:
-    """Run a supervisor; return the type of its final error."""
+async def exit_code(supervisor: Supervisor) -> ExitCode | None:
+    """Run a supervisor; return the exit code with which it ends the launcher."""
     try:
         await supervisor.run()
     except ExceptionGroup as errors:
         error: Exception = errors
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        return type(error)
+        assert isinstance(error, ServerEnded)
+        return error.code
     return None
 
 

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from fake_children import FakeServer, error_type, fake_server
+from fake_children import FakeServer, exit_code, fake_server
 
 from text_generation_common.exit_codes import ExitCode
-from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless
 from text_generation_launcher.restarts import RestartPolicy
 
 pytestmark = pytest.mark.system
@@ -54,7 +53,7 @@ async def test_restart_delays_grow_until_the_shards_are_hopeless(server: FakeSer
     async with server.running(policy, server.shard(0)) as task:
         server.fail(0, 4)
         server.kill(0)
-        assert await task is ShardsHopeless
+        assert await task is ExitCode.HOPELESS
     died = server.log.rest("shard died")
     assert [record["exit_code"] for record in died] == [-9, 4, 4, 4, 4]
     assert [record["restart_in_s"] for record in died] == [0.01, 0.02, 0.03, 0.03, None]
@@ -101,7 +100,7 @@ async def test_a_loading_shard_does_not_count_as_serving(server: FakeServer) -> 
         await server.wait_for("shard-0 hangs")
         server.fail(1, 1)
         server.kill(1)
-        assert await task is ShardsHopeless
+        assert await task is ExitCode.HOPELESS
         await server.wait_for("router-stops", "shard-0 stops")
     assert [name for name in ("s0", "s1") if (server.folder / name).exists()] == []
 
@@ -110,7 +109,7 @@ async def test_usage_error_after_a_restart_is_hopeless_at_once(server: FakeServe
     async with server.running(RestartPolicy(delays=(0.0,)), server.shard(0)) as task:
         server.fail(0, int(ExitCode.USAGE))
         server.kill(0)
-        assert await task is ShardsHopeless
+        assert await task is ExitCode.HOPELESS
     assert [record["exit_code"] for record in server.log.rest("shard died")] == [-9, 2]
 
 
@@ -125,7 +124,7 @@ async def test_without_restarts_the_death_of_the_last_shard_ends_the_server(serv
         assert not task.done()
         server.kill(0)
         await server.wait_for("router-stops", "router-asked-again")
-        assert await task is ChildLost
+        assert await task is ExitCode.DEPENDENCY_LOST
     assert server.messages.count("shard-listens") == 2
     assert not (server.folder / "s0").exists()
 
@@ -155,7 +154,7 @@ async def test_failed_process_start_counts_as_a_death(server: FakeServer) -> Non
     async with server.running(RestartPolicy(max_restarts=1, delays=(0.0,)), shard) as task:
         shell.unlink()
         server.kill(0)
-        assert await task is ShardsHopeless
+        assert await task is ExitCode.HOPELESS
     assert "No such file" in str(server.log.rest("shard cannot be started"))
 
 
@@ -182,7 +181,7 @@ signal.signal(signal.SIGHUP, lambda *_: say("router-reloads"))
         assert (await server.log.next("router serves again"))["child"] == "router"
         server.fail("router", 3)
         os.kill(server.pids["router-listens"], signal.SIGKILL)
-        assert await task is ChildLost
+        assert await task is ExitCode.DEPENDENCY_LOST
         await server.wait_for("shard-0 stops")
     died = [(record["exit_code"], record["restart_in_s"]) for record in server.log.rest("router died")]
     assert died == [(-9, 0.0), (3, 0.01), (3, None)], "the first start that failed was the second death in a row"
@@ -218,10 +217,10 @@ async def test_a_worker_that_ends_before_any_has_served_fails_the_start_at_once(
     server.router_change = "def drain(): signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); signal.pause()"
     supervisor = server.supervisor(RestartPolicy(delays=(0.0,)), server.shard(0), workers=2)
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(error_type(supervisor))
+        task = tasks.create_task(exit_code(supervisor))
         await server.wait_for("router-listens", "worker-0 starts", "worker-1 starts")
         os.kill(server.pids["worker-1"], signal.SIGKILL)
-        assert await asyncio.wait_for(task, 15.0) is ChildFailed, "the router has 20 seconds to stop"
+        assert await asyncio.wait_for(task, 15.0) is ExitCode.FAILED, "the router has 20 seconds to stop"
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert f"LimitFSIZE={1 << 40}" in (await server.log.next("router failed to start"))["low_limits"]
     assert server.log.rest("child killed") == []
@@ -231,7 +230,7 @@ async def test_a_worker_that_never_serves_fails_the_start_once_it_has_no_restart
     """Also beside one that serves: the server would never be ready."""
     supervisor = server.supervisor(RestartPolicy(max_restarts=1, delays=(0.0,)), server.shard(0), workers=2)
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(error_type(supervisor))
+        task = tasks.create_task(exit_code(supervisor))
         await server.wait_for("worker-0 starts", "worker-1 starts")
         await asyncio.to_thread(server.gate(0).write_text, "")
         await server.wait_for("worker-0 serves")
@@ -240,7 +239,7 @@ async def test_a_worker_that_never_serves_fails_the_start_once_it_has_no_restart
         await server.wait_for("worker-1 starts")
         os.kill(server.pids["worker-1"], signal.SIGKILL)
         assert (await server.log.next("router failed to start"))["child"] == "worker-1"
-        assert await task is ChildFailed
+        assert await task is ExitCode.FAILED
 
 
 async def test_a_drain_ends_when_no_shard_is_left(server: FakeServer) -> None:
@@ -267,11 +266,11 @@ def main():
 """
     supervisor = server.supervisor(RestartPolicy(max_restarts=1, delays=(0.0,)), server.shard(0))
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(error_type(supervisor))
+        task = tasks.create_task(exit_code(supervisor))
         await server.wait_for("router-starts")
         gate.read_text()  # until its end, and not in a thread: the event loop is to see nothing before
         with suppress(psutil.NoSuchProcess):
             while psutil.Process(server.pids["router-starts"]).status() != psutil.STATUS_ZOMBIE:
                 pass
-        assert await task is ChildLost
+        assert await task is ExitCode.DEPENDENCY_LOST
     assert [record["exit_code"] for record in server.log.rest("router died")] == [9, 3]
