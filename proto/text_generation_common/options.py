@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 from text_generation_common.settings import ProcessConfig
 from text_generation_common.topics import Topic
 
-PLACEHOLDERS: Mapping[object, str] = {str: "TEXT", int: "N", float: "NUMBER", tuple: "LIST", dict: "LIST"}
-"""Names of the values of an option, by their types."""
+PLACEHOLDERS = {
+    "string": "TEXT",
+    "integer": "N",
+    "number": "NUMBER",
+    "array": "LIST",
+    "object": "LIST",
+    "boolean": "true|false",
+}
+"""Names of the values of an option, by their types in JSON schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +37,19 @@ class Option:
     meaning: str
 
     @classmethod
-    def of(cls, config: type[ProcessConfig], name: str) -> Option:
-        """Return the option of a setting."""
+    def of(cls, config: type[ProcessConfig], name: str, schema: Mapping[str, Any]) -> Option:
+        """Return the option of a setting, given its JSON schema."""
         field, kebab = config.model_fields[name], name.replace("_", "-")
-        shortcuts = typing.cast("Mapping[str, str]", config.model_config.get("cli_shortcuts") or {})
+        shortcuts = cast("Mapping[str, str]", config.model_config.get("cli_shortcuts") or {})
+        value = schema.get("anyOf", [schema])[0]  # the other one is null
+        choices = tuple(value.get("enum", ()))
+        placeholder = "CHOICE" if choices else PLACEHOLDERS[value["type"]]
         return cls(
             flag=f"--{kebab}",
             shortcut=f"-{shortcuts[kebab]}" if kebab in shortcuts else "",
             variable="" if name in config.without_variable() else name.upper(),
-            choices=_choices(field.annotation),
-            placeholder=_placeholder(field.annotation),
+            choices=choices,
+            placeholder="" if field.annotation is bool else placeholder,
             default=_written(config.default(name)),
             meaning=" ".join((field.description or "").split()),
         )
@@ -61,7 +70,12 @@ def options_by_topic(config: type[ProcessConfig]) -> dict[Topic, dict[str, Optio
     if sorted(found) != sorted(config.model_fields):
         wrong = {name for name in {*found, *config.model_fields} if found.count(name) != 1}
         raise ValueError(f"settings with no topic, or with two: {', '.join(sorted(wrong))}")
-    return {topic: {name: Option.of(config, name) for name in listed} for topic, listed in names.items() if listed}
+    schemas = config.model_json_schema()["properties"]
+    return {
+        topic: {name: Option.of(config, name, schemas[name]) for name in listed}
+        for topic, listed in names.items()
+        if listed
+    }
 
 
 def _written(value: object) -> str:
@@ -72,30 +86,3 @@ def _written(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _choices(annotation: object) -> tuple[str, ...]:
-    if typing.get_origin(annotation) is typing.Literal:
-        return typing.get_args(annotation)
-    if _is_union(annotation):
-        return tuple(choice for part in typing.get_args(annotation) for choice in _choices(part))
-    return ()
-
-
-def _placeholder(annotation: object) -> str:
-    if annotation is bool:
-        return ""
-    if typing.get_origin(annotation) is typing.Literal:
-        return "CHOICE"
-    if _is_union(annotation):
-        annotation = typing.get_args(annotation)[0]
-        return "true|false" if _without_metadata(annotation) is bool else _placeholder(_without_metadata(annotation))
-    return PLACEHOLDERS[typing.get_origin(annotation) or annotation]
-
-
-def _without_metadata(annotation: object) -> object:
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
-
-
-def _is_union(annotation: object) -> bool:
-    return isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union

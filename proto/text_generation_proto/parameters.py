@@ -6,7 +6,7 @@ conversion of request bodies are derived from these descriptions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import inf
@@ -104,10 +104,8 @@ def parameter(
 
 def parameters_of(values: type) -> tuple[Parameter, ...]:
     """Return the parameters that the dataclass `values` defines, in the order of its fields."""
-    return tuple(_described(values))
-
-
-def _described(values: type) -> Iterator[Parameter]:
-    for defined in fields(values):
-        if "names" in defined.metadata:
-            yield Parameter(defined.name, defined.default, **defined.metadata)
+    return tuple(
+        Parameter(defined.name, defined.default, **defined.metadata)
+        for defined in fields(values)
+        if "names" in defined.metadata
+    )
