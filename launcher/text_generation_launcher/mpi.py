@@ -31,6 +31,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -274,13 +275,7 @@ def main() -> None:
     """Run mpirun and a shard as the command line says."""
     own, mpirun, shard = split(sys.argv[1:])
     config = parse_config(MpirunConfig, own)
-    mark = os.environ.get(orphans.VARIABLE)
-
-    def kill_descendants() -> None:
-        if mark is not None:
-            orphans.kill(mark)
-
-    follow_parent(config.lifeline_fd, cleanup=kill_descendants)
+    follow_parent(config.lifeline_fd, cleanup=partial(orphans.kill, os.environ[orphans.VARIABLE]))
     configure_logging(config, f"shard-{config.replica}")
     inherited = (config.lifeline_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
     sys.exit(asyncio.run(run(mpirun, shard, tuple(fd for fd in inherited if fd >= 0))))

@@ -114,11 +114,6 @@ class LaunchContext:
     members_file: Path | None = None
     """The file from which the router reads the addresses of shards on other hosts."""
 
-    @property
-    def inherited_fds(self) -> tuple[int, ...]:
-        """The descriptors that router and shards inherit."""
-        return (self.lifeline_fd,) if self.lifeline_fd >= 0 else ()
-
 
 def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
     """Return the processes to start. Raises PlanError."""
@@ -201,7 +196,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
         argv=child_argv("text_generation_shard", shard_config),
         config=shard_config,
         env=env,
-        inherited_fds=context.inherited_fds,
+        inherited_fds=(context.lifeline_fd,),
         stop_timeout=config.drain_timeout + config.shutdown_timeout + STOP_MARGIN,
         replica=replica,
         rank=rank,
@@ -297,7 +292,7 @@ def _router_process(
         argv=child_argv("text_generation_router", router_config),
         config=router_config,
         env=env,
-        inherited_fds=context.inherited_fds,
+        inherited_fds=(context.lifeline_fd,),
         stop_timeout=config.shutdown_delay + config.graceful_termination_timeout + STOP_MARGIN,
         hang_timeout=config.hang_timeout,
     )

@@ -216,8 +216,8 @@ async def _stop(actor: Handle, following: asyncio.Task[int], spec: ShardSpec, gr
 Event = tuple[str, object]
 """A report of an actor: ("address", str), ("log", bytes), ("serves", bytes: an InfoResponse), ("ended", int: exit code)."""
 
-Report = Callable[[Event | None], None]
-"""Passes an event on; None is the last one."""
+Report = Callable[[Event], None]
+"""Passes an event on; "ended" is the last one."""
 
 
 class _LogEvents(BufferedIOBase):
@@ -244,13 +244,15 @@ class ShardActor:
     async def run(self, spec: ShardSpec) -> AsyncIterator[Event]:
         """Run a shard until it ends; yield what is to be known of it."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        events: asyncio.Queue[Event] = asyncio.Queue()
 
-        def report(event: Event | None) -> None:
+        def report(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         threading.Thread(target=self._run, args=(spec, report), daemon=True).start()
-        while (event := await events.get()) is not None:
+        kind = ""
+        while kind != "ended":
+            kind, _ = event = await events.get()
             yield event
 
     async def stop(self) -> None:
@@ -269,7 +271,6 @@ class ShardActor:
             report(("log", b"".join(lines)))
         finally:
             report(("ended", code))
-            report(None)
 
     async def _start(self, spec: ShardSpec, report: Report) -> int:
         described: asyncio.Future[pb.InfoResponse] = asyncio.get_running_loop().create_future()

@@ -30,11 +30,7 @@ class CannotServe(Exception):
 
 def exit_fields(code: int) -> dict[str, object]:
     """Return an exit code, and the name of the signal that killed the process if any, as fields of a log record."""
-    return {"exit_code": int(code)} if code >= 0 else {"exit_code": code, "signal": _signal_name(-code)}
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no name
-        return str(number)
+    if code >= 0:
+        return {"exit_code": int(code)}
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
+    return {"exit_code": code, "signal": names.get(-code, str(-code))}

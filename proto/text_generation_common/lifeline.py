@@ -34,7 +34,7 @@ def open_lifeline() -> Iterator[int]:
         os.close(write_fd)
 
 
-def follow_parent(lifeline_fd: int, cleanup: Callable[[], None] | None = None) -> None:
+def follow_parent(lifeline_fd: int, cleanup: Callable[[], object] | None = None) -> None:
     """Stop when the parent dies: SIGTERM to this process, and SIGKILL to its process group LIFELINE_GRACE seconds later.
 
     Call it first in `main`, from the main thread, before slow imports. A negative descriptor means no lifeline: no-op.
@@ -54,7 +54,7 @@ def follow_parent(lifeline_fd: int, cleanup: Callable[[], None] | None = None) -
     threading.Thread(target=_follow, args=(lifeline_fd, cleanup), name="lifeline", daemon=True).start()
 
 
-def _follow(lifeline_fd: int, cleanup: Callable[[], None] | None) -> None:
+def _follow(lifeline_fd: int, cleanup: Callable[[], object] | None) -> None:
     select.select([lifeline_fd], [], [])  # the parent never writes: readable means end of file
     # The parent also read our output: without this, each log record would raise BrokenPipeError.
     nowhere = os.open(os.devnull, os.O_WRONLY)
