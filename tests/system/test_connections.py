@@ -17,7 +17,7 @@ import psutil
 import pytest
 from ports import free_port
 from router_workers import until
-from stack import Stack, running
+from stack import Stack, running, still_running
 from streams import Streams
 
 pytestmark = pytest.mark.system
@@ -183,6 +183,8 @@ async def test_a_draining_server_refuses_politely_and_closes_last(
 ) -> None:
     port = free_port()
     with running(demo_model, "--echo-step-ms", "20", "--management-port", str(port)) as stack:
+        assert stack.records[-1]["url"] == stack.url
+        children = stack.children()
         management = f"http://127.0.0.1:{port}"
 
         async def status_of(url: str) -> int:
@@ -209,6 +211,8 @@ async def test_a_draining_server_refuses_politely_and_closes_last(
             await streams.all_ended()
         assert {(stream.end, stream.tokens) for stream in streams.streams} == {("finished", 150)}
         assert await asyncio.to_thread(stack.wait) == 0
+        assert await asyncio.to_thread(still_running, children, 5) == []
+        assert stack.left_behind() == []
 
 
 async def test_a_server_that_leaves_is_unready_and_serves_until_load_balancers_have_noticed(

@@ -97,16 +97,6 @@ async def test_a_launcher_without_a_free_descriptor_restarts_its_shards(
         assert "shard cannot be started" not in stack.events("launcher")
 
 
-def test_hopeless_shards_have_their_own_exit_code(demo_model: Path) -> None:
-    with running(demo_model, "--max-shard-restarts", "1") as stack:
-        stack.kill("shard")
-        stack.wait_for("shard serves again")
-        stack.kill("shard")
-        assert stack.wait() == ExitCode.HOPELESS
-        assert stack.records[-1]["exit_code"] == 76
-        assert stack.left_behind() == []
-
-
 async def test_a_shard_that_comes_back_without_its_model_does_not_count_as_serving(
     demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
@@ -136,5 +126,6 @@ async def test_a_shard_that_comes_back_without_its_model_does_not_count_as_servi
         for shard in [stack.shard(0), stack.shard(1)]:
             shard.kill()
         assert await asyncio.to_thread(stack.wait) == ExitCode.HOPELESS
+        assert stack.records[-1]["exit_code"] == 76
         assert stack.left_behind() == []
         assert stack.events("launcher").count("shard serves again") == 1

@@ -13,7 +13,7 @@ import aiohttp
 import psutil
 import pytest
 from ports import free_port
-from stack import Stack, running, still_running
+from stack import Stack, running
 from streams import Streams
 
 pytestmark = pytest.mark.system
@@ -31,22 +31,6 @@ def failed_start(model: Path, *args: str) -> Stack:
     finally:
         stack.close()
     return stack
-
-
-async def test_sigterm_lets_running_streams_finish(demo_model: Path, session: aiohttp.ClientSession) -> None:
-    with running(demo_model, *SLOW) as stack:
-        assert stack.records[-1]["url"] == stack.url
-        assert stack.events("launcher")[-1] == "ready"
-        children = stack.children()
-        async with asyncio.TaskGroup() as tasks:
-            streams = Streams(session, tasks)
-            await streams.open(stack.url, 16, max_new_tokens=50)
-            stack.launcher.send_signal(signal.SIGTERM)
-            await streams.all_ended()
-        assert {(stream.end, stream.tokens) for stream in streams.streams} == {("finished", 50)}
-        assert await asyncio.to_thread(stack.wait) == 0
-        assert await asyncio.to_thread(still_running, children, 5) == []
-        assert stack.left_behind() == []
 
 
 async def test_second_signal_does_not_wait_for_streams(demo_model: Path, session: aiohttp.ClientSession) -> None:
@@ -104,34 +88,6 @@ def test_signal_during_the_start_stops(demo_model: Path) -> None:
         assert stack.left_behind() == []
     finally:
         stack.close()
-
-
-async def test_hangup_reads_the_keys_again_and_stops_nothing(
-    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
-    file = tmp_path / "keys.toml"
-    file.write_text('[[keys]]\nkey = "old"')
-
-    async def status(key: str) -> int:
-        async with session.get(f"{url}/v1/models", headers={"x-api-key": key}) as response:
-            return response.status
-
-    with running(demo_model, *SLOW, "--api-keys-file", str(file)) as stack:
-        url = stack.url
-        assert [await status("old"), await status("new")] == [200, 401]
-        for text, event, after in (
-            ('[[keys]]\nkey = "new"', "API keys read again", [401, 200]),
-            ("[[keys", "API keys not read again: the old ones stay", [401, 200]),
-        ):
-            file.write_text(text)
-            stack.launcher.send_signal(signal.SIGHUP)
-            await asyncio.to_thread(stack.wait_for, event, "router")
-            assert [await status("old"), await status("new")] == after
-
-
-def test_shard_that_cannot_start_fails_the_start(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
-    assert "shard failed to start" in failed_start(tmp_path, "--engine", "torch").events("launcher")
 
 
 def test_router_that_cannot_start_fails_the_start(tmp_path: Path) -> None:
