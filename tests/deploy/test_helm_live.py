@@ -9,8 +9,9 @@ from pathlib import Path
 import aiohttp
 import grpc
 from byte_tokenizer import write_tokenizer
-from chart import CHART, Pod, free_port, needs_helm, pods, render
+from chart import CHART, Pod, needs_helm, pods, render
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ports import free_port
 from stack import Stack, running
 
 pytestmark = needs_helm

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -16,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from container_images import BASE, ROOT, Podman, download, import_base, require_tools, require_torch_for_cpus, until
 from page import commands
+from ports import free_port
 
 MODEL = "SmolLM2-135M-Instruct"
 KEY = "sk-example"
@@ -63,10 +63,7 @@ def files(podman: Podman, demo_model: Path) -> None:
 @pytest.fixture
 def here(podman: Podman) -> Iterator[list[str]]:
     """Substitutions for the commands of the page: a free port. Containers are gone afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    yield ["127.0.0.1:3000", f"127.0.0.1:{port}"]
+    yield ["127.0.0.1:3000", f"127.0.0.1:{free_port()}"]
     podman("podman rm --force --ignore --time 0 router; podman rm --all --force --time 0")
 
 

@@ -16,8 +16,9 @@ import aiohttp
 import pytest
 import yaml
 from byte_tokenizer import write_tokenizer
-from chart import CHART, ROOT, free_port, needs_helm, render
+from chart import CHART, ROOT, needs_helm, render
 from otlp_collector import Collector, collecting
+from ports import free_port
 from stack import Stack, running
 
 FOLDER = CHART / "files"
