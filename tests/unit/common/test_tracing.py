@@ -207,33 +207,21 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        ("launcher", ["check", "/model"]),
-        ("launcher", ["--model-id=/model", "--print-config"]),
-        ("router", ["--shard-address=unix:///s", "--model-path=/model"]),
-    ],
-)
-def test_without_the_extra_the_flag_is_refused_in_one_line_that_names_it(program: str, words: list[str]) -> None:
-    command = [sys.executable, "-c", WITHOUT_OPENTELEMETRY, f"text_generation_{program}", *words]
-    done = subprocess.run(
-        [*command, "--otlp-endpoint=http://127.0.0.1:4317"], capture_output=True, text=True, timeout=60, check=False
+def without_opentelemetry(module: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_OPENTELEMETRY, module, *words]
+    return subprocess.run(
+        command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_without_the_extra_the_flag_is_refused_in_one_line_that_names_it() -> None:
+    done = without_opentelemetry("text_generation_launcher", "check", "/model", "--otlp-endpoint=http://127.0.0.1:4317")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (ExitCode.USAGE, "", 1)
     assert "--otlp-endpoint (or OTLP_ENDPOINT): traces need the extra `otlp`: pip install" in done.stderr
 
 
 def test_without_the_extra_a_collector_in_the_environment_ends_the_start_in_one_line() -> None:
-    environ = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
-    command = [
-        sys.executable,
-        "-c",
-        WITHOUT_OPENTELEMETRY,
-        "text_generation_shard",
-        "--engine=echo",
-        "--address=unix:///s",
-    ]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    collector = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
+    done = without_opentelemetry("text_generation_shard", "--engine=echo", "--address=unix:///s", **collector)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (ExitCode.FAILED, "", 1)
     assert "traces need the extra `otlp`: pip install" in done.stderr

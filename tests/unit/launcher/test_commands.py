@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from text_generation_common.exit_codes import ExitCode
+from text_generation_launcher.commands import run
 from text_generation_launcher.completion import completion_script
 
 PROGRAM = "text-generation-launcher"
@@ -73,16 +74,26 @@ def test_a_shell_completes_commands_flags_and_values(shell: str, tmp_path: Path)
     assert "a-folder" not in completions(f"{PROGRAM} env a-f")
 
 
-def test_the_command_prints_the_script_of_a_shell_that_it_knows() -> None:
-    assert launcher("completion", "bash").stdout == completion_script("bash")
-    done = launcher("completion", "ksh")
-    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+def test_the_command_prints_the_script_of_a_shell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [PROGRAM, "completion", "bash"])
+    run()
+    assert capsys.readouterr().out == completion_script("bash")
 
 
-@pytest.mark.parametrize("arguments", [["--env"], ["--print-config", "a"], [], ["a", "b"]])
-def test_a_check_needs_one_model_and_has_no_output_of_another_command(arguments: list[str]) -> None:
-    done = launcher("check", *arguments)
-    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+@pytest.mark.parametrize(
+    "arguments",
+    [["completion", "ksh"], ["check", "--env"], ["check", "--print-config", "a"], ["check"], ["check", "a", "b"]],
+)
+def test_wrong_arguments_of_a_command_are_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [PROGRAM, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    shown = capsys.readouterr()
+    assert (ended.value.code, shown.err.count("\n"), shown.out) == (ExitCode.USAGE, 1, "")
 
 
 def test_the_configuration_of_all_processes_with_sources_and_without_secrets(tmp_path: Path) -> None:
@@ -159,15 +170,12 @@ def test_a_signal_that_arrives_during_an_import_ends_the_launcher(module: str, w
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("command", "content", "reason"),
     [
-        (None, "No such file"),
-        ("keys = 5", "expected [[keys]] tables"),
-        ("[[keys]]\nkey = 'sk'\ntennant = 'a'\n", "tennant"),
+        (["check"], None, "No such file"),
+        (["--print-config", "--model-id"], "keys = 5", "expected [[keys]] tables"),
+        (["--model-id"], "[[keys]]\nkey = 'sk'\ntennant = 'a'\n", "tennant"),
     ],
-)
-@pytest.mark.parametrize(
-    "command", [["check"], ["--print-config", "--model-id"], ["--model-id"]], ids=lambda words: words[0]
 )
 def test_keys_that_cannot_be_read_are_found_before_the_model_is_loaded(
     command: list[str], content: str | None, reason: str, tmp_path: Path

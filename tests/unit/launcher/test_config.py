@@ -57,32 +57,6 @@ def test_nodes_of_a_leader_worker_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_config((*MODEL, *token), {**pod, "NODE_RANK": "0"}).node_rank == 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "problem"),
-    [
-        ("--node-rank 1", "`node_rank`(1) must be < `nodes`(1)"),
-        ("--nodes 2 --shard-token t", "`nodes` is 2: --leader-address (or LEADER_ADDRESS) is missing"),
-        ("--nodes 2 --leader-address head --shard-token t", "other machines reach head:29500: give --shard-tls-cert"),
-        ("--nodes 2 --leader-address head", "`nodes` is 2: the launchers of all nodes need the same SHARD_TOKEN"),
-        ("--nodes 2 --leader-address head --shard-token t --insecure --num-replicas 2", "`num_replicas` must be 1"),
-    ],
-)
-def test_nodes_that_cannot_form_a_group(capsys: pytest.CaptureFixture[str], argv: str, problem: str) -> None:
-    assert problem in usage_error(capsys, *MODEL, *argv.split())
-
-
-@pytest.mark.parametrize(
-    ("argv", "problem"),
-    [
-        ("", "other machines reach shards on other nodes: give --shard-tls-cert"),
-        ("--insecure --shard-uds-path /s", "`places` is ray: --shard-uds-path is not supported with it"),
-        ("--insecure --nodes 2 --leader-address head --shard-token t", "--nodes is not supported with it"),
-    ],
-)
-def test_settings_that_do_not_go_with_ray(capsys: pytest.CaptureFixture[str], argv: str, problem: str) -> None:
-    assert problem in usage_error(capsys, *MODEL, "--places", "ray", *argv.split())
-
-
 def test_short_flags_of_tgi_are_not_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config((*MODEL, "-p", "80", "-g", "5", "-e"), {})
     assert (config.port, config.graceful_termination_timeout, config.env) == (80, 5.0, True)
@@ -231,6 +205,24 @@ def test_rejection_without_secret(capsys: pytest.CaptureFixture[str]) -> None:
         ("--trtllm-launch mpirun --trtllm-hosts a,a", "`trtllm_hosts`: duplicate host"),
         ("--trtllm-launch mpirun --trtllm-hosts a,b --num-replicas 2", "the ranks of several hosts are one replica"),
         ("--num-sh 1", "unrecognized arguments: --num-sh 1; did you mean --num-shard?"),
+        ("--node-rank 1", "`node_rank`(1) must be < `nodes`(1)"),
+        ("--nodes 2 --shard-token t", "`nodes` is 2: --leader-address (or LEADER_ADDRESS) is missing"),
+        ("--nodes 2 --leader-address head --shard-token t", "other machines reach head:29500: give --shard-tls-cert"),
+        ("--nodes 2 --leader-address head", "`nodes` is 2: the launchers of all nodes need the same SHARD_TOKEN"),
+        ("--nodes 2 --leader-address head --shard-token t --insecure --num-replicas 2", "`num_replicas` must be 1"),
+        ("--places ray", "other machines reach shards on other nodes: give --shard-tls-cert"),
+        ("--places ray --insecure --shard-uds-path /s", "`places` is ray: --shard-uds-path is not supported with it"),
+        (
+            "--places ray --insecure --nodes 2 --leader-address head --shard-token t",
+            "--nodes is not supported with it",
+        ),
+        ("--parts router --shard-token t", "`parts` is router: --shards (or SHARDS) is missing"),
+        ("--shards a:1", "`parts` is all: --shards and --peers are for --parts router"),
+        ("--peers a:1", "`parts` is all: --shards and --peers are for --parts router"),
+        ("--parts shards --shard-token t", "--shard-tcp-port or --shard-uds-path is missing"),
+        ("--parts shards --shard-tcp-port 5000", "need the same SHARD_TOKEN"),
+        ("--parts router --shards a:1", "need the same SHARD_TOKEN"),
+        ("--parts shards --shard-token t --shard-tcp-port 5000 --shard-hostname 10.0.0.1", "or --insecure"),
     ],
 )
 def test_invalid_settings_are_one_line_and_exit_code_2(

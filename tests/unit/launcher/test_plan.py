@@ -378,20 +378,3 @@ def test_parts_are_planned_apart() -> None:
     assert (router_of(router).shards, router_of(router).peers) == ("dns://shards:5000", "dns://routers:3000")
     assert router.router[0].env["SHARD_TOKEN"] == "hush"
     assert not config(**SPLIT | {"engine": "torch"}, parts="router", shards="a:1").needs_weights
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"parts": "router"}, "--shards"),
-        ({"shards": "a:1"}, "for --parts router"),
-        ({"peers": "a:1"}, "for --parts router"),
-        ({"parts": "shards"}, "--shard-tcp-port"),
-        ({"parts": "shards", "shard_tcp_port": 5000, "shard_token": ""}, "the same SHARD_TOKEN"),
-        ({"parts": "router", "shards": "a:1", "shard_token": ""}, "the same SHARD_TOKEN"),
-        ({"parts": "shards", "shard_tcp_port": 5000, "shard_hostname": "10.0.0.1"}, "--insecure"),
-    ],
-)
-def test_parts_that_cannot_find_each_other_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config(**SPLIT | settings)
