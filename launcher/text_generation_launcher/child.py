@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -53,7 +54,7 @@ async def run_to_end(
     The child leads its own process group: a terminal sends Ctrl-C to the whole foreground group, but the launcher stops
     its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).
     """
-    mark = orphans.new_mark()
+    mark = secrets.token_hex(16)
     reserve = reserve or DescriptorReserve(0)
     with ExitStack() as ours:
         async with reserve.released():

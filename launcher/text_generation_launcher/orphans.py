@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -19,18 +18,13 @@ import structlog
 from text_generation_common.descriptors import DescriptorReserve
 
 VARIABLE = "TEXT_GENERATION_CHILD"
-"""Environment variable with the mark of the child that a process belongs to."""
+"""Environment variable with the mark, a unique one, of the child that a process belongs to."""
 
 KILL_TIMEOUT = 5.0
 """Seconds to wait for killed processes to end: one inside a call of the GPU driver ends only with that call."""
 POLL_INTERVAL = 0.05
 
 log = structlog.get_logger()
-
-
-def new_mark() -> str:
-    """Return a unique value for VARIABLE."""
-    return secrets.token_hex(16)
 
 
 def find(mark: str) -> list[int]:

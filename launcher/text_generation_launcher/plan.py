@@ -81,9 +81,7 @@ class LaunchPlan:
     @property
     def ports(self) -> tuple[int, ...]:
         """The ports that the router listens on."""
-        if not self.router:
-            return ()
-        return (self.port, self.management_port) if self.management_port else (self.port,)
+        return tuple(filter(None, (self.port, self.management_port))) if self.router else ()
 
     @property
     def groups(self) -> tuple[tuple[ShardSpec, ...], ...]:

@@ -42,13 +42,17 @@ class Process:
         """The process id."""
         return self._process.pid
 
+    async def _read(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the records of the log from where it was read to."""
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            self.records.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode().strip()})
+            yield self.records[-1]
+
     async def event(self, name: str, timeout_s: float = START_S) -> dict[str, Any]:
-        """Read the log until this event, from where it was read to; return the record."""
+        """Read the log until this event; return the record."""
         async with asyncio.timeout(timeout_s):
-            assert self._process.stderr is not None
-            async for line in self._process.stderr:
-                record = json.loads(line) if line.startswith(b"{") else {"event": line.decode().strip()}
-                self.records.append(record)
+            async for record in self._read():
                 if record["event"] == name:
                     return record
         raise AssertionError(f"{self._module} ended without {name!r}: {self.records[-5:]}")
@@ -59,9 +63,8 @@ class Process:
 
     async def ended(self) -> int:
         """Read the log to its end; return the exit code."""
-        assert self._process.stderr is not None
-        async for line in self._process.stderr:
-            self.records.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode().strip()})
+        async for _ in self._read():
+            pass
         return await self._process.wait()
 
 

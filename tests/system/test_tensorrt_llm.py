@@ -119,30 +119,6 @@ async def test_tgi_parameters_reach_the_engine(server: Server, session: aiohttp.
     assert {name: request["sampling"].get(name) for name in expected} == expected
 
 
-async def test_openai_parameters_reach_the_engine(server: Server, session: aiohttp.ClientSession) -> None:
-    chat: dict[str, Any] = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 9}
-    body = chat | {"temperature": 0.75, "logit_bias": {"5": 2.0}, "logprobs": True, "top_logprobs": 4}
-    expected = {"max_tokens": 9, "temperature": 0.75, "embedding_bias": {"5": 2.0}, "logprobs": 4}
-    if server.version == "1.3":
-        body |= {"min_p": 0.125, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3, "seed": 5}
-        expected |= {"min_p": 0.125, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3, "seed": 5}
-    request = await server.arrival(session, "/v1/chat/completions", body)
-    assert {name: request["sampling"].get(name) for name in expected} == expected
-    request = await server.arrival(session, "/v1/chat/completions", chat | {"temperature": 0, "ignore_eos": True})
-    assert {"top_k": 1, "ignore_eos": True}.items() <= request["sampling"].items()
-
-
-async def test_unsupported_parameters_are_refused_by_name(server: Server, session: aiohttp.ClientSession) -> None:
-    refused: dict[str, object] = {"typical_p": 0.5, "watermark": True}
-    if server.version == "1.2":
-        refused |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 7, "decoder_input_details": True}
-    for name, value in refused.items():
-        parameters = {"max_new_tokens": 5, "do_sample": True, "details": True, name: value}
-        status, answer = await server.post(session, "/generate", {"inputs": WORDS, "parameters": parameters})
-        assert status == 422
-        assert f"`{name}` is not supported by this engine" in answer["error"]
-
-
 async def test_a_client_that_leaves_has_its_request_aborted(server: Server, session: aiohttp.ClientSession) -> None:
     async def leave_early() -> None:
         body = {"inputs": WORDS, "parameters": {"max_new_tokens": 5000}}
@@ -220,31 +196,3 @@ async def test_streams_survive_the_death_of_a_worker_and_a_stop(
         assert await asyncio.to_thread(still_running, children, 5) == []
         assert stack.left_behind() == []
     assert read_log(log).of("shutdown")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("version", VERSIONS)
-async def test_speculative_decoding(
-    version: str, demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
-    """Every dialect is served, log-probabilities are refused or null, and the figures are in /metrics."""
-    # With options of NVIDIA's files for trtllm-serve.
-    options = "{speculative_config: {decoding_type: MTP, max_draft_len: 3}, tensor_parallel_size: 1, trust_remote_code: true, "
-    options += "num_postprocess_workers: 4, backend: pytorch, kv_cache_free_gpu_memory_fraction: 0.8}"
-    with serving(demo_model, version, "--trtllm-options", options, step_ms=10) as stack:
-        body: dict[str, Any] = {"inputs": WORDS, "parameters": {"max_new_tokens": 120, "details": True}}
-        for _ in range(2):
-            async with session.post(f"{stack.url}/generate", json=body) as response:
-                answer = await response.json()
-            assert (response.status, answer["details"]["generated_tokens"]) == (200, 120)
-        assert {token["logprob"] for token in answer["details"]["tokens"]} == {None}
-        chat = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 60, "temperature": 0.5}
-        async with session.post(f"{stack.url}/v1/chat/completions", json=chat) as response:
-            assert response.status == 200, await response.text()
-        async with session.post(f"{stack.url}/v1/chat/completions", json=chat | {"logprobs": True}) as response:
-            assert response.status == 400
-            assert "`logprobs` is not supported by this engine: TensorRT-LLM computes no" in await response.text()
-        async with session.get(f"{stack.url}/metrics") as response:
-            lines = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
-        drafted = float(lines["text_generation_spec_decode_draft_tokens_total"])
-        assert drafted > float(lines["text_generation_spec_decode_accepted_tokens_total"]) > 0

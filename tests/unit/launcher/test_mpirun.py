@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -252,7 +253,7 @@ async def test_killed_mpi_process_leaves_nothing_behind(mpi_programs: FakeMpi) -
 
 async def test_killed_launcher_leaves_no_ranks_behind(mpi_programs: FakeMpi) -> None:
     read_fd, write_fd = os.pipe()
-    mark = orphans.new_mark()
+    mark = secrets.token_hex()
     spec = mpi_programs.spec(read_fd, WAITING_SHARD)
     process = await asyncio.create_subprocess_exec(
         *spec.argv, env={**spec.env, orphans.VARIABLE: mark}, pass_fds=(read_fd,), process_group=0

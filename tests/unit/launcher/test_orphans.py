@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,12 +42,12 @@ class Sleeper:
 
 @pytest.fixture
 def mark() -> str:
-    return orphans.new_mark()
+    return secrets.token_hex()
 
 
 @pytest.fixture
 def sleepers(mark: str) -> Iterator[list[Sleeper]]:
-    made = [Sleeper(mark), Sleeper(mark), Sleeper(orphans.new_mark())]
+    made = [Sleeper(mark), Sleeper(mark), Sleeper(secrets.token_hex())]
     yield made
     for sleeper in made:
         sleeper.close()
@@ -108,7 +109,7 @@ def take_descriptors() -> list[int]:
 async def test_without_descriptors_a_search_is_given_up_and_a_failed_start_keeps_none() -> None:
     spec = ChildSpec("shard-0", (sys.executable, "-c", ""), dict(os.environ), (), stop_timeout=60.0)
     with no_descriptors_left() as taken:
-        await orphans.reap(orphans.new_mark(), DescriptorReserve(0))
+        await orphans.reap(secrets.token_hex(), DescriptorReserve(0))
         for free in range(4):  # the child needs two pipes, and subprocess one more
             with pytest.raises(OSError, match="Too many"):
                 await run_to_end(spec, GracefulShutdown().grace_period)
