@@ -90,21 +90,9 @@ class ShardClient:
         """Return the description of the engine."""
         return await self._stub.Info(pb.InfoRequest(), timeout=timeout, metadata=self._metadata)
 
-    async def warm_up(
-        self,
-        *,
-        max_batch_prefill_tokens: int = 0,
-        max_batch_size: int = 0,
-        max_batch_total_tokens: int = 0,
-        timeout: float = 600.0,
-    ) -> pb.WarmUpResponse:
-        """Warm the engine up and allocate the KV pool; zeros leave sizes to the engine."""
-        request = pb.WarmUpRequest(
-            max_batch_prefill_tokens=max_batch_prefill_tokens,
-            max_batch_size=max_batch_size,
-            max_batch_total_tokens=max_batch_total_tokens,
-        )
-        return await self._stub.WarmUp(request, timeout=timeout, metadata=self._metadata)
+    async def warm_up(self, *, timeout: float = 600.0, **limits: int) -> pb.WarmUpResponse:
+        """Warm the engine up and allocate the KV pool. `limits`: fields of WarmUpRequest; the engine chooses the others."""
+        return await self._stub.WarmUp(pb.WarmUpRequest(**limits), timeout=timeout, metadata=self._metadata)
 
     def run(self) -> RunCall:
         """Open the stream of a session. A shard serves one at a time."""
