@@ -25,7 +25,6 @@ import json
 import os
 import re
 import secrets
-import signal
 import socket
 import struct
 import sys
@@ -241,10 +240,7 @@ async def _run_shard(
         code = await process.wait()  # the launcher limits this time
         return code if code >= 0 else 128 - code
     log.error("the engine's ranks ended", **exit_fields(await ranks.wait()))
-    with suppress(TimeoutError):
-        async with asyncio.timeout(SHARD_ALONE_TIMEOUT):
-            await process.wait()
-    if process.returncode is None:
+    if not await _ended(process, SHARD_ALONE_TIMEOUT):
         process.kill()
         await process.wait()
     return ExitCode.FAILED
@@ -252,16 +248,20 @@ async def _run_shard(
 
 async def _end_ranks(ranks: asyncio.subprocess.Process) -> None:
     """Wait for mpirun to end, then send SIGTERM, then SIGKILL. The launcher reaps processes that are left (orphans.py)."""
-    for sig, timeout in ((None, RANKS_TIMEOUT), (signal.SIGTERM, MPIRUN_TIMEOUT)):
-        if sig is not None:
-            with suppress(ProcessLookupError):
-                ranks.send_signal(sig)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await ranks.wait()
-                return
-    ranks.kill()
-    await ranks.wait()
+    if await _ended(ranks, RANKS_TIMEOUT):
+        return
+    ranks.terminate()
+    if not await _ended(ranks, MPIRUN_TIMEOUT):
+        ranks.kill()
+        await ranks.wait()
+
+
+async def _ended(process: asyncio.subprocess.Process, seconds: float) -> bool:
+    """Return True if a process ends within `seconds`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await process.wait()
+    return process.returncode is not None
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

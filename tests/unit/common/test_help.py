@@ -5,7 +5,7 @@ import pytest
 from text_generation_common.command_line import parse_config
 from text_generation_common.help import help_page
 from text_generation_common.options import options_by_topic
-from text_generation_common.settings import ProcessConfig
+from text_generation_common.settings import ChildConfig, ProcessConfig
 from text_generation_launcher.config import LauncherConfig
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
@@ -53,6 +53,12 @@ def test_an_option_without_a_placeholder_is_a_switch(config: type[ProcessConfig]
     valued = next(option for option in options if option.placeholder)
     with pytest.raises(SystemExit):
         parse_config(config, [*model, valued.flag])
+
+
+def test_lifeline_fd_is_not_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIFELINE_FD", "9")
+    assert parse_config(ChildConfig, []).lifeline_fd == -1
+    assert parse_config(ChildConfig, ["--lifeline-fd", "9"]).lifeline_fd == 9
 
 
 def test_a_setting_without_a_topic_is_an_error() -> None:

@@ -52,17 +52,16 @@ def test_every_metric_of_our_own_is_listed() -> None:
     assert dict(re.findall(r"^\| `(text_generation_\w+)` \| (.*) \|$", API, re.MULTILINE)) == families
 
 
-@pytest.mark.parametrize("name", ["flags", "limits", "models"])
-def test_a_generated_page_is_up_to_date(name: str) -> None:
-    page = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))[f"{name}_page"]()
-    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == page, "run: make docs"
-
-
-def test_the_flags_in_the_schema_of_the_chart_are_up_to_date() -> None:
-    schema = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))["chart_schema"]()
-    assert (ROOT / "deploy/helm/text-generation/values.schema.json").read_text(encoding="utf-8") == schema, (
-        "run: make docs"
-    )
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [
+        *((f"docs/{name}.md", f"{name}_page") for name in ("flags", "limits", "models")),
+        ("deploy/helm/text-generation/values.schema.json", "chart_schema"),
+    ],
+)
+def test_a_generated_file_is_up_to_date(file: str, function: str) -> None:
+    generated = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))[function]()
+    assert (ROOT / file).read_text(encoding="utf-8") == generated, "run: make docs"
 
 
 def test_every_test_that_a_document_names_exists() -> None:
