@@ -8,7 +8,7 @@ from pathlib import Path
 
 from http_stack import Stack, request_bytes, serve, until
 
-from text_generation_router.web.connection_limits import ConnectionLimits
+from text_generation_router.web.connections import ConnectionLimits
 
 HEADERS = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 LATE = 5.0

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest_asyncio
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from api_settings import api_settings
 from checked_echo import CheckedEcho
 from shard_server import running, serve_engine
@@ -32,6 +33,8 @@ from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.discovery.source import StaticSource
 from text_generation_router.metrics import Metrics
+from text_generation_router.metrics.connections import ConnectionMetrics
+from text_generation_router.metrics.instruments import Registry
 from text_generation_router.permits import ConcurrencyLimit, Permits
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -40,7 +43,7 @@ from text_generation_router.shards.join import join
 from text_generation_router.stats import OwnStats
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.waiting import background
-from text_generation_router.web.connection_limits import ConnectionLimits
+from text_generation_router.web.connections import ConnectionLimits
 from text_generation_router.web.listener import HttpServer
 from text_generation_router.worker_link.columns import WorkerDelivery
 from text_generation_router.worker_link.link import MAX_UNREAD_BYTES
@@ -198,7 +201,7 @@ async def serve(
                     metrics,
                     api_settings(limits, **(config | (settings or {}))),
                 ) as (serving, chats, _),
-                _listening(
+                listening(
                     create_app(
                         serving,
                         chats,
@@ -206,7 +209,7 @@ async def serve(
                         healthy=healthy,
                         info=ModelInfo(joined.info.engine, joined.info.dtype, joined.info.device),
                     ),
-                    metrics,
+                    metrics.connections,
                     connections,
                 ) as server,
                 aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session,
@@ -260,9 +263,21 @@ async def worker_of(path: Path, number: int = 0) -> AsyncIterator[RemoteCluster]
 
 
 @asynccontextmanager
-async def _listening(app: web.Application, metrics: Metrics, limits: ConnectionLimits) -> AsyncIterator[HttpServer]:
-    server = HttpServer(app, limits, metrics.connections)
-    await server.listen("127.0.0.1", 0)
+async def answering(handler: Handler, host: str = "127.0.0.1") -> AsyncIterator[HttpServer]:
+    """Serve GET / with a handler."""
+    app = web.Application()
+    app.router.add_get("/", handler)
+    async with listening(app, ConnectionMetrics(Registry()), ConnectionLimits(), host) as server:
+        yield server
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application, metrics: ConnectionMetrics, limits: ConnectionLimits, host: str = "127.0.0.1"
+) -> AsyncIterator[HttpServer]:
+    """Serve an application on a free port."""
+    server = HttpServer(app, limits, metrics)
+    await server.listen(host, 0)
     try:
         yield server
     finally:

@@ -48,7 +48,7 @@ def create_app(
     generate = GenerateRoutes(serving)
     chat = ChatRoutes(serving, chats)
     completions = CompletionRoutes(serving)
-    service = InfoRoutes(serving.tokenizer_pool, serving.permits, stats, healthy, settings, info, serving.cluster)
+    service = InfoRoutes(serving, stats, healthy, info)
     table = [
         *service_routes(service, settings),
         *tgi_routes(generate, chat, service),
@@ -64,9 +64,7 @@ def create_app(
     ]
     if settings.config.dashboard:
         table += DashboardRoutes(serving, stats, info.engine, info.dtype, info.device_type).routes()
-    docs = DocsRoutes()
-    table += docs.routes()
-    docs.describe(table, settings)
+    table += DocsRoutes(table, settings).routes()
 
     app = web.Application(client_max_size=settings.config.payload_limit)
     app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s, serving.stage, tenant_of)
@@ -75,8 +73,7 @@ def create_app(
     spans = None if tracer is None else RequestSpans(tracer, settings.model_id)
     keyless = [added for added, route in rows.items() if route.probe or route.public]
     cors = Cors(settings.config.cors_allow_origin, [added for added, route in rows.items() if route.same_origin])
-    app.middlewares.extend(
-        [answering(metrics, spans), gate.middleware(), cors.middleware(), settings.api_keys.middleware(keyless)]
-    )
+    keys = settings.api_keys.middleware(keyless)
+    app.middlewares.extend([answering(metrics, spans), gate.middleware, cors.middleware, keys])
     app.on_response_prepare.extend([end_preparation, cors.add_headers, add_request_id, gate.close_connection])
     return app

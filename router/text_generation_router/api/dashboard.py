@@ -19,7 +19,7 @@ from text_generation_common.effective import masked
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.keys import HOLDER
-from text_generation_router.api.http.routes import Handler, Route
+from text_generation_router.api.http.routes import Route
 from text_generation_router.dashboard.feed import Feed
 from text_generation_router.dashboard.state import BUCKETS, Sample, event
 from text_generation_router.errors import Overloaded, ServingError
@@ -55,11 +55,12 @@ class DashboardRoutes:
         page = contents.pop("index.html")
         if self._serving.settings.api_keys:  # so that the page asks for a key before it is refused
             page = page.replace(b"<html ", b"<html data-key ", 1)
+        self._page = static_file("index.html", page, _POLICY)
         return [
             Route(
                 "GET",
                 "/dashboard",
-                _page(page),
+                self.page,
                 "Service",
                 name="dashboard",
                 answer=str,
@@ -73,6 +74,10 @@ class DashboardRoutes:
                 for name, content in contents.items()
             ),
         ]
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        """GET /dashboard: a page for operators that shows the state of the server, and a chat with its model."""
+        return await self._page(request)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """GET /dashboard/events: the server and its last hour once, then a sample of its state every second."""
@@ -140,16 +145,6 @@ class DashboardRoutes:
             if name not in config.without_variable()
         ]
         return {"settings": shown}
-
-
-def _page(content: bytes) -> Handler:
-    handler = static_file("index.html", content, _POLICY)
-
-    async def page(request: web.Request) -> web.StreamResponse:
-        """GET /dashboard: a page for operators that shows the state of the server, and a chat with its model."""
-        return await handler(request)
-
-    return page
 
 
 async def _to_page(request: web.Request) -> web.StreamResponse:

@@ -68,7 +68,7 @@ class ModelRoutes:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models: the served model, by each of its names, and its adapters."""
         names = list(self._serving.model_names)
         if dialect_of(request) is not Dialect.ANTHROPIC:
@@ -83,7 +83,7 @@ class ModelRoutes:
         }
         return json_response(shown)
 
-    async def one_model(self, request: web.Request) -> web.StreamResponse:
+    async def get_model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}: the served model, by any name that requests may give it."""
         name = self._serving.listed_name(request.match_info["model"])
         return json_response((self._card if dialect_of(request) is Dialect.ANTHROPIC else self._listed)(name))

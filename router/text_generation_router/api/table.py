@@ -38,12 +38,13 @@ _CHAT = Operation.GENERATE | Operation.TEMPLATE
 def service_routes(service: InfoRoutes, settings: Settings) -> list[Route]:
     """Routes about the service."""
     get, post = partial(Route, "GET", tag="Service"), partial(Route, "POST", tag="Service")
+    probe = partial(get, operations=Operation.HEALTH, probe=True)
     return [
-        get("/", service.home, operations=Operation.HEALTH, probe=True),
-        get("/health", service.health, operations=Operation.HEALTH, probe=True),
+        probe("/", service.home),
+        probe("/health", service.health),
         get("/health/live", service.live, probe=True),
-        get("/health/ready", service.ready, operations=Operation.HEALTH, probe=True),
-        get("/ping", service.health, name="ping", operations=Operation.HEALTH, probe=True),
+        probe("/health/ready", service.ready),
+        probe("/ping", service.health, name="ping"),
         get("/info", service.info, answer=about.InfoAnswer),
         get(
             "/metrics",
@@ -67,23 +68,13 @@ def service_routes(service: InfoRoutes, settings: Settings) -> list[Route]:
 def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: InfoRoutes) -> list[Route]:
     """TGI's routes."""
     post = partial(Route, "POST", tag="TGI")
+    answering = partial(post, operations=Operation.GENERATE)
     return [
-        post(
-            "/",
-            generate.compat_generate,
-            body=CompatGenerateBody,
-            answer=list[GenerateAnswer],
-            events=StreamEvent,
-            operations=Operation.GENERATE,
+        answering(
+            "/", generate.compat_generate, body=CompatGenerateBody, answer=list[GenerateAnswer], events=StreamEvent
         ),
-        post("/generate", generate.generate, body=GenerateBody, answer=GenerateAnswer, operations=Operation.GENERATE),
-        post(
-            "/generate_stream",
-            generate.generate_stream,
-            body=GenerateBody,
-            events=StreamEvent,
-            operations=Operation.GENERATE,
-        ),
+        answering("/generate", generate.generate, body=GenerateBody, answer=GenerateAnswer),
+        answering("/generate_stream", generate.generate_stream, body=GenerateBody, events=StreamEvent),
         post(
             "/tokenize",
             service.tokenize,
@@ -102,14 +93,12 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: InfoRoutes) 
 
 
 def openai_routes(
-    chat: ChatRoutes,
-    completions: CompletionRoutes,
-    responses: ResponsesRoutes,
-    models: ModelRoutes,
+    chat: ChatRoutes, completions: CompletionRoutes, responses: ResponsesRoutes, models: ModelRoutes
 ) -> list[Route]:
     """OpenAI's routes; the list of models is Anthropic's too."""
-    both = (Dialect.OPENAI, Dialect.ANTHROPIC)
     get, post = partial(Route, "GET", tag="OpenAI"), partial(Route, "POST", tag="OpenAI")
+    find = partial(get, operations=Operation.FIND)
+    both = (Dialect.OPENAI, Dialect.ANTHROPIC)
     return [
         post(
             "/v1/chat/completions",
@@ -135,30 +124,17 @@ def openai_routes(
             events=ResponseEvent,
             operations=_CHAT,
         ),
-        get("/v1/responses/{id}", responses.stored, name="get_response", operations=Operation.FIND),
+        find("/v1/responses/{id}", responses.get_response),
         Route(
             "DELETE",
             "/v1/responses/{id}",
-            responses.stored,
+            responses.get_response,
             "OpenAI",
             name="delete_response",
             operations=Operation.FIND,
         ),
-        get(
-            "/v1/models",
-            models.models,
-            name="list_models",
-            answer=ModelsAnswer | ModelPage,
-            speaks=both,
-        ),
-        get(
-            "/v1/models/{model:.+}",
-            models.one_model,
-            name="get_model",
-            answer=ModelAnswer | ModelCard,
-            speaks=both,
-            operations=Operation.FIND,
-        ),
+        get("/v1/models", models.list_models, answer=ModelsAnswer | ModelPage, speaks=both),
+        find("/v1/models/{model:.+}", models.get_model, answer=ModelAnswer | ModelCard, speaks=both),
     ]
 
 
@@ -190,6 +166,8 @@ def cloud_routes(
     """Routes of cloud platforms: SageMaker, Vertex AI, KServe."""
     model = "/v2/models/{name}/versions/{version}"
     get, post = partial(Route, "GET", tag="KServe"), partial(Route, "POST", tag="KServe")
+    ready = partial(get, answer=LiveAnswer, operations=Operation.HEALTH, probe=True)
+    vertex_health = partial(Route, "GET", tag="Vertex AI", operations=Operation.HEALTH, probe=True)
     return [
         Route(
             "POST",
@@ -218,31 +196,15 @@ def cloud_routes(
             if path
         ),
         *(
-            Route(
-                "GET", path, service.health, "Vertex AI", name="vertex_health", operations=Operation.HEALTH, probe=True
-            )
+            vertex_health(path, service.health, name="vertex_health")
             for path in (settings.config.aip_health_route,)
             if path not in ("", "/", "/health", "/ping")
         ),
         get("/v2", kserve.server, name="kserve_server", answer=ServerMetadata),
         get("/v2/health/live", kserve.live, name="kserve_live", answer=LiveAnswer, probe=True),
-        get(
-            "/v2/health/ready",
-            kserve.ready,
-            name="kserve_ready",
-            answer=LiveAnswer,
-            operations=Operation.HEALTH,
-            probe=True,
-        ),
+        ready("/v2/health/ready", kserve.ready, name="kserve_ready"),
         get(model, kserve.model, name="kserve_model", answer=ServerMetadata),
-        get(
-            f"{model}/ready",
-            kserve.ready,
-            name="kserve_model_ready",
-            answer=LiveAnswer,
-            operations=Operation.HEALTH,
-            probe=True,
-        ),
+        ready(f"{model}/ready", kserve.ready, name="kserve_model_ready"),
         post(
             f"{model}/infer",
             kserve.infer,

@@ -43,7 +43,7 @@ from text_generation_router.shards.join import ReplicaInfo
 from text_generation_router.stats import Stats
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 from text_generation_router.waiting import background, first_of
-from text_generation_router.web.connection_limits import MAX_UNREAD_TOTAL, ConnectionLimits
+from text_generation_router.web.connections import MAX_UNREAD_TOTAL, ConnectionLimits
 from text_generation_router.web.listener import LAST_EVENTS_S, HttpServer
 
 log = structlog.get_logger()

@@ -10,13 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import orjson
 from aiohttp import HttpVersion11, hdrs, web
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ValidationError,
-    model_validator,
-    with_config,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator, with_config
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
@@ -29,8 +23,6 @@ from text_generation_router.web.content_encoding import encoding_of
 from text_generation_router.web.structure import check_structure
 
 JSON = "application/json"
-
-
 _NEUTRAL = (("n", 1), ("best_of", 1), ("repetition_penalty", 1))
 """Values of refused fields that ask for nothing, beside those that are false."""
 
@@ -179,15 +171,6 @@ def json_response(value: object) -> web.Response:
     return web.Response(body=orjson.dumps(value), content_type=JSON)
 
 
-async def begin_json(request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
-    """Begin a response with JSON of a length that is not known yet."""
-    response = web.StreamResponse(headers={**headers, hdrs.CONTENT_TYPE: JSON})
-    if request.version < HttpVersion11:
-        response.force_close()  # HTTP/1.0: the body ends with the connection
-    await response.prepare(request)
-    return response
-
-
 async def json_parts_response(
     request: web.Request, parts: AsyncIterator[bytes], headers: Mapping[str, str]
 ) -> web.StreamResponse:
@@ -199,7 +182,10 @@ async def json_parts_response(
             break
     else:
         return web.Response(body=b"".join(begun), content_type=JSON, headers=headers)
-    response = await begin_json(request, headers)
+    response = web.StreamResponse(headers={**headers, hdrs.CONTENT_TYPE: JSON})
+    if request.version < HttpVersion11:
+        response.force_close()  # HTTP/1.0: the body ends with the connection
+    await response.prepare(request)
     for part in begun:
         await response.write(part)
     begun.clear()

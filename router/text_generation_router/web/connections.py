@@ -21,6 +21,7 @@ import logging
 import math
 import resource
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
@@ -30,7 +31,6 @@ from aiohttp.typedefs import Handler
 
 from text_generation_proto.addresses import plain_ip
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
-from text_generation_router.web.connection_limits import ConnectionLimits
 from text_generation_router.web.refusals import RefusalLimiter
 from text_generation_router.web.turns import Turns
 
@@ -47,10 +47,29 @@ REPLACEABLE_S = 1.0
 """Seconds without a request after which a connection may be closed to make room."""
 WATCH_INTERVAL_S = 0.5
 """Seconds between two checks of all deadlines."""
+MAX_UNREAD_TOTAL = 256_000_000
+"""Bytes that all clients together may leave unread. Beyond it, the connection that owes most is closed. Each HTTP worker has
+an equal part."""
 BARE_ANSWER = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 """The answer to headers that do not end in time, or are not HTTP: neither their bytes nor the name of a library."""
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits of HTTP connections."""
+
+    limit: int = 4096
+    """Most open connections, without the reserve."""
+    headers_s: float = 10.0
+    """Seconds for the headers of a request."""
+    keep_alive_s: float = 75.0
+    """Seconds that an idle connection is kept."""
+    stall_s: float = 20.0
+    """Seconds by which a client may be late in reading what it owes."""
+    unread_total: int = MAX_UNREAD_TOTAL
+    """Bytes that all clients together may leave unread."""
 
 
 class Connection(asyncio.Protocol):

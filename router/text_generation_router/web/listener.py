@@ -17,8 +17,7 @@ from contextlib import suppress
 from aiohttp import web
 
 from text_generation_router.metrics.connections import ConnectionMetrics
-from text_generation_router.web.connection_limits import ConnectionLimits
-from text_generation_router.web.connections import Connection, Connections, answer_whole
+from text_generation_router.web.connections import Connection, ConnectionLimits, Connections, answer_whole
 
 BACKLOG = 1024
 """Connections that wait to be accepted."""

@@ -104,6 +104,8 @@ class MessageWriter(ReplyWriter[Block]):
 
     def __init__(self, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:
         super().__init__()
+        self._prompt_tokens = prompt_tokens
+        self._cached_tokens = cached_tokens
         self._message: MessageAnswer = {
             "id": named.id,
             "type": "message",
@@ -112,10 +114,8 @@ class MessageWriter(ReplyWriter[Block]):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage(prompt_tokens, 0, 0),
+            "usage": self._usage(0),
         }
-        self._prompt_tokens = prompt_tokens
-        self._cached_tokens = cached_tokens
         self._block: Block
         """The open block."""
         self._delta_head = b""
@@ -143,14 +143,11 @@ class MessageWriter(ReplyWriter[Block]):
         )
         return _event("content_block_start", index=index, content_block=self._block)
 
-    def text_delta(self, delta: str) -> bytes:
+    def delta(self, delta: str) -> bytes:
         # Formatted by hand; only the text is escaped.
         return b"%b%b}}\n\n" % (self._delta_head, orjson.dumps(delta))
 
-    reasoning_delta = text_delta
-    arguments_delta = text_delta
-
-    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[Block, bytes]:
+    def block_ended(self, text: str, *, whole: bool) -> tuple[Block, bytes]:
         block = self._block
         match block["type"]:
             case "text":
@@ -174,7 +171,13 @@ class MessageWriter(ReplyWriter[Block]):
         return anthropic_error_event(error)
 
     def _usage(self, generated_tokens: int) -> MessageUsage:
-        return usage(self._prompt_tokens, generated_tokens, self._cached_tokens())
+        cached_tokens = self._cached_tokens()
+        return {
+            "input_tokens": self._prompt_tokens - cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached_tokens,
+            "output_tokens": generated_tokens,
+        }
 
 
 def stop_reason(end: AnswerEnd) -> StopReason:
@@ -196,16 +199,6 @@ def whole_input(arguments: str) -> dict[str, Any] | orjson.Fragment:
         return {}
     # As the model wrote it: a value that can be parsed may be too deep to write.
     return orjson.Fragment(arguments) if isinstance(value, dict) else {}
-
-
-def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> MessageUsage:
-    """Token counts."""
-    return {
-        "input_tokens": prompt_tokens - cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached_tokens,
-        "output_tokens": generated_tokens,
-    }
 
 
 def _event(name: str, /, **fields: object) -> bytes:

@@ -34,7 +34,7 @@ class MessagesRoutes(AnswerRoutes):
         def read() -> tuple[Conversation, GenerationOptions]:
             return to_conversation(body), to_options(body)
 
-        return await self._answer(request, body, read, writer, model=body.model, stream=bool(body.stream))
+        return await self._answer(request, body, read, writer)
 
     async def count_message_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens: count the prompt tokens of a conversation.

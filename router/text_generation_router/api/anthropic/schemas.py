@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import FailFast, Field
+from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
-from typing_extensions import TypeAliasType
 
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import LOGPROB_PARAMETERS, SAMPLING_PARAMETERS, STOPPING_PARAMETERS
-from text_generation_router.api.http.caller import TieredFields
-from text_generation_router.api.http.fields import AnyMetadata, Float32, Int32, ModelName, Name, StopTexts, UInt32
+from text_generation_router.api.http.caller import OpenFields
+from text_generation_router.api.http.fields import AnyMetadata, Int32, ModelName, Name, StopTexts, UInt32
 from text_generation_router.grammar.tools import MAX_TOOLS
 from text_generation_router.web.bodies import Body
 
@@ -31,7 +30,7 @@ class TextBlock(Body):
     """The text."""
 
 
-TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast(), Field(max_length=MAX_BLOCKS)])
+TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 
 class ContentBlock(Body):
@@ -57,15 +56,12 @@ class ContentBlock(Body):
     """True if the tool failed; the prompt says so."""
 
 
-ContentBlocks = TypeAliasType("ContentBlocks", Annotated[list[ContentBlock], FailFast(), Field(max_length=MAX_BLOCKS)])
-
-
 class InputMessage(Body):
     """One message of a conversation."""
 
     role: Name
     """`user`, `assistant` or `system`."""
-    content: str | ContentBlocks
+    content: str | Annotated[list[ContentBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
     """A text, or blocks."""
 
 
@@ -82,9 +78,6 @@ class ClientTool(Body):
     """The JSON schema of its input; required of the tools that are served."""
     strict: bool | None = None
     """The input must follow the schema, as in OpenAI's dialect."""
-
-
-ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
 class ToolUseChoice(Body):
@@ -136,11 +129,11 @@ class CountTokensBody(Body):
 
     model: ModelName | None = None
     """The name of the model or of an adapter, as /v1/models lists it."""
-    messages: Annotated[list[InputMessage], FailFast(), Field(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     """The conversation so far. The answer continues the last message if it is the assistant's."""
     system: str | TextBlocks | None = None
     """A system message before the conversation."""
-    tools: ClientTools | None = None
+    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """The tools that the model may use."""
     tool_choice: ToolUseChoice | None = None
     """The model's freedom to use them."""
@@ -154,20 +147,14 @@ class CountTokensBody(Body):
     """Refused: nothing is stored. Anthropic's client then sends the whole conversation."""
 
 
-class MessagesBody(CountTokensBody, TieredFields):
+class MessagesBody(CountTokensBody, OpenFields):
     """Body of /v1/messages."""
 
     max_tokens: UInt32
     """The most tokens to generate."""
     stop_sequences: StopTexts | None = None
     """Texts that end the answer; they are cut off."""
-    temperature: Float32 | None = None
-    """0 takes the most probable token; default: 1."""
-    top_p: Float32 | None = None
-    """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
     top_k: Int32 | None = None
     """Keep the k most probable tokens."""
-    stream: bool | None = None
-    """Answer as server-sent events."""
     metadata: AnyMetadata | None = None
     """Accepted; not used."""

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from aiohttp import web
-from pydantic import FailFast, Field
-from typing_extensions import TypeAliasType
+from pydantic import Field
 
 from text_generation_router.api.core.serving import Serving, all_of
 from text_generation_router.api.http.caller import QosFields
@@ -47,8 +46,8 @@ class LengthMismatch(InvalidRequest):
 
 
 Byte = Annotated[int, Field(ge=0, le=255)]
-Bytes = TypeAliasType("Bytes", Annotated[list[Byte], FailFast()])
-Strings = TypeAliasType("Strings", Annotated[list[str], FailFast(), Field(max_length=MAX_INPUTS)])
+Bytes = Annotated[list[Byte], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
 
 
 class InferInput(Body):
@@ -56,7 +55,7 @@ class InferInput(Body):
 
     name: Name
     """The name."""
-    shape: Annotated[list[UInt64], FailFast(), Field(max_length=MAX_DIMENSIONS)]
+    shape: Annotated[list[UInt64], Field(max_length=MAX_DIMENSIONS, fail_fast=True)]
     """Accepted and ignored."""
     datatype: Name
     """`BYTES`."""
@@ -83,20 +82,15 @@ class InferRequestedOutput(Body):
     """The name."""
 
 
-RequestedOutputs = TypeAliasType(
-    "RequestedOutputs", Annotated[list[InferRequestedOutput], FailFast(), Field(max_length=MAX_INPUTS)]
-)
-
-
 class InferBody(QosFields):
     """Body of an inference request."""
 
     id: Name | None = None
     """The id of the answer; default: the request's id."""
     parameters: GenerateParameters = GenerateParameters(do_sample=True)
-    inputs: Annotated[list[InferInput], FailFast(), Field(min_length=1, max_length=MAX_INPUTS)]
+    inputs: Annotated[list[InferInput], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     """The prompts."""
-    outputs: RequestedOutputs | None = None
+    outputs: Annotated[list[InferRequestedOutput], Field(max_length=MAX_INPUTS, fail_fast=True)] | None = None
     """The names of the outputs, one per input; default: the names of the inputs."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from aiohttp import web
-from pydantic import Discriminator, FailFast, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from text_generation_router.api.core.serving import Serving, all_of
 from text_generation_router.api.http.caller import QosFields
@@ -67,7 +67,7 @@ Instance = Annotated[
 class VertexBody(QosFields):
     """Body of /vertex."""
 
-    instances: Annotated[list[Instance], FailFast(), Field(max_length=MAX_INSTANCES)]
+    instances: Annotated[list[Instance], Field(max_length=MAX_INSTANCES, fail_fast=True)]
     """The prompts and conversations to answer."""
 
 
@@ -118,6 +118,6 @@ class VertexRoutes:
     ) -> str:
         if isinstance(instance, TextInstance):
             parameters = instance.parameters or VertexParameters()
-            body = GenerateBody(inputs=instance.inputs, parameters=parameters, **instance.qos_fields)
-            return (await self._generate.permitted_reply(body, record, around))["generated_text"]
+            body = GenerateBody(inputs=instance.inputs, parameters=parameters)
+            return (await self._generate.permitted_reply(body, record, instance, around))["generated_text"]
         return await self._chat.text(request, instance, record, around)

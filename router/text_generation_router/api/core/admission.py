@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from text_generation_proto.values import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Grammar, GrammarKind, Sampling
 from text_generation_router.api.core.parameters import (
@@ -73,7 +74,7 @@ class RequestPreparer:
         max_new_tokens = new_tokens(len(prompt), options, self._limits)
         for _ in range(count):
             self._metrics.requests.input_length.observe(len(prompt))
-        grammar = await self._grammar(options, qos.tenant)
+        grammar = None if options.grammar is None else await self.proven(options.grammar, qos.tenant)
         options = await self.with_bad_words(options, qos.tenant)
         sampling = self._with_seed(options)
         request = Request(
@@ -110,20 +111,14 @@ class RequestPreparer:
             return sampling
         return replace(sampling, seed=self._random.getrandbits(63))  # a span has signed numbers
 
-    async def _grammar(self, options: GenerationOptions, tenant: TenantId) -> Grammar | None:
-        """Check rules 17 to 19 and return the grammar. Raises InvalidRequest."""
-        if options.grammar is None:
-            return None
+    async def proven(self, asked: Grammar | Mapping[str, Any], tenant: TenantId) -> Grammar:
+        """Return a grammar as the engine gets it, once it is known that the engine can follow it. Raises InvalidRequest.
+
+        These are rules 17 to 19.
+        """
         if self._grammars is None:  # before it is read
             raise NotSupported("grammar is not supported")
-        return await self.proven(
-            options.grammar if isinstance(options.grammar, Grammar) else tgi_grammar(options.grammar), tenant
-        )
-
-    async def proven(self, grammar: Grammar, tenant: TenantId) -> Grammar:
-        """Return a grammar as the engine gets it, once it is known that the engine can follow it. Raises InvalidRequest."""
-        if self._grammars is None:
-            raise NotSupported("grammar is not supported")
+        grammar = asked if isinstance(asked, Grammar) else tgi_grammar(asked)
         is_translated = grammar.kind in TRANSLATED and self.serves_grammar(GrammarKind.LARK)
         if not is_translated and not self.serves_grammar(grammar.kind):
             raise NotSupported(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")

@@ -50,15 +50,12 @@ class ReplyWriter(ABC, Generic[BlockT]):
         self._parts: list[str] = []
         """The deltas of the open block."""
 
-    def text(self, delta: str) -> bytes:
-        """Add text."""
+    def add(self, delta: str, kind: Kind = Kind.TEXT) -> bytes:
+        """Add to the block of this kind."""
         # Called for each token of both dialects.
-        if self._open is Kind.TEXT:
-            self._parts.append(delta)
-            return self.text_delta(delta)
-        opening = self._switch_to(Kind.TEXT)
+        opening = b"" if self._open is kind else self._switch_to(kind)
         self._parts.append(delta)
-        return opening + self.text_delta(delta)
+        return opening + self.delta(delta)
 
     def score(self, output: TokenOutput) -> None:
         """Take the next token."""
@@ -91,20 +88,12 @@ class ReplyWriter(ABC, Generic[BlockT]):
         """Open a block; `name` is that of a tool call."""
 
     @abstractmethod
-    def text_delta(self, delta: str) -> bytes:
-        """Add to the open text."""
+    def delta(self, delta: str) -> bytes:
+        """Add to the open block: text, reasoning, or the arguments of a tool call."""
 
     @abstractmethod
-    def reasoning_delta(self, delta: str) -> bytes:
-        """Add to the open reasoning."""
-
-    @abstractmethod
-    def arguments_delta(self, delta: str) -> bytes:
-        """Add to the arguments of the open tool call."""
-
-    @abstractmethod
-    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[BlockT, bytes]:
-        """Close a block with this text: return the block of the whole reply, and the events.
+    def block_ended(self, text: str, *, whole: bool) -> tuple[BlockT, bytes]:
+        """Close the block with this text: return the block of the whole reply, and the events.
 
         `whole` is False if the answer was cut off inside the block.
         """
@@ -117,23 +106,16 @@ class ReplyWriter(ABC, Generic[BlockT]):
     def failure(self, error: ServingError) -> bytes:
         """Return the events of an error. A block may be open."""
 
-    def cut_off(self) -> bytes:
-        """Close the open block, if any, as cut off."""
-        return self._close(whole=False)
-
     def _event(self, event: Event) -> bytes:
         match event:
             case TextDelta(text):
-                return self.text(text)
+                return self.add(text)
             case ReasoningDelta(text):
-                opening = b"" if self._open is Kind.REASONING else self._switch_to(Kind.REASONING)
-                self._parts.append(text)
-                return opening + self.reasoning_delta(text)
+                return self.add(text, Kind.REASONING)
             case ToolCallStart(_, name):
                 return self._switch_to(Kind.CALL, name)
             case ToolCallArguments(_, fragment):
-                self._parts.append(fragment)
-                return self.arguments_delta(fragment)
+                return self.add(fragment, Kind.CALL)
 
     def _begin(self) -> bytes:
         if self._begun:
@@ -149,8 +131,8 @@ class ReplyWriter(ABC, Generic[BlockT]):
     def _close(self, *, whole: bool) -> bytes:
         if self._open is None:
             return b""
-        kind, text = self._open, "".join(self._parts)
+        text = "".join(self._parts)
         self._open, self._parts = None, []
-        block, events = self.block_ended(kind, text, whole=whole)
+        block, events = self.block_ended(text, whole=whole)
         self.blocks.append(block)
         return events

@@ -120,11 +120,10 @@ class ParsedAnswer:
     """A whole answer."""
 
     finish: Finish
-    ending: GenerationResult
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-    reasoning_tokens: int = 0
+    text: str
+    reasoning: str
+    calls: list[Call]
+    reasoning_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +177,7 @@ class ChatRequest:
                 case ToolCallArguments(index, fragment):
                     calls[index][1].append(fragment)
         joined = [Call(name, "".join(fragments)) for name, fragments in calls]
-        return ParsedAnswer(end.finish, ending, "".join(texts), "".join(thoughts), joined, end.reasoning_tokens)
+        return ParsedAnswer(end.finish, "".join(texts), "".join(thoughts), joined, end.reasoning_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from text_generation_router.api.core.blocks import CachedTokens, ReplyWriter
 from text_generation_router.api.core.chat import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import MAX_LOGPROBS_AT_ONCE, Serving, paced, too_many_logprobs
-from text_generation_router.api.http.caller import QosFields
+from text_generation_router.api.http.caller import OpenFields
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.events import Event
@@ -33,24 +33,21 @@ class AnswerRoutes:
     async def _answer(
         self,
         request: web.Request,
-        fields: QosFields,
+        body: OpenFields,
         read: Callable[[], tuple[Conversation, GenerationOptions]],
         writer_of: Callable[[ChatRequest, CachedTokens], ReplyWriter[Any]],
-        *,
-        model: str | None,
-        stream: bool,
     ) -> web.StreamResponse:
         """Answer the conversation that `read` returns. Raises ServingError."""
         serving = self._serving
-        adapter = serving.adapter_of(model)
+        adapter = serving.adapter_of(body.model)
         records = serving.start(request)
-        async with serving.take_permits(records, 1, fields):
+        async with serving.take_permits(records, 1, body):
             conversation, options = await beside(request, read)
-            qos = serving.qos(records[0], fields)
+            qos = serving.qos(records[0], body)
             chat = await self._chats.prepare(conversation, replace(options, adapter=adapter), qos)
             writer = writer_of(chat, lambda: records[0].cached_tokens)
             headers = serving.cost_headers(len(chat.prompt))
-            if stream:
+            if body.stream:
                 events = serving.stream(request, headers, writer.failed)
                 with serving.run(chat.requests, records, [writer_sink(events, writer, chat, records[0])]):
                     return await events.run()
@@ -84,7 +81,7 @@ class WriterSink(Sink):
         self._stream = stream
         self._send = (lambda event: None) if stream is None else stream.send
         self._writer = writer
-        self._text = writer.text
+        self._add = writer.add
         self._record = record
         self._scored = writer.scored
         self._room = MAX_LOGPROBS_AT_ONCE
@@ -93,7 +90,7 @@ class WriterSink(Sink):
     def on_output(self, output: TokenOutput) -> None:
         if self._scored:
             self._score(output)
-        event = self._text(output.delta) if output.delta else b""
+        event = self._add(output.delta) if output.delta else b""
         ending = output.ending
         if ending is None:
             if event:

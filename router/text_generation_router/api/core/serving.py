@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import marshal
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -100,8 +100,9 @@ class Collector(Sink):
         """Yield the outputs, and forget them: a reply of many tokens is written while they go."""
         packed, outputs, ending = self._packed, self._outputs, self.ended.result()
         self._packed, self._outputs = [], []
-        for number, *others in chain(chain.from_iterable(map(marshal.loads, packed)), outputs):
-            yield TokenOutput._make((number, *others, ending if number == ending.generated_tokens else None))
+        for output in chain(chain.from_iterable(map(marshal.loads, packed)), outputs):
+            output.append(ending if output[0] == ending.generated_tokens else None)
+            yield TokenOutput(*output)
 
     @property
     def mean_logprob(self) -> float:
@@ -186,7 +187,7 @@ class Serving:
             raise _not_found("adapter", name, self.cluster.adapters)
 
     def take_permits(
-        self, records: Sequence[GenerationRecord], count: int, *asked: QosFields | None
+        self, records: Sequence[GenerationRecord], count: int, *asked: QosFields
     ) -> AbstractAsyncContextManager[None]:
         """Hold `count` permits for the caller of these generations; `asked` are parts of the body that may set deadlines.
 
@@ -199,7 +200,7 @@ class Serving:
 
         return self.permits.take(count, records[0].caller.tenant, by)
 
-    def qos(self, record: GenerationRecord, *asked: QosFields | None) -> QualityOfService:
+    def qos(self, record: GenerationRecord, *asked: QosFields) -> QualityOfService:
         """Return the quality of service that headers and body ask for. Raises InvalidRequest."""
         settings = self.settings
         return quality_of_service(record.caller, settings.config, *asked, separate_tenants=settings.separate_tenants)
@@ -236,14 +237,11 @@ class Serving:
         """
         collectors = [Collector(request, most_logprobs // len(requests)) for request in requests]
         with self.run(requests, records, collectors):
-            if len(collectors) > 1:
-                await asyncio.wait([collector.ended for collector in collectors], return_when=asyncio.FIRST_EXCEPTION)
-            else:  # the same, cheaper
-                with suppress(ServingError):
-                    await collectors[0].ended
-            raise_failure(collectors)
-        for collector, record in zip(collectors, records, strict=True):
-            record.ending = collector.ended.result()
+            ended = [collector.ended for collector in collectors]
+            await asyncio.wait(ended, return_when=asyncio.FIRST_EXCEPTION)
+            failed = next((each for each in ended if each.done() and each.exception()), None)
+            for record, each in zip(records, ended, strict=True):
+                record.ending = (failed or each).result()
         return collectors
 
     def cost_headers(self, characters: int) -> dict[str, str]:
@@ -264,10 +262,3 @@ def _not_found(kind: str, name: str | None, known: Collection[str]) -> ModelNotF
     if len(known) > MAX_LISTED:
         text += f" and {len(known) - MAX_LISTED} more"
     return ModelNotFound(text)
-
-
-def raise_failure(collectors: Sequence[Collector]) -> None:
-    """Raise the failure of the first collector that has one."""
-    for collector in collectors:
-        if collector.ended.done():
-            collector.ended.result()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import chain
 
 import orjson
@@ -12,7 +12,7 @@ from aiohttp import web
 
 from text_generation_router.request import TokenId
 from text_generation_router.text.tokenizer import Encoding
-from text_generation_router.web.bodies import JSON, ResponseBody, begin_json
+from text_generation_router.web.bodies import ResponseBody, json_parts_response
 
 CHUNK_TOKENS = 512
 """Tokens written at a time: half a millisecond."""
@@ -55,7 +55,7 @@ async def answer_tokens(
 ) -> web.StreamResponse:
     """Answer with the list of the tokens of `text`; `before` and `after` are the JSON around the list."""
     chunks = chain([before], tokens_json(text, encoding), [after])
-    return await _answer(request, chunks, slices, large=len(encoding.ids) > CHUNK_TOKENS)
+    return await json_parts_response(request, _parts(chunks, slices, large=len(encoding.ids) > CHUNK_TOKENS), {})
 
 
 async def answer_ids(
@@ -64,31 +64,25 @@ async def answer_ids(
     """Answer with a TokenIdsAnswer."""
     head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), max_model_len)
     chunks = chain([head], _ids_json(ids), [b"]}"])
-    return await _answer(request, chunks, slices, large=len(ids) > CHUNK_IDS)
+    return await json_parts_response(request, _parts(chunks, slices, large=len(ids) > CHUNK_IDS), {})
 
 
-async def _answer(
-    request: web.Request, chunks: Iterator[bytes], slices: asyncio.Lock, *, large: bool
-) -> web.StreamResponse:
-    """Answer with JSON in chunks.
+async def _parts(chunks: Iterator[bytes], slices: asyncio.Lock, *, large: bool) -> AsyncIterator[bytes]:
+    """Yield JSON in chunks.
 
     Half a million tokens are tens of megabytes: they are never held at once. The lock and the pauses leave half of the
     event loop's time to others, however many large answers are written.
     """
     if not large:
-        return web.Response(body=b"".join(chunks), content_type=JSON)
-    response = await begin_json(request, {})
-    while True:
+        yield b"".join(chunks)
+        return
+    chunk: bytes | None = b""
+    while chunk is not None:
+        yield chunk
         async with slices:
             started = time.perf_counter()
             chunk = next(chunks, None)
             await asyncio.sleep(time.perf_counter() - started)
-        if chunk is None:
-            break
-        if chunk:
-            await response.write(chunk)
-    await response.write_eof()
-    return response
 
 
 def _ids_json(ids: Sequence[TokenId]) -> Iterator[bytes]:

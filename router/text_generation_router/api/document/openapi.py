@@ -54,13 +54,6 @@ _OWN_HEADERS: Json = {
     }
 }
 """Headers of some responses only."""
-_ANTHROPIC_VERSION: Json = {
-    "name": ANTHROPIC_VERSION,
-    "in": "header",
-    "required": False,
-    "description": "Its presence asks for Anthropic's form of the response.",
-    "schema": {"type": "string"},
-}
 _TIMEOUT = {"type": "integer", "minimum": 1, "maximum": int(MAX_TIMEOUT_S * 1e3)}
 _TENANT = {"type": "string", "maxLength": LONGEST_TENANT, "pattern": "^[ -~]*$"}
 
@@ -69,6 +62,8 @@ def _header(name: str, description: str, schema: Json) -> Json:
     return {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
 
 
+_ASKS = "Its presence asks for Anthropic's form of the response."
+_ANTHROPIC_VERSION = _header(ANTHROPIC_VERSION, _ASKS, {"type": "string"})
 CALLER_HEADERS: Json = {
     header["name"]: header
     for header in (

@@ -6,7 +6,6 @@ Every file comes from this server, and the page's content security policy allows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,14 @@ _FILES = ("swagger-ui.css", "swagger-ui-bundle.js", "favicon-32x32.png")
 class DocsRoutes:
     """Handlers of the documentation."""
 
-    def __init__(self) -> None:
-        self._make: Callable[[], bytes] = bytes
+    def __init__(self, table: list[Route], settings: Settings) -> None:
+        """`table`: the documented routes, to which these are added."""
+        self._table = table
+        self._settings = settings
         self._document: bytes | None = None
         self._making = asyncio.Lock()
         self._pages = [static_file("index.html", _PAGE.format(folder=folder).encode()) for folder in ("docs/", "")]
         """For /docs and for /docs/."""
-
-    def describe(self, table: list[Route], settings: Settings) -> None:
-        """Document `table`, which includes these routes."""
-        keys = bool(settings.api_keys)
-        self._make = lambda: orjson.dumps(document(table, settings.version, keys=keys))
 
     def routes(self) -> list[Route]:
         """The routes of the documentation."""
@@ -81,7 +77,9 @@ class DocsRoutes:
         """GET /api-doc/openapi.json and /openapi.json: this document."""
         async with self._making:  # it takes half a second, which a start does not have
             if self._document is None:
-                self._document = await asyncio.to_thread(self._make)
+                keys = bool(self._settings.api_keys)
+                made = await asyncio.to_thread(document, self._table, self._settings.version, keys=keys)
+                self._document = orjson.dumps(made)
         return web.Response(body=self._document, content_type=JSON)
 
     async def page(self, request: web.Request) -> web.StreamResponse:

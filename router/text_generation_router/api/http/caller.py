@@ -14,11 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from text_generation_router.api.http.fields import Name
+from text_generation_router.api.http.fields import Float32, ModelName, Name
 from text_generation_router.api.http.keys import ANYONE, TENANT, KeyHolder, read_tenant
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest
@@ -67,9 +67,9 @@ def read_caller(headers: Mapping[str, str], arrived: float, holder: KeyHolder) -
         holder,
         read_tenant(headers, holder),
         _priority(headers),
-        _deadline(arrived, _milliseconds(headers, FIRST_TOKEN)),
-        _deadline(arrived, _milliseconds(headers, (QUEUE_TIMEOUT,))),
-        _deadline(arrived, [*_milliseconds(headers, (REQUEST_TIMEOUT,)), *_grpc_timeout(headers)]),
+        _deadline(headers, arrived, *FIRST_TOKEN),
+        _deadline(headers, arrived, QUEUE_TIMEOUT),
+        _deadline(headers, arrived, REQUEST_TIMEOUT, GRPC_TIMEOUT),
     )
 
 
@@ -88,40 +88,23 @@ def _priority(headers: Mapping[str, str]) -> Priority | None:
     return _PRIORITIES[given.lower()]
 
 
-def _milliseconds(headers: Mapping[str, str], names: Iterable[str]) -> list[float]:
-    """The timeouts given under these names, in seconds."""
-    timeouts = []
-    for name in names:
-        given = headers.get(name)
-        if given is None:
-            continue
+def _deadline(headers: Mapping[str, str], arrived: float, *names: str) -> float | None:
+    """The earliest deadline that the headers of these names set."""
+    return min((arrived + _seconds(name, headers[name]) for name in names if name in headers), default=None)
+
+
+def _seconds(name: str, given: str) -> float:
+    """The timeout in a header."""
+    if name == GRPC_TIMEOUT:
+        parts = _GRPC.fullmatch(given)
+        seconds = int(parts[1]) * _GRPC_UNITS[parts[2]] if parts else -1.0
+        rule = f"up to 8 digits and one of H, M, S, m, u, n, for > 0 and <= {MAX_TIMEOUT_S:.0f} seconds"
+    else:
         seconds = float(given) / 1e3 if _MILLISECONDS.fullmatch(given) else -1.0
-        if not in_range(seconds):
-            raise InvalidRequest(
-                f"header `{name}` must be a number of milliseconds > 0 and <= {MAX_TIMEOUT_S * 1e3:.0f}."
-                f" Given: {given[:32]!r}"
-            )
-        timeouts.append(seconds)
-    return timeouts
-
-
-def _grpc_timeout(headers: Mapping[str, str]) -> list[float]:
-    given = headers.get(GRPC_TIMEOUT)
-    if given is None:
-        return []
-    parts = _GRPC.fullmatch(given)
-    seconds = int(parts[1]) * _GRPC_UNITS[parts[2]] if parts else -1.0
+        rule = f"a number of milliseconds > 0 and <= {MAX_TIMEOUT_S * 1e3:.0f}"
     if not in_range(seconds):
-        raise InvalidRequest(
-            f"header `{GRPC_TIMEOUT}` must be up to 8 digits and one of H, M, S, m, u, n, for > 0 and"
-            f" <= {MAX_TIMEOUT_S:.0f} seconds. Given: {given[:32]!r}"
-        )
-    return [seconds]
-
-
-def _deadline(arrived: float, timeouts: Iterable[float]) -> float | None:
-    nearest = min(timeouts, default=None)
-    return None if nearest is None else arrived + nearest
+        raise InvalidRequest(f"header `{name}` must be {rule}. Given: {given[:32]!r}")
+    return seconds
 
 
 class QosFields(Body):
@@ -135,11 +118,6 @@ class QosFields(Body):
     """vLLM's: below 0 it is served sooner, above 0 later than by default."""
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
     """Prompts share cached computation only with prompts of the same salt."""
-
-    @property
-    def qos_fields(self) -> dict[str, Any]:
-        """The fields as arguments of another body."""
-        return {name: getattr(self, name) for name in QosFields.model_fields}
 
     @property
     def asked_priority(self) -> Priority | None:
@@ -163,8 +141,21 @@ class TieredFields(QosFields):
         return _TIERS.get(self.service_tier or "") if asked is None else asked
 
 
+class OpenFields(TieredFields):
+    """Fields of every generating body of OpenAI's and Anthropic's dialects."""
+
+    model: ModelName | None = None
+    """The name of the model or of an adapter, as /v1/models lists it, or `tgi`. Any other is rejected."""
+    stream: bool | None = None
+    """Answer as server-sent events."""
+    temperature: Float32 | None = None
+    """0 takes the most probable token; default: 1."""
+    top_p: Float32 | None = None
+    """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
+
+
 def quality_of_service(
-    caller: Caller, config: RouterConfig, *parts: QosFields | None, separate_tenants: bool = False
+    caller: Caller, config: RouterConfig, *parts: QosFields, separate_tenants: bool = False
 ) -> QualityOfService:
     """Return the quality of service of a request; `parts` of its body may ask for one.
 
@@ -175,11 +166,10 @@ def quality_of_service(
 
     The first part that sets a field wins. Raises InvalidRequest.
     """
-    fields = [part for part in parts if part is not None]
-    priorities = (caller.priority, *(part.asked_priority for part in fields), Priority.DEFAULT)
-    salt = next((part.cache_salt for part in fields if part.cache_salt is not None), "")
-    queue = (*_timeouts("queue_timeout", fields), config.queue_timeout)
-    whole = (*_timeouts("timeout", fields), config.request_timeout)
+    priorities = (caller.priority, *(part.asked_priority for part in parts), Priority.DEFAULT)
+    salt = next((part.cache_salt for part in parts if part.cache_salt is not None), "")
+    queue = (*_timeouts("queue_timeout", parts), config.queue_timeout)
+    whole = (*_timeouts("timeout", parts), config.request_timeout)
     most_urgent = caller.holder.max_priority
     first_token_by = caller.first_token_by
     if first_token_by is not None:
@@ -187,15 +177,16 @@ def quality_of_service(
     return QualityOfService(
         tenant=caller.tenant,
         priority=max(most_urgent, next(priority for priority in priorities if priority is not None)),
-        salt=_tenant_salt(caller.tenant, salt) if separate_tenants else salt,
+        # A header cannot contain NUL, so two tenants never have the same salt.
+        salt=f"{caller.tenant}\0{salt}" if separate_tenants else salt,
         first_token_by=first_token_by,
         queue_by=_earliest(caller.queue_by, caller.arrived, queue),
         end_by=_earliest(caller.end_by, caller.arrived, whole),
     )
 
 
-def _timeouts(name: str, fields: list[QosFields]) -> Iterator[float]:
-    for part in fields:
+def _timeouts(name: str, parts: Iterable[QosFields]) -> Iterator[float]:
+    for part in parts:
         given: float | None = getattr(part, name)
         if given is None:
             continue
@@ -208,8 +199,3 @@ def _earliest(deadline: float | None, arrived: float, timeouts: tuple[float, ...
     """Return the earliest deadline. A timeout of 0 means none."""
     deadlines = [arrived + timeout for timeout in timeouts if timeout]
     return min(deadlines if deadline is None else [deadline, *deadlines], default=None)
-
-
-def _tenant_salt(tenant: TenantId, salt: str) -> str:
-    # A header cannot contain NUL, so two tenants never have the same salt.
-    return f"{tenant}\0{salt}"

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, GetPydanticSchema
-from typing_extensions import TypeAliasType
+from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema
 
 WrittenNumber = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(float))]
 """A number, already written as JSON."""
@@ -58,9 +57,9 @@ ModelName = Annotated[Name, AfterValidator(_short_as_json)]
 StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 # Validation of a list stops at its first invalid entry, so that a list of half a million is refused as fast as a short
-# one. These are aliases because FailFast cannot be part of a union.
-StopTexts = TypeAliasType("StopTexts", Annotated[list[StopText], FailFast(), Field(max_length=MAX_STOPS)])
-TokenIds = TypeAliasType("TokenIds", Annotated[list[UInt32], FailFast()])
+# one.
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
+TokenIds = Annotated[list[UInt32], Field(fail_fast=True)]
 
 MAX_METADATA = 16
 """OpenAI's limit for the keys of `metadata`."""
@@ -80,11 +79,6 @@ def at_most(limit: int, what: str) -> Callable[[Any], Any]:
     return counted
 
 
-TextMetadata = TypeAliasType(
-    "TextMetadata",
-    Annotated[
-        dict[Name, Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)]],
-        BeforeValidator(at_most(MAX_METADATA, "keys")),
-    ],
-)
-AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_METADATA, "keys"))])
+_FEW = BeforeValidator(at_most(MAX_METADATA, "keys"))
+TextMetadata = Annotated[dict[Name, Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)]], _FEW]
+AnyMetadata = Annotated[dict[Name, Any], _FEW]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.errors import Draining, TooManyConnections, UnknownRoute
@@ -23,22 +23,18 @@ class Gate:
         self._always = frozenset(always)
         self._cluster = cluster
 
-    def middleware(self) -> Middleware:
-        """The middleware that refuses. It comes before the check of keys."""
-
-        @web.middleware
-        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if request.match_info.route not in self._always:
-                connection = connection_of(request)
-                if connection.management:
-                    raise UnknownRoute
-                if connection.probes_only:
-                    raise TooManyConnections
-                if self._cluster.draining:
-                    raise Draining
-            return await handler(request)
-
-        return check
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse. It comes before the check of keys."""
+        if request.match_info.route not in self._always:
+            connection = connection_of(request)
+            if connection.management:
+                raise UnknownRoute
+            if connection.probes_only:
+                raise TooManyConnections
+            if self._cluster.draining:
+                raise Draining
+        return await handler(request)
 
     async def close_connection(self, request: web.Request, response: web.StreamResponse) -> None:
         """Signal handler for `on_response_prepare`: while it stops, and beyond the limit, a response is the last one."""

@@ -207,24 +207,20 @@ class Cors:
         self._origins = frozenset(allowed_origins)
         self._same_origin = frozenset(same_origin)
 
-    def middleware(self) -> Middleware:
-        """The middleware that answers preflight requests, on every path and without a key: browsers send none."""
-
-        @web.middleware
-        async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers:
-                asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
-                return web.Response(
-                    headers={
-                        hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET,POST,DELETE",
-                        hdrs.ACCESS_CONTROL_ALLOW_HEADERS: asked or _REQUEST_HEADERS,
-                        hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE_S,
-                        hdrs.VARY: hdrs.ACCESS_CONTROL_REQUEST_HEADERS,
-                    }
-                )
-            return await handler(request)
-
-        return preflight
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer preflight requests, on every path and without a key: browsers send none."""
+        if request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers:
+            asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
+            return web.Response(
+                headers={
+                    hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET,POST,DELETE",
+                    hdrs.ACCESS_CONTROL_ALLOW_HEADERS: asked or _REQUEST_HEADERS,
+                    hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE_S,
+                    hdrs.VARY: hdrs.ACCESS_CONTROL_REQUEST_HEADERS,
+                }
+            )
+        return await handler(request)
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Signal handler for `on_response_prepare`: allow the origin to read the response."""

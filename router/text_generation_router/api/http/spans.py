@@ -134,12 +134,11 @@ class RequestSpans:
 
 def _sampling(sampling: Sampling) -> dict[str, AttributeValue]:
     """The numbers that are not neutral. The prefix distinguishes OpenAI's penalties from TGI's in `Sampling` only."""
-    values = {each.field: getattr(sampling, each.field) for each in SAMPLING_PARAMETERS}
     return {
         # A float32 has seven digits.
         f"gen_ai.request.{each.field.removeprefix('output_')}": float(f"{value:.7g}") if type(value) is float else value
         for each in SAMPLING_PARAMETERS
-        if isinstance(value := values[each.field], int | float) and value != each.neutral and value < 1 << 63
+        if isinstance(value := getattr(sampling, each.field), int | float) and value != each.neutral and value < 1 << 63
     }
 
 

@@ -27,8 +27,7 @@ from text_generation_router.api.openai.answers import (
     written_prompt_scores,
 )
 from text_generation_router.api.openai.chat_chunks import ChatStream
-from text_generation_router.api.openai.chat_messages import to_conversation
-from text_generation_router.api.openai.parameters import asked_grammar, chat_options
+from text_generation_router.api.openai.input import asked_grammar, chat_options, to_conversation
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody
 from text_generation_router.request import QualityOfService
 from text_generation_router.web.bodies import beside, json_parts_response, parse_body

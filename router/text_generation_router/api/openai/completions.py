@@ -24,8 +24,8 @@ from text_generation_router.api.openai.answers import (
     written_prompt_scores,
 )
 from text_generation_router.api.openai.completion_chunks import CompletionStream, LogprobColumns
-from text_generation_router.api.openai.parameters import completion_options
-from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBody
+from text_generation_router.api.openai.input import completion_options
+from text_generation_router.api.openai.schemas import CompletionBody
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
 from text_generation_router.request import QualityOfService, Request, TokenId
 from text_generation_router.web.bodies import json_parts_response, parse_body
@@ -103,7 +103,6 @@ class CompletionRoutes:
             raise BatchTooLarge(str(self._limit))
         if body.best_of not in (None, 1, body.n or 1):
             raise InvalidRequest("`best_of` must be 1 or equal to `n`")
-        assert len(prompts) * (body.n or 1) <= self._limit * MAX_CHOICES
 
     async def _admit(
         self, body: CompletionBody, prompt: str | list[TokenId], options: GenerationOptions, qos: QualityOfService

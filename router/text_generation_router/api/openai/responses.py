@@ -45,8 +45,8 @@ class ResponsesRoutes(AnswerRoutes):
         def read() -> tuple[Conversation, GenerationOptions]:
             return to_conversation(body), to_options(body)
 
-        return await self._answer(request, body, read, writer, model=body.model, stream=bool(body.stream))
+        return await self._answer(request, body, read, writer)
 
-    async def stored(self, request: web.Request) -> web.StreamResponse:
+    async def get_response(self, request: web.Request) -> web.StreamResponse:
         """GET, DELETE /v1/responses/{id}: always NotFound."""
         raise NotFound(f"There is no response {request.match_info['id'][:64]!r}: responses are not stored here")

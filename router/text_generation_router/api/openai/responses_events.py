@@ -200,6 +200,8 @@ class ResponseWriter(ReplyWriter[OutputItem]):
         self._sequence = 0
         self._item: OutputItem
         """The open item."""
+        self._place: dict[str, Any]
+        """The place of its content in the response."""
         self._delta_head = b""
         """A delta of the open item, up to its number."""
 
@@ -213,8 +215,11 @@ class ResponseWriter(ReplyWriter[OutputItem]):
 
     def block_began(self, kind: Kind, name: str) -> bytes:
         self._item = item = self._new_item(kind, name)
+        self._place = {"item_id": item["id"], "output_index": len(self.blocks)}
+        if kind is not Kind.CALL:
+            self._place["content_index"] = 0
         self._begins = True
-        delta = {"type": _DELTAS[kind], **self._place(kind)} | ({"logprobs": []} if kind is Kind.TEXT else {})
+        delta = {"type": _DELTAS[kind], **self._place} | ({"logprobs": []} if kind is Kind.TEXT else {})
         self._delta_head = b'event: %b\ndata: %b,"sequence_number":' % (
             _DELTAS[kind].encode(),
             orjson.dumps(delta)[:-1],
@@ -224,36 +229,31 @@ class ResponseWriter(ReplyWriter[OutputItem]):
             return began
         return began + self._named(
             "response.content_part.added",
-            **self._place(kind),
+            **self._place,
             part=_output_text("", orjson.Fragment(b"[]")) if kind is Kind.TEXT else _reasoning_text(""),
         )
 
     def score(self, output: TokenOutput) -> None:
         self._unwritten.append(output)
 
-    def text_delta(self, delta: str) -> bytes:
-        if self._logprobs_of is None:
-            return self._delta(delta)
-        outputs, self._unwritten = self._unwritten, []
-        if self._begins:  # other tokens before it are markers
-            outputs, self._begins = tokens_of(delta, outputs), False
-        written = orjson.dumps(self._logprobs_of(outputs))
-        self._logprobs.append(written[1:-1])
-        return self._named(_DELTAS[Kind.TEXT], **self._place(Kind.TEXT), delta=delta, logprobs=orjson.Fragment(written))
-
-    def reasoning_delta(self, delta: str) -> bytes:
-        self._unwritten.clear()
-        return self._delta(delta)
-
-    arguments_delta = reasoning_delta
-
-    def _delta(self, delta: str) -> bytes:
+    def delta(self, delta: str) -> bytes:
+        if self._logprobs_of is not None:
+            outputs, self._unwritten = self._unwritten, []
+            if self._item["type"] == "message":
+                return self._scored_delta(delta, self._logprobs_of, outputs)
         # Formatted by hand; only the text is escaped.
         sequence, self._sequence = self._sequence, self._sequence + 1
         return b'%b%d,"delta":%b}\n\n' % (self._delta_head, sequence, orjson.dumps(delta))
 
-    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[OutputItem, bytes]:
-        item, place = self._item, self._place(kind)
+    def _scored_delta(self, delta: str, logprobs_of: Logprobs, outputs: list[TokenOutput]) -> bytes:
+        if self._begins:  # other tokens before it are markers
+            outputs, self._begins = tokens_of(delta, outputs), False
+        written = orjson.dumps(logprobs_of(outputs))
+        self._logprobs.append(written[1:-1])
+        return self._named(_DELTAS[Kind.TEXT], **self._place, delta=delta, logprobs=orjson.Fragment(written))
+
+    def block_ended(self, text: str, *, whole: bool) -> tuple[OutputItem, bytes]:
+        item, place = self._item, self._place
         item["status"] = "completed" if whole else "incomplete"
         match item["type"]:
             case "function_call":
@@ -284,7 +284,7 @@ class ResponseWriter(ReplyWriter[OutputItem]):
         return self._named(f"response.{response['status']}", response=response)
 
     def failure(self, error: ServingError) -> bytes:
-        last = self.cut_off()
+        last = self._close(whole=False)
         self._response["status"] = "failed"
         self._response["error"] = {"code": error.responses_code, "message": str(error)}
         self._response["output"] = self.blocks
@@ -310,10 +310,6 @@ class ResponseWriter(ReplyWriter[OutputItem]):
                 if namespace is not None:
                     call["namespace"] = namespace
                 return call
-
-    def _place(self, kind: Kind) -> dict[str, Any]:
-        place: dict[str, Any] = {"item_id": self._item["id"], "output_index": len(self.blocks)}
-        return place if kind is Kind.CALL else place | {"content_index": 0}
 
     def _named(self, name: str, /, **fields: object) -> bytes:
         sequence, self._sequence = self._sequence, self._sequence + 1

@@ -8,7 +8,7 @@ from text_generation_proto.parameters import Api
 from text_generation_proto.values import LogprobOptions
 from text_generation_router.api.core.chat import tool_call
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
-from text_generation_router.api.openai.chat_messages import new_message, read_arguments
+from text_generation_router.api.openai.input import new_message, read_arguments
 from text_generation_router.api.openai.responses_schemas import InputItem, ResponsesBody
 from text_generation_router.api.openai.responses_tools import CallableTools, callable_tools
 from text_generation_router.api.openai.schemas import ContentPart

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, FailFast, Field
+from pydantic import ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.caller import TieredFields
-from text_generation_router.api.http.fields import Float32, ModelName, Name, TextMetadata, UInt32
+from text_generation_router.api.http.caller import OpenFields
+from text_generation_router.api.http.fields import Name, TextMetadata, UInt32
 from text_generation_router.api.openai.schemas import ChatBody, ContentParts
 from text_generation_router.api.openai.shared_fields import UNSERVED
 from text_generation_router.grammar.tools import MAX_TOOLS
@@ -53,9 +53,6 @@ class InputItem(Body):
     """The summary of reasoning; used if it has no content."""
 
 
-InputItems = TypeAliasType("InputItems", Annotated[list[InputItem], FailFast(), Field(max_length=MAX_ITEMS)])
-
-
 HOSTED = (
     *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "custom", "file_search"),
     *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
@@ -81,17 +78,11 @@ class FunctionTool(Body):
     """Accepted: forced calls always follow the schema."""
 
 
-FunctionTools = TypeAliasType("FunctionTools", Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)])
-
-
 class AnyTool(FunctionTool):
     """A function that the model may call, or a `namespace` of several."""
 
-    tools: FunctionTools | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """The functions of a namespace."""
-
-
-AnyTools = TypeAliasType("AnyTools", Annotated[list[AnyTool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
 class NamedFunction(Body):
@@ -110,7 +101,7 @@ class AllowedFunctions(Body):
     """`allowed_tools`."""
     mode: Literal["auto", "required"]
     """`required`: one of them must be called."""
-    tools: Annotated[list[NamedFunction], FailFast(), Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
     """Their names. Names of other tools, and tools without a name, are ignored."""
 
 
@@ -132,10 +123,7 @@ class ReasoningOptions(Body):
     """Accepted: the answer has the whole reasoning."""
 
 
-Included = TypeAliasType("Included", Annotated[list[Name], FailFast(), Field(max_length=MAX_INCLUDED)])
-
-
-class ResponsesBody(TieredFields):
+class ResponsesBody(OpenFields):
     """Body of /v1/responses."""
 
     refused: ClassVar[Mapping[str, str]] = dict.fromkeys(ChatBody.model_fields, "") | {
@@ -153,21 +141,13 @@ class ResponsesBody(TieredFields):
     stream_options: dict[str, Any] | None = None
     """Accepted; not used."""
 
-    model: ModelName | None = None
-    """The name of the model: one of /v1/models, or `tgi`. Any other is rejected."""
-    input: str | InputItems
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True)]
     """The conversation so far; a text is a user message."""
     instructions: str | None = None
     """A system message before the conversation."""
     max_output_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt."""
-    temperature: Float32 | None = None
-    """0 takes the most probable token; default: 1."""
-    top_p: Float32 | None = None
-    """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
-    stream: bool | None = None
-    """Answer as server-sent events."""
-    tools: AnyTools | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """The tools that the model may call."""
     tool_choice: Literal["auto", "none", "required"] | AllowedFunctions | NamedFunction | None = None
     """The model's freedom to call them, or some of them."""
@@ -183,7 +163,7 @@ class ResponsesBody(TieredFields):
     """Accepted: a conversation that is too long is always refused."""
     store: bool | None = None
     """Accepted: nothing is stored, and the answer says so."""
-    include: Included | None = None
+    include: Annotated[list[Name], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
     """`message.output_text.logprobs` asks for the log-probabilities of the text; OpenAI's other words have no effect."""
     top_logprobs: UInt32 | None = None
     """Report the log-probabilities of the text, and those of this number of most probable tokens at each position."""

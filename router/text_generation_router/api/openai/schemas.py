@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
-from text_generation_router.api.http.caller import TieredFields
+from text_generation_router.api.http.caller import OpenFields
 from text_generation_router.api.http.fields import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     Float32,
     Int32,
-    ModelName,
     Name,
     StopText,
     StopTexts,
@@ -49,24 +48,13 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
 TokenIdText = Annotated[str, Field(max_length=20)]
-Biases = TypeAliasType(
-    "Biases", Annotated[dict[TokenIdText, float], BeforeValidator(at_most(MAX_LOGIT_BIAS, "tokens"))]
-)
-BiasList = TypeAliasType("BiasList", Annotated[list[float], FailFast()])
-LogitBias = Biases | BiasList
+Biases = Annotated[dict[TokenIdText, float], BeforeValidator(at_most(MAX_LOGIT_BIAS, "tokens"))]
+LogitBias = Biases | Annotated[list[float], Field(fail_fast=True)]
 """OpenAI's: token id, as text, → bias. TGI's clients send a list, which TGI ignores."""
-PromptTexts = TypeAliasType("PromptTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_PROMPTS)])
-PromptIds = TypeAliasType("PromptIds", Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_PROMPTS)])
-StopTokenIds = TypeAliasType("StopTokenIds", Annotated[list[UInt32], FailFast(), Field(max_length=MAX_STOPS)])
-AllowedTokenIds = TypeAliasType(
-    "AllowedTokenIds", Annotated[list[UInt32], FailFast(), Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
-)
+PromptTexts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+PromptIds = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-BadWords = TypeAliasType("BadWords", Annotated[list[BadWord], FailFast(), Field(max_length=MAX_BAD_WORDS // 2)])
-Documents = TypeAliasType("Documents", Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_DOCUMENTS)])
-TemplateArguments = TypeAliasType(
-    "TemplateArguments", Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_TEMPLATE_ARGUMENTS, "keys"))]
-)
+TemplateArguments = Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_TEMPLATE_ARGUMENTS, "keys"))]
 
 
 def _as_count(value: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -94,17 +82,13 @@ class LoraRequest(Body):
     """Accepted; not used: adapters are loaded at the start."""
 
 
-class OpenAIBody(ConstraintFields, TieredFields):
+class OpenAIBody(ConstraintFields, OpenFields):
     """Base of the bodies of chats and completions."""
 
     unserved = UNSERVED
 
-    model: ModelName | None = None
-    """The name of the model: one of /v1/models, or `tgi`. Any other is rejected."""
     lora_request: SkipJsonSchema[LoraRequest | None] = None
     """trtllm-serve's: the adapter, beside the `model`."""
-    stream: bool | None = None
-    """Answer as server-sent events."""
     stream_options: StreamOptions | None = None
     """Options of the stream."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -113,10 +97,6 @@ class OpenAIBody(ConstraintFields, TieredFields):
     """Texts that end an answer; they are cut off."""
     seed: Seed | None = None
     """Seed of the sampling; random if absent."""
-    temperature: Float32 | None = None
-    """0 takes the most probable token; default: 1."""
-    top_p: Float32 | None = None
-    """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
     frequency_penalty: Float32 | None = None
     """Penalises tokens by their count in the answer."""
     presence_penalty: Float32 | None = None
@@ -135,11 +115,11 @@ class OpenAIBody(ConstraintFields, TieredFields):
     """Continue after the end-of-sequence token."""
     min_tokens: UInt32 | None = None
     """The fewest tokens to generate."""
-    stop_token_ids: StopTokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
     """Tokens that end an answer."""
-    allowed_token_ids: AllowedTokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     """vLLM's: the only tokens that are chosen. The end of the answer is a token too."""
-    bad_words: BadWords | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS // 2, fail_fast=True)] | None = None
     """vLLM's: texts that the answer does not contain."""
     include_stop_str_in_output: bool | None = None
     """vLLM's: keep the stop text at the end of the answer."""
@@ -180,16 +160,6 @@ class ToolDefinition(Body):
     """The function."""
 
 
-ToolDefinitions = TypeAliasType(
-    "ToolDefinitions", Annotated[list[ToolDefinition], FailFast(), Field(max_length=MAX_TOOLS)]
-)
-
-
-FunctionDefinitions = TypeAliasType(
-    "FunctionDefinitions", Annotated[list[FunctionDefinition], FailFast(), Field(max_length=MAX_TOOLS)]
-)
-
-
 class FunctionName(Body):
     """The name of a function."""
 
@@ -214,7 +184,7 @@ class AllowedTools(Body):
 
     mode: Literal["auto", "required"]
     """`required`: one of them must be called."""
-    tools: Annotated[list[NamedToolChoice], FailFast(), Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedToolChoice], Field(max_length=MAX_TOOLS, fail_fast=True)]
     """Their names. Names of other tools are ignored."""
 
 
@@ -236,7 +206,7 @@ class ContentPart(Body):
     """The text."""
 
 
-ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast(), Field(max_length=MAX_PARTS)])
+ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class FunctionCall(Body):
@@ -259,9 +229,6 @@ class ToolCall(Body):
     """The call."""
 
 
-ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast(), Field(max_length=MAX_PARTS)])
-
-
 class Message(Body):
     """One message of a conversation."""
 
@@ -271,7 +238,7 @@ class Message(Body):
     """The text, or its parts."""
     name: Name | None = None
     """The name of the author."""
-    tool_calls: ToolCalls | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """The tool calls of an assistant message."""
     function_call: FunctionCall | None = None
     """The older form of `tool_calls`, with one call."""
@@ -289,7 +256,7 @@ class ChatBody(OpenAIBody):
         **dict.fromkeys(("echo", "add_special_tokens"), (None, False)),
     }
 
-    messages: Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     """The conversation so far."""
     max_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt."""
@@ -299,11 +266,11 @@ class ChatBody(OpenAIBody):
     """Report the log-probabilities of the answer's tokens."""
     top_logprobs: UInt32 | None = None
     """Report also the log-probabilities of this number of most probable tokens at each position."""
-    tools: ToolDefinitions | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """The tools that the model may call."""
     tool_choice: Name | NamedToolChoice | AllowedToolsChoice | None = None
     """`auto`, `none` or `required`; a function's name, or an object with one, forces that function."""
-    functions: FunctionDefinitions | None = None
+    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """The older form of `tools`: the answer has one `function_call`."""
     function_call: FunctionCallMode | FunctionName | None = None
     """The older form of `tool_choice`, for `functions`."""
@@ -321,7 +288,7 @@ class ChatBody(OpenAIBody):
     """A variable of the chat template."""
     verbosity: Name | None = None
     """A variable of the chat template."""
-    documents: Documents | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     """vLLM's: a variable of the chat template."""
 
 

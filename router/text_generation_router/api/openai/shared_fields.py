@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import FailFast, Field
+from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
-from typing_extensions import TypeAliasType
 
 from text_generation_router.api.http.fields import Name
 from text_generation_router.web.bodies import Body
@@ -18,7 +17,7 @@ from text_generation_router.web.bodies import Body
 MAX_CHOICE_TEXTS = 10_000
 """Texts of `guided_choice` that are read; a grammar has fewer."""
 
-ChoiceTexts = TypeAliasType("ChoiceTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_CHOICE_TEXTS)])
+ChoiceTexts = Annotated[list[str], Field(max_length=MAX_CHOICE_TEXTS, fail_fast=True)]
 
 
 class ConstraintFields(Body):

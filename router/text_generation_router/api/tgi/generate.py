@@ -78,16 +78,14 @@ class GenerateRoutes:
         self._serving.check_adapter(parameters.adapter_id)
         return parameters.best_of or 1
 
-    async def permitted_reply(
-        self, body: GenerateBody, record: GenerationRecord, around: QosFields | None = None
-    ) -> GenerateAnswer:
+    async def permitted_reply(self, body: GenerateBody, record: GenerationRecord, *around: QosFields) -> GenerateAnswer:
         """Return the whole reply for a caller that holds its permits (`permits_needed`).
 
-        `around` is the body of several replies that this is one of.
+        `around` are parts of the body of several replies that this is one of.
         """
         serving = self._serving
         count = self.permits_needed(body.parameters)
-        qos = serving.qos(record, body.parameters, body, around)
+        qos = serving.qos(record, body.parameters, body, *around)
         options = to_options(body.parameters)
         requests = await serving.preparer.prepare(body.inputs, options, qos, count)
         # One generation counts, however many sequences are tried for it.

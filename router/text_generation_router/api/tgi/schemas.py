@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from text_generation_router.api.http.caller import QosFields
-from text_generation_router.api.http.fields import MAX_STOPS, Float32, Int32, Name, StopText, UInt32, UInt64
+from text_generation_router.api.http.fields import Float32, Int32, Name, StopTexts, UInt32, UInt64
 
 
 class GenerateParameters(QosFields):
@@ -36,7 +36,7 @@ class GenerateParameters(QosFields):
     """Tokens to generate; default: all that fit after the prompt."""
     return_full_text: bool | None = None
     """Prepend the prompt to the generated text."""
-    stop: Annotated[list[StopText], FailFast()] = Field(default=[], max_length=MAX_STOPS)
+    stop: StopTexts = Field(default=[])
     """Stop at the first of these strings; it stays in the text."""
     truncate: UInt64 | None = None
     """Keep this number of tokens at the end of the prompt."""

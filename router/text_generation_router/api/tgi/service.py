@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from aiohttp import hdrs, web
-from pydantic import AliasChoices, FailFast, Field
+from pydantic import AliasChoices, Field
 
 from text_generation_router.api.core.parameters import check_token_ids
-from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.tokens import answer_ids, answer_tokens
-from text_generation_router.api.http.fields import UInt32
+from text_generation_router.api.http.fields import TokenIds
 from text_generation_router.api.http.keys import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody
-from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.discovery.source import UNABLE
 from text_generation_router.errors import Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS
-from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.stats import Stats
-from text_generation_router.text.tokenizer_pool import TokenizerPool
 from text_generation_router.web.bodies import (
     Body,
     ResponseBody,
@@ -60,7 +57,7 @@ TokenizeBody = GenerateBody | PromptBody
 class DetokenizeBody(Body):
     """Body of /detokenize."""
 
-    ids: Annotated[list[UInt32], FailFast(), Field(max_length=MAX_IDS, validation_alias=AliasChoices("ids", "tokens"))]
+    ids: TokenIds = Field(max_length=MAX_IDS, validation_alias=AliasChoices("ids", "tokens"))
     """The tokens; `tokens` is vLLM's name for them."""
 
 
@@ -159,25 +156,16 @@ class ModelInfo:
 class InfoRoutes:
     """Handlers that do not generate."""
 
-    def __init__(
-        self,
-        tokenizer: TokenizerPool,
-        permits: ConcurrencyLimit,
-        stats: Stats,
-        healthy: Callable[[], bool],
-        settings: Settings,
-        info: ModelInfo,
-        cluster: ClusterInterface,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._permits = permits
+    def __init__(self, serving: Serving, stats: Stats, healthy: Callable[[], bool], info: ModelInfo) -> None:
+        self._tokenizer = serving.tokenizer_pool
+        self._permits = serving.permits
         self._stats = stats
         self._healthy = healthy
-        self._settings = settings
-        self._limits = settings.limits
-        self._known_ids = replace(self._limits, vocab_size=min(self._limits.vocab_size, tokenizer.vocabulary))
+        self._settings = serving.settings
+        self._limits = limits = serving.settings.limits
+        self._known_ids = replace(limits, vocab_size=min(limits.vocab_size, self._tokenizer.vocabulary))
         self._model = info
-        self._cluster = cluster
+        self._cluster = serving.cluster
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """GET /health and /ping: readiness, as in TGI."""

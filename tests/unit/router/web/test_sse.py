@@ -6,14 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
-from http_stack import until
+from http_stack import answering, until
 
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.errors import GenerationFailed
-from text_generation_router.metrics.connections import ConnectionMetrics
-from text_generation_router.metrics.instruments import Registry
-from text_generation_router.web.connection_limits import ConnectionLimits
-from text_generation_router.web.listener import HttpServer
 from text_generation_router.web.sse import EventStream
 
 EVENTS = [b"data: %01000d\n\n" % number for number in range(20_000)]
@@ -37,18 +33,12 @@ async def body_of(produce: Callable[[EventStream], Awaitable[None]]) -> bytes:
             tasks.create_task(run())
             return await events.run()
 
-    app = web.Application()
-    app.router.add_get("/", stream)
-    server = HttpServer(app, ConnectionLimits(), ConnectionMetrics(Registry()))
-    await server.listen("127.0.0.1", 0)
-    try:
+    async with answering(stream) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET / HTTP/1.0\r\n\r\n")  # no chunks: the body ends with the connection
         await ended.wait()
         answer = await reader.read()
         writer.close()
-    finally:
-        await server.close()
     return answer.partition(b"\r\n\r\n")[2]
 
 

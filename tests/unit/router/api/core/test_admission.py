@@ -57,33 +57,22 @@ async def test_bad_words_are_read_as_tokens_alone_and_after_a_space(pool: Tokeni
         await a_preparer(pool).prepare("x", replace(OPTIONS, bad_words=("a b c d " * 600,)))
 
 
-async def test_each_request_has_its_own_id_and_seed(pool: TokenizerPool) -> None:
-    preparer = a_preparer(pool)
-    first, second = await preparer.prepare("Hello", OPTIONS, count=2)
-    assert first.id != second.id
-    assert first.sampling.seed != second.sampling.seed
-    assert first.prompt == second.prompt
-
-
-async def test_the_tokens_of_an_ordinary_text_are_counted_exactly(pool: TokenizerPool) -> None:
-    with pytest.raises(InvalidRequest, match=r"Given: 201 `inputs` tokens and 0 `max_new_tokens`"):
-        await a_preparer(pool).prepare(" the" * 201, OPTIONS)
-
-
 async def test_a_huge_text_is_refused_after_a_prefix(pool: TokenizerPool) -> None:
     with pytest.raises(InvalidRequest, match=r"Given: at least \d+ `inputs` tokens and 7 `max_new_tokens`"):
         await a_preparer(pool).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, max_new_tokens=7))
-
-
-async def test_a_huge_text_is_accepted_with_truncate(pool: TokenizerPool) -> None:
     [request] = await a_preparer(pool).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, truncate=3))
     assert len(request.prompt) == 3
 
 
 async def test_the_seeds_of_several_answers_follow_from_the_first(pool: TokenizerPool) -> None:
-    options = replace(OPTIONS, sampling=Sampling(greedy=False, seed=2**64 - 1))
-    requests = await a_preparer(pool).prepare("Hello", options, count=3)
-    assert [request.sampling.seed for request in requests] == [2**64 - 1, 0, 1]
+    for given in (2**64 - 1, None):
+        options = replace(OPTIONS, sampling=Sampling(greedy=False, seed=given))
+        requests = await a_preparer(pool).prepare("Hello", options, count=3)
+        first = requests[0].sampling.seed
+        assert first == given if given else first is not None
+        assert [request.sampling.seed for request in requests] == [(first + n) % 2**64 for n in range(3)]
+        assert len({request.id for request in requests}) == 3
+        assert len({request.prompt for request in requests}) == 1
 
 
 async def test_no_seed_is_drawn_if_the_engine_takes_none(pool: TokenizerPool) -> None:

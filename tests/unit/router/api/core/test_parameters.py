@@ -20,7 +20,7 @@ from text_generation_router.api.anthropic.input import to_options as message_opt
 from text_generation_router.api.anthropic.schemas import MessagesBody
 from text_generation_router.api.core.parameters import GenerationOptions, check_options, check_supported, new_tokens
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.openai.parameters import chat_options, completion_options
+from text_generation_router.api.openai.input import chat_options, completion_options
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import QualityOfService, Request, RequestId

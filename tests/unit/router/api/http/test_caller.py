@@ -30,14 +30,21 @@ def test_without_headers_there_are_only_defaults() -> None:
     assert caller() == Caller(NOW, TRUSTED)
 
 
-@pytest.mark.parametrize("name", ["X-LLM-D-Inference-Fairness-Id", "x-gateway-inference-fairness-id"])
-def test_a_gateways_header_names_the_tenant(name: str) -> None:
-    assert caller(**{name: "team a"}).tenant == "team a"
-
-
-def test_the_first_of_two_headers_counts() -> None:
-    both = {"x-gateway-inference-fairness-id": "b", "x-llm-d-inference-fairness-id": "a"}
-    assert caller(**both).tenant == "a"
+@pytest.mark.parametrize(
+    ("keys", "headers", "tenant"),
+    [
+        (ANYONE, {"X-LLM-D-Inference-Fairness-Id": "team a"}, "team a"),
+        (ANYONE, {"x-gateway-inference-fairness-id": "b"}, "b"),
+        (ANYONE, {"x-gateway-inference-fairness-id": "b", "x-llm-d-inference-fairness-id": "a"}, "a"),
+        (ApiKeys(), {"x-llm-d-inference-fairness-id": "a"}, ""),
+        (ApiKeys(["only"]), {"x-api-key": "only"}, ""),
+        (ApiKeys(["only"]), {"x-api-key": "only", "x-llm-d-inference-fairness-id": "a"}, "a"),
+    ],
+)
+def test_a_header_names_the_tenant_if_its_caller_is_trusted(
+    keys: ApiKeys, headers: dict[str, str], tenant: str
+) -> None:
+    assert caller(keys, **headers).tenant == tenant
 
 
 @pytest.mark.parametrize("tenant", ["a" * 129, "naïve", "a\tb", "a\x7f", "\udcff"])
@@ -55,16 +62,6 @@ def test_with_several_keys_the_key_is_the_tenant_and_the_header_is_ignored() -> 
     assert first != second
     assert first == caller(keys, Authorization="Bearer first").tenant
     assert not {first, second} & {"", "first", "second", "somebody else"}
-
-
-def test_without_a_key_the_header_names_the_tenant_only_if_callers_are_trusted() -> None:
-    assert caller(ApiKeys(), x_llm_d_inference_fairness_id="a").tenant == ""
-
-
-def test_with_one_key_the_header_names_the_tenant() -> None:
-    keys = ApiKeys(["only"])
-    assert caller(keys, x_api_key="only").tenant == ""
-    assert caller(keys, x_api_key="only", x_llm_d_inference_fairness_id="a").tenant == "a"
 
 
 @pytest.mark.parametrize("priority", list(Priority))

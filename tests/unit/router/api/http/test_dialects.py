@@ -21,7 +21,6 @@ from text_generation_router.errors import (
     GenerationFailed,
     GrammarFailed,
     InvalidRequest,
-    MethodNotAllowed,
     ModelNotFound,
     NotFound,
     NotSupported,
@@ -31,10 +30,9 @@ from text_generation_router.errors import (
     ThreadNotSupported,
     Unauthorized,
     Unhealthy,
-    UnknownRoute,
     error_classes,
 )
-from text_generation_router.web.body_errors import BodyRejected, BodyTooLarge, InvalidBody
+from text_generation_router.web.body_errors import BodyTooLarge, InvalidBody
 
 OPEN = {422: 400, 424: 500}
 """Statuses of OpenAI's and Anthropic's routes where TGI's differ."""
@@ -124,26 +122,6 @@ def test_anthropics_clients_learn_that_threads_are_not_stored() -> None:
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],
     }
-
-
-@pytest.mark.parametrize("error", [InvalidBody("missing field `inputs`"), BodyTooLarge()])
-def test_tgi_refuses_a_body_in_plain_text(error: BodyRejected) -> None:
-    response = error_response(Dialect.TGI, error)
-    assert response.content_type == "text/plain"
-    assert response.text == error.tgi_prefix + str(error)
-    assert response.keep_alive is (False if isinstance(error, BodyTooLarge) else None)
-
-
-def test_tgi_refuses_keys_without_a_body() -> None:
-    response = error_response(Dialect.TGI, Unauthorized())
-    assert response.body is None
-    assert response.headers.get("www-authenticate") == "Bearer"
-
-
-@pytest.mark.parametrize("error", [UnknownRoute(), MethodNotAllowed()])
-@pytest.mark.parametrize("dialect", list(Dialect))
-def test_a_refused_route_has_a_body_in_each_dialect(dialect: Dialect, error: ServingError) -> None:
-    assert str(error) in str(body(dialect, error))
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,7 @@ def fields(**values: object) -> TieredFields:
 
 
 def test_the_default_has_no_deadline_and_no_salt() -> None:
-    assert (
-        quality_of_service(CALLER, CONFIG) == quality_of_service(CALLER, CONFIG, None, fields()) == QualityOfService()
-    )
+    assert quality_of_service(CALLER, CONFIG) == quality_of_service(CALLER, CONFIG, fields()) == QualityOfService()
 
 
 def test_timeouts_count_from_the_arrival() -> None:

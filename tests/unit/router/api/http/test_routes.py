@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from aiohttp import web
-from pydantic import BaseModel
 
 from text_generation_router.api.document.openapi import document
 from text_generation_router.api.http.dialects import Dialect
@@ -19,24 +18,9 @@ class Question(Body):
     text: str
 
 
-class Reply(BaseModel):
-    text: str
-
-
 async def handler(request: web.Request) -> web.StreamResponse:
     """POST /ask: an answer."""
     return web.Response()
-
-
-ASK = Route(
-    "POST",
-    "/v1/ask/{name:.+}",
-    handler,
-    "Questions",
-    body=Question,
-    answer=Reply,
-    operations=Operation.TOKENIZE | Operation.FIND,
-)
 
 
 def test_two_routes_cannot_have_the_same_path() -> None:

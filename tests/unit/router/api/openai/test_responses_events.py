@@ -43,18 +43,24 @@ def written(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], 
     return read, whole
 
 
+def scored(*tokens: tuple[str, list[Event]]) -> tuple[ResponseWriter, bytes]:
+    """Return a writer and what it wrote for some tokens and their events."""
+
+    def logprobs(outputs: Sequence[TokenOutput]) -> list[Any]:
+        score = {"logprob": orjson.Fragment(b"-0.5"), "bytes": [], "top_logprobs": []}
+        return [{"token": output.text, **score} for output in outputs]
+
+    writer = ResponseWriter(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, logprobs)
+    stream = b""
+    for text, events in tokens:
+        writer.score(TokenOutput(1, 1, text, text, b"-0.5", False, (), None))
+        stream += writer.events(events)
+    return writer, stream
+
+
 def test_log_probabilities_are_those_of_the_text_alone() -> None:
     """A parser may hold text back, and the tokens of calls and of markers are not part of the text."""
-
-    def names(outputs: Sequence[TokenOutput]) -> list[Any]:
-        return [
-            {"token": output.text, "logprob": orjson.Fragment(output.logprob), "bytes": [], "top_logprobs": []}
-            for output in outputs
-        ]
-
-    writer = ResponseWriter(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, names)
-    stream = b""
-    for token, events in (
+    writer, stream = scored(
         ("hm", [ReasoningDelta("hm")]),
         ("</think>", []),
         ("a<", [TextDelta("a")]),
@@ -62,9 +68,7 @@ def test_log_probabilities_are_those_of_the_text_alone() -> None:
         ("c", [TextDelta("<bc")]),
         ("<call>", []),
         ("f", [ToolCallStart(0, "f"), ToolCallArguments(0, "{}")]),
-    ):
-        writer.score(TokenOutput(1, 1, token, token, b"-0.5", False, (), None))
-        stream += writer.events(events)
+    )
     read = read_events(stream + writer.end(ending(Finish.TOOL_CALLS)))
     check_types(read, RESPONSES)
     deltas = [event["logprobs"] for event in read if event["type"] == "response.output_text.delta"]
@@ -75,62 +79,42 @@ def test_log_probabilities_are_those_of_the_text_alone() -> None:
 
 
 def test_markers_before_the_first_text_have_no_log_probabilities() -> None:
-    def names(outputs: Sequence[TokenOutput]) -> list[Any]:
-        return [{"token": output.token_id} for output in outputs]
-
-    writer = ResponseWriter(ResponsesBody.model_validate({"input": "Hi", "top_logprobs": 1}), NAMED, 7, int, names)
-    stream = b""
     # The third and the fourth token are one character.
-    for number, (text, events) in enumerate((("final", []), ("<|message|>", []), ("", []), ("é", [TextDelta("é")]))):
-        writer.score(TokenOutput(number + 1, number, text, text, b"-0.5", False, (), None))
-        stream += writer.events(events)
+    _, stream = scored(("final", []), ("<|message|>", []), ("", []), ("é", [TextDelta("é")]))
     [delta] = [event for event in read_events(stream) if event["type"] == "response.output_text.delta"]
-    assert [score["token"] for score in delta["logprobs"]] == [2, 3]
+    assert [score["token"] for score in delta["logprobs"]] == ["", "é"]
 
 
-def test_the_events_of_a_text_come_in_openais_order() -> None:
-    read, whole = written([TextDelta("Hel"), TextDelta("lo")], Finish.STOP)
-    assert [event["type"] for event in read] == [
-        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
-        *("response.output_text.delta", "response.output_text.delta", "response.output_text.done"),
-        *("response.content_part.done", "response.output_item.done", "response.completed"),
-    ]
-    assert read[0]["response"]["status"] == "in_progress"
-    assert read[0]["response"]["output"] == []
-    assert read[4]["delta"] + read[5]["delta"] == read[6]["text"] == "Hello"
-    [item] = whole["output"]
-    assert item["id"].startswith("msg_")
-    assert {event["item_id"] for event in read if "item_id" in event} == {item["id"]}
-    assert item["status"] == whole["status"] == "completed"
-    assert whole["usage"]["input_tokens"] == 7
-    assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 3
-    assert whole["usage"]["output_tokens"] == 5
-    assert whole["usage"]["total_tokens"] == 12
-
-
-def test_reasoning_texts_and_calls_are_separate_items() -> None:
+def test_reasoning_texts_and_calls_are_separate_items_in_openais_order() -> None:
     read, whole = written(EVERYTHING, Finish.TOOL_CALLS)
-    assert [event["type"].removeprefix("response.") for event in read[2:-1]] == [
-        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
+    assert [event["type"].removeprefix("response.") for event in read] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("reasoning_text.delta", "reasoning_text.delta"),
         *("reasoning_text.done", "content_part.done", "output_item.done"),
         *("output_item.added", "content_part.added", "output_text.delta", "output_text.delta"),
         *("output_text.done", "content_part.done", "output_item.done"),
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
         *("function_call_arguments.done", "output_item.done"),
         *("output_item.added", "function_call_arguments.delta"),
-        *("function_call_arguments.done", "output_item.done"),
+        *("function_call_arguments.done", "output_item.done", "completed"),
     ]
+    assert (read[0]["response"]["status"], read[0]["response"]["output"]) == ("in_progress", [])
     reasoning, message, first, second = whole["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm yes"}]
-    assert message["content"][0]["text"] == 'I\'ll look "it" up\n'
+    assert message["content"][0]["text"] == read[13]["text"] == 'I\'ll look "it" up\n'
+    assert message["id"].startswith("msg_")
     assert (first["name"], first["arguments"]) == ("look", '{"a":"ü"}')
     assert (second["name"], second["arguments"]) == ("stop", "{}")
     assert first["call_id"] != second["call_id"]
     done = [event["item"] for event in read if event["type"] == "response.output_item.done"]
     assert done == whole["output"]
+    assert {item["status"] for item in done} == {whole["status"]} == {"completed"}
     for event in read:
         if "item_id" in event:
             assert whole["output"][event["output_index"]]["id"] == event["item_id"]
+    usage = whole["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (7, 5, 12)
+    assert usage["input_tokens_details"]["cached_tokens"] == 3
 
 
 def test_an_answer_cut_by_its_length_is_incomplete_in_its_last_item() -> None:
