@@ -110,7 +110,7 @@ def document(table: Iterable[Route], version: str, *, keys: bool) -> Json:
     for route in routes:
         path = _VARIABLE.sub(r"{\1}", route.path)
         paths.setdefault(path, {})[route.method.lower()] = _operation(
-            route, schemas, needs_key=keys and not route.probe
+            route, schemas, needs_key=keys and not (route.probe or route.public)
         )
     return {
         "openapi": "3.1.0",
