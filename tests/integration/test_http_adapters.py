@@ -47,8 +47,7 @@ async def test_the_model_of_a_request_names_an_adapter(stack: Stack, asking: Ask
         reply = await post(stack.client, asking.path, body)
         assert expected in str(reply)
         assert reply["model"] == model
-        async with stack.client.post(asking.path, json=body | {"stream": True}) as response:
-            assert expected.split()[0] in await response.text()
+        assert expected.split()[0] in (await stack.ask(asking.path, body | {"stream": True})).body
 
 
 @pytest.mark.parametrize("asking", [CHAT, COMPLETIONS], ids=lambda asking: asking.path)
@@ -59,17 +58,15 @@ async def test_a_request_of_trtllm_serve_names_an_adapter(stack: Stack, asking: 
         reply = await post(stack.client, asking.path, body | {"model": model, "lora_request": asked})
         assert (BACKWARDS in str(reply), reply["model"]) == (True, model)
     for name in ("echo", "other", ""):
-        async with stack.client.post(asking.path, json=body | {"lora_request": {"lora_name": name}}) as response:
-            assert response.status == (404 if name else 400), await response.text()
+        refused = await stack.ask(asking.path, body | {"lora_request": {"lora_name": name}})
+        assert refused.status == (404 if name else 400), refused
 
 
 async def test_models_lists_adapters_with_their_parents(stack: Stack) -> None:
-    async with stack.client.get("/v1/models") as response:
-        listed = (await response.json())["data"]
+    listed = (await stack.ask("/v1/models")).body["data"]
     assert [(each["id"], each["root"], each["parent"]) for each in listed] == [
         ("echo", "echo", None),
         ("sql", "echo", "echo"),
         ("org/french", "echo", "echo"),
     ]
-    async with stack.client.get("/v1/models/org/french") as response:
-        assert await response.json() == listed[2]
+    assert (await stack.ask("/v1/models/org/french")).body == listed[2]

@@ -29,17 +29,19 @@ async def ask(stack: Stack, head: str) -> tuple[int, bytes]:
     return int(answer.split()[1]), answer
 
 
-async def test_every_route_but_the_probes_needs_a_key(stack: Stack) -> None:
-    async with stack.client.get("/api-doc/openapi.json", headers=BEARER) as response:
-        paths = (await response.json())["paths"]
+async def test_every_route_but_the_probes_needs_a_key_and_the_document_says_so(stack: Stack) -> None:
+    document = (await stack.ask("/api-doc/openapi.json", headers=BEARER)).body
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
+    assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
     probes = set()
-    for path, methods in paths.items():
-        for method in methods:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
             async with stack.client.request(method, re.sub("[{}]", "", path), data=b"{") as response:
-                if response.status == 401:
-                    assert response.headers["www-authenticate"] == "Bearer"
-                else:
-                    probes.add((method, path))
+                needs_key = response.status == 401
+                assert response.headers.get("www-authenticate") == ("Bearer" if needs_key else None)
+            assert ("401" in operation["responses"]) == (operation.get("security") != []) == needs_key
+            if not needs_key:
+                probes.add((method, path))
     health = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
     pages = ("/dashboard",)  # without anything of this server
     assert probes == {
@@ -78,23 +80,20 @@ async def test_an_escaped_path_of_a_probe_needs_no_key(stack: Stack) -> None:
 
 
 async def test_with_a_key_an_unknown_route_is_404(stack: Stack) -> None:
-    async with stack.client.get("/nowhere", headers=BEARER) as response:
-        assert response.status == 404
-    async with stack.client.get("/info", headers={"x-api-key": "sk-other"}) as response:
-        assert response.status == 200
-    async with stack.client.get("/info", headers={"x-api-key": "SK-other"}) as response:
-        assert response.status == 401
+    for path, headers, status in (
+        ("/nowhere", BEARER, 404),
+        ("/info", {"x-api-key": "sk-other"}, 200),
+        ("/info", {"x-api-key": "SK-other"}, 401),
+    ):
+        assert (await stack.ask(path, headers=headers)).status == status
 
 
 async def test_a_refusal_uses_the_dialect_of_the_route(stack: Stack) -> None:
-    async with stack.client.post("/generate", json={"inputs": "a"}) as response:
-        assert (response.status, await response.read()) == (401, b"")
-    async with stack.client.post("/v1/chat/completions", json={}) as response:
-        assert response.status == 401
-        assert (await response.json())["error"]["code"] == "invalid_api_key"
-    async with stack.client.post("/v1/messages", json={}) as response:
-        assert response.status == 401
-        assert (await response.json())["error"]["type"] == "authentication_error"
+    tgi, openai, anthropic = [await stack.ask(path, {}) for path in ("/generate", "/v1/completions", "/v1/messages")]
+    assert (tgi.status, openai.status, anthropic.status) == (401, 401, 401)
+    assert tgi.body == ""
+    assert openai.body["error"]["code"] == "invalid_api_key"
+    assert anthropic.body["error"]["type"] == "authentication_error"
 
 
 async def test_the_body_is_not_requested(stack: Stack) -> None:
@@ -109,21 +108,17 @@ async def test_the_body_is_not_requested(stack: Stack) -> None:
 
 async def test_no_key_is_returned_or_logged(stack: Stack) -> None:
     with capture_logs() as records:
-        async with stack.client.get("/info", headers={"authorization": "Bearer sk-wrong", "x-api-key": "no"}) as one:
-            text = f"{await one.text()} {one.headers}"
-        async with stack.client.post("/generate", json={"inputs": "a"}, headers=BEARER) as two:
-            text += f"{await two.text()} {two.headers}"
+        one = await stack.ask("/info", headers={"authorization": "Bearer sk-wrong", "x-api-key": "no"})
+        two = await stack.ask("/generate", {"inputs": "a"}, BEARER)
     assert records
-    assert not any(key in text + str(records) for key in (KEY, "sk-other", "sk-wrong"))
+    assert not any(key in f"{one} {two} {records}" for key in (KEY, "sk-other", "sk-wrong"))
 
 
 async def test_routes_named_by_vertex_ai_require_keys_like_the_others(demo_model: Path) -> None:
     settings = {"api_key": [KEY], "aip_predict_route": "/v1/e:predict", "aip_health_route": "/v1/e"}
     async with serve(demo_model, settings=settings) as stack:
-        async with stack.client.post("/v1/e:predict", json={"instances": []}) as response:
-            assert (response.status, await response.read()) == (401, b"")
-        async with stack.client.get("/v1/e") as response:
-            assert response.status == 200
+        assert (await stack.ask("/v1/e:predict", {"instances": []}))[:2] == (401, "")
+        assert (await stack.ask("/v1/e")).status == 200
 
 
 async def test_a_key_above_its_rate_is_refused_with_a_wait(demo_model: Path, tmp_path: Path) -> None:
@@ -131,12 +126,9 @@ async def test_a_key_above_its_rate_is_refused_with_a_wait(demo_model: Path, tmp
     file.write_text(f"""[[keys]]\nkey = "{KEY}"\ntokens_per_minute = 60\n[[keys]]\nkey = "other"\n""")
     async with serve(demo_model, settings={"api_keys_file": str(file)}) as stack:
         body = {"prompt": "one two three", "max_tokens": 90, "ignore_eos": True}
-        async with stack.client.post("/v1/completions", json=body, headers=BEARER) as response:
-            usage = (await response.json())["usage"]
-        assert usage["total_tokens"] > 90
-        async with stack.client.post("/v1/completions", json=body, headers=BEARER) as response:
-            error = (await response.json())["error"]
-            assert (response.status, error["code"]) == (429, "rate_limit_exceeded")
-            assert abs(int(response.headers["retry-after"]) - (usage["total_tokens"] - 59)) <= 2
-        async with stack.client.post("/v1/completions", json=body, headers={"x-api-key": "other"}) as response:
-            assert response.status == 200
+        tokens = (await stack.ask("/v1/completions", body, BEARER)).body["usage"]["total_tokens"]
+        assert tokens > 90
+        refused = await stack.ask("/v1/completions", body, BEARER)
+        assert (refused.status, refused.body["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert abs(int(refused.headers["retry-after"]) - (tokens - 59)) <= 2
+        assert (await stack.ask("/v1/completions", body, {"x-api-key": "other"})).status == 200

@@ -19,16 +19,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 stack = served(settings={"aip_predict_route": PREDICT, "aip_health_route": HEALTH})
 
 
-async def post(stack: Stack, path: str, body: object) -> tuple[int, Any]:
-    async with stack.client.post(path, json=body) as response:
-        is_json = response.content_type == "application/json"
-        return response.status, await (response.json() if is_json else response.text())
-
-
 class TestSageMaker:
     async def test_inputs_are_answered_like_the_root_route(self, stack: Stack) -> None:
         body = {"inputs": "Hello there", "parameters": FEW}
-        assert await post(stack, "/invocations", body) == await post(stack, "/", body)
+        assert (await stack.ask("/invocations", body))[:2] == (await stack.ask("/", body))[:2]
 
     async def test_inputs_stream(self, stack: Stack) -> None:
         body = {"inputs": "Hello there", "parameters": FEW, "stream": True}
@@ -39,14 +33,14 @@ class TestSageMaker:
     async def test_a_body_may_be_a_chat_or_a_completion(self, stack: Stack) -> None:
         messages = {"messages": [{"role": "user", "content": "Hello"}]}
         for form, kind in ((messages, "chat.completion"), ({"prompt": "Hello"}, "text_completion")):
-            status, reply = await post(stack, "/invocations", {**form, "max_tokens": 3})
+            status, reply, _ = await stack.ask("/invocations", {**form, "max_tokens": 3})
             assert (status, reply["object"]) == (200, kind)
-        status, reply = await post(stack, "/invocations", {**messages, "max_tokens": 0})
+        status, reply, _ = await stack.ask("/invocations", {**messages, "max_tokens": 0})
         assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
 
     async def test_inputs_come_first(self, stack: Stack) -> None:
         body = {"prompt": "a", "messages": [], "inputs": "a", "parameters": FEW}
-        status, reply = await post(stack, "/invocations", body)
+        status, reply, _ = await stack.ask("/invocations", body)
         assert status == 200
         assert list(reply[0]) == ["generated_text"]
 
@@ -56,8 +50,8 @@ class TestSageMaker:
             "the body must have `inputs`, `messages` or `prompt`"
         )
         for body in ({}, [], "inputs", 1, {"input": "a"}):
-            assert await post(stack, "/invocations", body) == (422, message)
-        status, text = await post(stack, "/invocations", {"inputs": 1})
+            assert (await stack.ask("/invocations", body))[:2] == (422, message)
+        status, text, _ = await stack.ask("/invocations", {"inputs": 1})
         assert (status, text.endswith(": `inputs` must be a string. Given: an integer")) == (422, True)
 
 
@@ -67,38 +61,38 @@ class TestVertex:
         prompts = ["one two three", "four five six", "seven eight nine"]
         alone = [(await stack.generate(prompt, **FEW))["generated_text"] for prompt in prompts]
         instances = [{"inputs": prompt, "parameters": FEW} for prompt in prompts]
-        assert await post(stack, path, {"instances": instances}) == (200, {"predictions": alone})
+        assert (await stack.ask(path, {"instances": instances}))[:2] == (200, {"predictions": alone})
 
     async def test_an_instance_may_be_a_conversation_and_has_parameters(self, stack: Stack) -> None:
         chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3.0}  # an integer, in JSON Schema
         full = {"inputs": "Hello there", "parameters": {**FEW, "return_full_text": True}}
-        status, reply = await post(stack, "/vertex", {"instances": [chat, full]})
+        status, reply, _ = await stack.ask("/vertex", {"instances": [chat, full]})
         assert status == 200
         said, text = reply["predictions"]
         assert isinstance(said, str)
         assert text.startswith("Hello there")
 
     async def test_no_instances_are_refused(self, stack: Stack) -> None:
-        assert await post(stack, "/vertex", {"instances": []}) == (
+        assert (await stack.ask("/vertex", {"instances": []}))[:2] == (
             422,
             {"error": "Input validation error: `instances` cannot be empty", "error_type": "Input validation error"},
         )
 
     async def test_one_failure_fails_all_and_frees_all(self, stack: Stack) -> None:
         instances = [{"inputs": "a", "parameters": {"max_new_tokens": 500}}, {"inputs": ""}]
-        status, reply = await post(stack, "/vertex", {"instances": instances})
+        status, reply, _ = await stack.ask("/vertex", {"instances": instances})
         assert (status, reply["error"]) == (422, "Input validation error: `inputs` cannot be empty")
         await stack.assert_empty()
 
     async def test_every_sequence_takes_a_permit(self, demo_model: Path) -> None:
         best = {"inputs": "a", "parameters": {"max_new_tokens": 3, "best_of": 2}}
         async with serve(demo_model, max_concurrent_requests=4) as stack:
-            assert (await post(stack, "/vertex", {"instances": [best] * 2}))[0] == 200
-            status, reply = await post(stack, "/vertex", {"instances": [best] * 2 + [{"inputs": "a"}]})
+            assert (await stack.ask("/vertex", {"instances": [best] * 2}))[0] == 200
+            status, reply, _ = await stack.ask("/vertex", {"instances": [best] * 2 + [{"inputs": "a"}]})
             assert (status, "Given: 5" in reply["error"]) == (422, True)
             assert stack.permits.in_use == 0
             too_many = {"inputs": "a", "parameters": {"best_of": 10**9}}
-            status, reply = await post(stack, "/vertex", {"instances": [too_many]})
+            status, reply, _ = await stack.ask("/vertex", {"instances": [too_many]})
             assert (status, "`best_of` must be" in reply["error"]) == (422, True)
 
     async def test_all_permits_are_held_until_the_last_is_done(self, demo_model: Path) -> None:
@@ -106,19 +100,18 @@ class TestVertex:
         instances.append({"inputs": "a", "parameters": {"max_new_tokens": 100}})
         held = set()
         async with serve(demo_model, echo_step_ms=5) as stack, asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(post(stack, "/vertex", {"instances": instances}))
+            asked = tasks.create_task(stack.ask("/vertex", {"instances": instances}))
             await until(lambda: stack.permits.in_use > 0)
             await until(lambda: bool(held.add(stack.permits.in_use)) or asked.done() or stack.permits.in_use == 0)
             assert (await asked)[0] == 200
         assert held == {4, 0}
 
     async def test_the_number_of_instances_is_limited(self, stack: Stack) -> None:
-        status, text = await post(stack, "/vertex", {"instances": [{"inputs": "a"}] * 1025})
+        status, text, _ = await stack.ask("/vertex", {"instances": [{"inputs": "a"}] * 1025})
         assert (status, "at most 1024" in text) == (422, True)
 
     async def test_the_health_route_of_vertex_ais_environment(self, stack: Stack) -> None:
-        async with stack.client.get(HEALTH) as response:
-            assert response.status == 200
+        assert (await stack.ask(HEALTH)).status == 200
 
 
 def counted(stack: Stack) -> list[bytes]:
@@ -141,14 +134,7 @@ class TestKServe:
             "/v2/models/m/versions/1": {"name": "m", "version": "1", "extensions": ["infer", "ready"]},
             "/v2/models/m/versions/1/ready": {"live": True},
         }.items():
-            async with stack.client.get(path) as response:
-                assert (response.status, await response.json()) == (200, expected)
-
-    async def test_only_ready_depends_on_health(self, demo_model: Path) -> None:
-        async with serve(demo_model, healthy=lambda: False) as stack:
-            for path, status in {"/v2/health/live": 200, "/v2/health/ready": 503, "/ping": 503}.items():
-                async with stack.client.get(path) as response:
-                    assert response.status == status
+            assert (await stack.ask(path))[:2] == (200, expected)
 
     async def test_bytes_in_bytes_out_and_strings_in_strings_out(self, stack: Stack) -> None:
         prompts = ["one two", "drei vier fünf"]
@@ -158,7 +144,7 @@ class TestKServe:
         inputs.append(head | {"shape": [2], "data": prompts})
         body: dict[str, Any] = {"parameters": FEW, "inputs": inputs}
         outputs = [{"name": name} for name in "abc"]
-        status, reply = await post(stack, f"{self.MODEL}/infer", body | {"id": "7", "outputs": outputs})
+        status, reply, _ = await stack.ask(f"{self.MODEL}/infer", body | {"id": "7", "outputs": outputs})
         assert (status, reply["id"]) == (200, "7")
         data = [*([*text.encode()] for text in alone), alone]
         shapes = [[1, len(data[0])], [1, len(data[1])], [2]]
@@ -166,13 +152,13 @@ class TestKServe:
             head | {"name": name, "shape": shape, "data": part}
             for name, shape, part in zip("abc", shapes, data, strict=True)
         ]
-        _, reply = await post(stack, f"{self.MODEL}/infer", body)
+        _, reply, _ = await stack.ask(f"{self.MODEL}/infer", body)
         assert (bool(reply["id"]), {output["name"] for output in reply["outputs"]}) == (True, {"in"})
 
     async def test_the_number_of_texts_is_limited(self, stack: Stack) -> None:
         one = {"name": "in", "shape": [600], "datatype": "BYTES", "data": ["a"] * 600}
         before = counted(stack)
-        status, reply = await post(stack, f"{self.MODEL}/infer", {"inputs": [one, one]})
+        status, reply, _ = await stack.ask(f"{self.MODEL}/infer", {"inputs": [one, one]})
         assert (status, reply["error_type"]) == (422, "validation")
         assert reply["error"].endswith("`inputs` must have at most 1024 texts in all. Given: 1200")
         assert counted(stack) == before
@@ -182,7 +168,7 @@ class TestKServe:
         async with serve(demo_model, max_concurrent_requests=4) as stack:
             for best_of, expected in ((2, 200), (3, 422), (10**9, 422)):
                 body = {"inputs": [one], "parameters": {**FEW, "do_sample": True, "best_of": best_of}}
-                assert (await post(stack, f"{self.MODEL}/infer", body))[0] == expected
+                assert (await stack.ask(f"{self.MODEL}/infer", body)).status == expected
             await stack.assert_empty()
 
     async def test_invalid_inputs_are_refused(self, stack: Stack) -> None:
@@ -192,8 +178,8 @@ class TestKServe:
             ([one | {"data": [0xFF]}], [{"name": "a"}], "utf8"),
             ([one | {"data": []}], [{"name": "a"}], "validation"),
         ):
-            status, reply = await post(stack, f"{self.MODEL}/infer", {"id": "1", "inputs": inputs, "outputs": outputs})
+            status, reply, _ = await stack.ask(f"{self.MODEL}/infer", {"id": "1", "inputs": inputs, "outputs": outputs})
             assert (status, reply["error_type"]) == (422, error_type)
-        status, _ = await post(stack, f"{self.MODEL}/infer", {"id": "1", "inputs": [one | {"data": [256]}]})
+        status, *_ = await stack.ask(f"{self.MODEL}/infer", {"id": "1", "inputs": [one | {"data": [256]}]})
         assert status == 422
         await stack.assert_empty()

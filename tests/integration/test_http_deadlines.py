@@ -29,10 +29,8 @@ FINISHED = 'text_generation_requests_finished_total{reason="%s"}'
 
 def counts(stack: Stack) -> Counter[str]:
     """The value of each counter of ends."""
-    lines = stack.metrics.exposition().decode().splitlines()
     names = ("tgi_request_failure{", FINISHED[:-4], EXPIRED)
-    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(names))
-    return Counter({name: int(float(value)) for name, value in pairs})
+    return Counter({name: int(value) for name, value in stack.exposed(*names).items()})
 
 
 @asynccontextmanager
@@ -47,18 +45,15 @@ async def one_timeout(stack: Stack) -> AsyncIterator[None]:
 @pytest.mark.parametrize("asking", WHOLE, ids=name)
 async def test_a_response_that_is_not_complete_in_time_is_408(stack: Stack, asking: Asking) -> None:
     body = asking.body("one two three four", MANY) | {"timeout": 0.05}
-    async with one_timeout(stack), stack.client.post(asking.path, json=body) as response:
-        assert response.status == 408, await response.text()
-        assert "retry-after" not in response.headers
-        error = await response.json()
-        assert asking.error_word(error) in TIMED_OUT
-        assert "Request timed out: " in str(error)
+    async with one_timeout(stack):
+        status, error, headers = await stack.ask(asking.path, body)
+    assert (status, "retry-after" in headers, asking.error_word(error) in TIMED_OUT) == (408, False, True), error
+    assert "Request timed out: " in str(error)
 
 
 async def test_a_deadline_that_passes_before_the_queue_counts(stack: Stack) -> None:
-    headers = {"x-request-timeout-ms": "0.001"}
-    async with one_timeout(stack), stack.client.post("/generate", json={"inputs": "a"}, headers=headers) as response:
-        assert response.status == 408
+    async with one_timeout(stack):
+        assert (await stack.ask("/generate", {"inputs": "a"}, {"x-request-timeout-ms": "0.001"})).status == 408
 
 
 @pytest.mark.parametrize("asking", STREAMED, ids=name)
@@ -95,9 +90,8 @@ async def test_a_request_leaves_the_queue_at_its_queue_timeout(
         running = tasks.create_task(stack.generate("one two", max_new_tokens=1))
         await until(lambda: stack.scheduler.stats().running == 1)
         body = {"inputs": "Hello", **fields}
-        async with stack.client.post("/generate_stream", json=body, headers=headers) as response:
-            assert (response.status, response.content_type) == (408, "application/json")
-            assert (await response.json())["error_type"] == "timeout"
+        refused = await stack.ask("/generate_stream", body, headers)
+        assert (refused.status, refused.body["error_type"]) == (408, "timeout")
         assert not running.done()
         assert stack.scheduler.stats().waiting == 0
         await running
@@ -109,9 +103,9 @@ async def test_a_request_whose_estimated_wait_is_too_long_is_refused_at_once(dem
         async with stack.client.post("/generate_stream", json=GENERATE.body("one two", MANY)) as running:
             for _ in range(20):
                 await running.content.readuntil(b"\n\n")
-            async with stack.client.post("/generate", json={"inputs": "Hello", "queue_timeout": 0.01}) as response:
-                assert (response.status, (await response.json())["error_type"]) == (429, "overloaded")
-                assert 1 <= int(response.headers["retry-after"]) <= 60
+            refused = await stack.ask("/generate", {"inputs": "Hello", "queue_timeout": 0.01})
+            assert (refused.status, refused.body["error_type"]) == (429, "overloaded")
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
         await stack.assert_empty()
 
 
@@ -123,9 +117,7 @@ async def test_a_queue_timeout_does_not_end_a_running_request(stack: Stack) -> N
 async def test_a_target_for_the_first_token_ends_nothing(stack: Stack) -> None:
     headers = dict.fromkeys(("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"), "1")
     body = GENERATE.body("one two three four", 20)
-    async with stack.client.post("/generate", json=body, headers=headers) as response:
-        assert response.status == 200
-        assert (await response.json())["details"]["generated_tokens"] == 20
+    assert (await stack.ask("/generate", body, headers)).body["details"]["generated_tokens"] == 20
 
 
 async def test_several_prompts_share_one_deadline(stack: Stack) -> None:
@@ -133,8 +125,7 @@ async def test_several_prompts_share_one_deadline(stack: Stack) -> None:
         {"inputs": "Hello", "parameters": {"max_new_tokens": 1}},
         {"inputs": "one two three four", "parameters": {"max_new_tokens": MANY}, "timeout": 0.1},
     ]
-    async with stack.client.post("/vertex", json={"instances": instances}) as response:
-        assert response.status == 408
+    assert (await stack.ask("/vertex", {"instances": instances})).status == 408
     await stack.assert_empty()
 
 
@@ -149,9 +140,8 @@ async def test_an_invalid_timeout_is_refused_in_the_routes_dialect(stack: Stack,
     """All invalid values: tests/unit/router/api/http/test_caller.py and test_quality_of_service.py."""
     before = counts(stack)
     for headers, fields, words in INVALID:
-        async with stack.client.post(asking.path, json=asking.body("Hello", 1) | fields, headers=headers) as response:
-            assert response.status == asking.invalid
-            error = await response.json()
+        status, error, _ = await stack.ask(asking.path, asking.body("Hello", 1) | fields, headers)
+        assert status == asking.invalid
         assert f"Input validation error: {words}" in str(error)
         if asking.path == MESSAGES.path:
             assert asking.error_word(error) == "invalid_request_error"
@@ -164,8 +154,7 @@ async def test_interactive_requests_run_before_bulk(demo_model: Path) -> None:
 
         async def one(word: str, headers: dict[str, str], fields: dict[str, object]) -> None:
             body = {"prompt": "Hello", "max_tokens": 2, **fields}
-            async with stack.client.post("/v1/completions", json=body, headers=headers) as response:
-                assert response.status == 200
+            assert (await stack.ask("/v1/completions", body, headers)).status == 200
             order.append(word)
 
         async with stack.client.post("/generate_stream", json=GENERATE.body("one two", 100)) as running:

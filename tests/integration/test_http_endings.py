@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checked_echo import failing_at
+from every_dialect import stream_data
 from http_stack import Stack, request_bytes, serve, until
 from structlog.testing import capture_logs
 
@@ -39,8 +39,7 @@ async def test_each_sequence_of_best_of_takes_a_permit_after_the_rules_of_the_ro
 
         async def status_of(**parameters: object) -> int:
             body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1, "do_sample": True, **parameters}}
-            async with stack.client.post("/generate", json=body) as response:
-                return response.status
+            return (await stack.ask("/generate", body)).status
 
         assert await status_of(best_of=2) == 200
         assert await status_of(best_of=3) == 422, "the limit is 2: a retry would not help"
@@ -55,8 +54,8 @@ async def test_a_draining_server_refuses_new_requests_and_finishes_running_ones(
     async with serve(demo_model, echo_step_ms=2) as stack:
         async with stack.client.post("/generate_stream", json=asking_for(20)) as running:
             stack.cluster.draining = True
-            async with stack.client.post("/generate", json=asking_for(1)) as response:
-                assert (response.status, (await response.json())["error_type"]) == (503, "overloaded")
+            refused = await stack.ask("/generate", asking_for(1))
+            assert (refused.status, refused.body["error_type"]) == (503, "overloaded")
             assert (await running.read()).count(b"data: {") == 20
         stack.cluster.draining = False
         await stack.assert_empty()
@@ -130,7 +129,7 @@ async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None
         connection.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=connection)
         _, body = (await reader.read()).split(b"\r\n\r\n", 1)
-        events = [json.loads(event.removeprefix(b"data: ")) for event in body.split(b"\n\n")[:-1]]
+        events = stream_data(body)
         assert [event["index"] for event in events] == list(range(1, MANY + 1))
         assert events[-1]["generated_text"]
         writer.close()
@@ -142,10 +141,10 @@ async def test_a_preempted_request_counts_its_queue_time_and_cached_tokens_once(
     async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
 
         async def one() -> float:
-            async with stack.client.post("/generate", json=body) as response:
-                assert response.status == 200
-                assert response.headers["x-cached-tokens"] == "0", "found after a preemption: these do not count"
-                return int(response.headers["x-queue-time"]) / 1e3
+            status, _, headers = await stack.ask("/generate", body)
+            assert status == 200
+            assert headers["x-cached-tokens"] == "0", "found after a preemption: these do not count"
+            return int(headers["x-queue-time"]) / 1e3
 
         async with asyncio.TaskGroup() as tasks:
             requests = [tasks.create_task(one()) for _ in range(2)]
@@ -165,13 +164,9 @@ FIRST, SECOND = 6310, 3116
 async def test_an_error_before_the_first_token_has_a_status(demo_model: Path, route: str) -> None:
     async with serve(demo_model, build=failing_at(FIRST)) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}, "stream": True}
-        async with stack.client.post(route, json=body) as response:
-            assert response.status == 424
-            assert response.content_type == "application/json"
-            error = await response.json()
-        assert list(error) == ["error", "error_type"]
+        status, error, _ = await stack.ask(route, body)
+        assert (status, list(error), error["error_type"]) == (424, ["error", "error_type"], "generation")
         assert error["error"].startswith("Request failed during generation: ")
-        assert error["error_type"] == "generation"
         assert failures(stack, "generation") == 1
         await stack.assert_empty()
 
@@ -179,9 +174,9 @@ async def test_an_error_before_the_first_token_has_a_status(demo_model: Path, ro
 async def test_an_error_after_the_first_token_is_the_last_event(demo_model: Path) -> None:
     async with serve(demo_model, build=failing_at(SECOND), echo_step_ms=5) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}}
-        async with stack.client.post("/generate_stream", json=body) as response:
-            assert response.status == 200
-            events = [json.loads(event.removeprefix("data: ")) for event in (await response.text()).split("\n\n")[:-1]]
+        status, text, _ = await stack.ask("/generate_stream", body)
+        events = stream_data(text.encode())
+        assert (status, len(events)) == (200, text.count("\n\n"))
         assert [next(iter(event)) for event in events] == ["index", "error"]
         assert events[1]["error_type"] == "generation"
         assert failures(stack, "generation") == 1
@@ -192,10 +187,8 @@ async def test_a_whole_reply_that_fails_midway_is_an_error(demo_model: Path) -> 
     async with serve(demo_model, build=failing_at(SECOND)) as stack:
         for best_of in (1, 3):
             parameters = {"max_new_tokens": 4, "best_of": best_of, "do_sample": True}
-            async with stack.client.post(
-                "/generate", json={"inputs": "Test request", "parameters": parameters}
-            ) as response:
-                assert response.status == 424
+            body = {"inputs": "Test request", "parameters": parameters}
+            assert (await stack.ask("/generate", body)).status == 424
         await stack.assert_empty()
 
 
@@ -206,10 +199,9 @@ async def test_a_stream_continues_after_its_shard_returns(demo_model: Path) -> N
         async with stack.client.post("/generate_stream", json=body) as streamed:
             first = await streamed.content.readuntil(b"\n\n")
             stack.stop_shard()
-            events = (first + await streamed.content.read()).split(b"\n\n")[:-1]
-        whole = json.loads(events[-1].removeprefix(b"data: "))
-        assert [json.loads(event.removeprefix(b"data: "))["index"] for event in events] == list(range(1, 201))
-        assert whole["generated_text"] == undisturbed["generated_text"]
+            events = stream_data(first + await streamed.content.read())
+        assert [event["index"] for event in events] == list(range(1, 201))
+        assert events[-1]["generated_text"] == undisturbed["generated_text"]
         assert stack.scheduler.stats().moves == 1
         await stack.assert_empty()
 
@@ -219,8 +211,8 @@ async def test_a_stream_that_loses_its_shard_too_often_ends_with_an_error(demo_m
         async with stack.client.post("/generate_stream", json=asking_for(MANY)) as streamed:
             first = await streamed.content.readuntil(b"\n\n")
             stack.stop_shard()
-            *_, last, end = (first + await streamed.content.read()).split(b"\n\n")
-        assert (json.loads(last.removeprefix(b"data: "))["error_type"], end) == ("generation", b"")
+            written = first + await streamed.content.read()
+        assert (stream_data(written)[-1]["error_type"], written[-2:]) == ("generation", b"\n\n")
         assert failures(stack, "generation") == 1
         await stack.assert_empty()
 
@@ -239,11 +231,9 @@ async def test_a_silent_stream_gets_comments_before_its_first_event(
     settings = {"keep_alive_s": 0.02}
     async with serve(demo_model, settings=settings, echo_prefill_us=100_000, build=failing_at(fail_token)) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 1}}
-        async with stack.client.post("/generate_stream", json=body) as response:
-            assert response.status == 200
-            events = (await response.text()).split("\n\n")
-        assert events[:2] == [":", ":"]
-        assert part.items() <= json.loads(events[-2].removeprefix("data: ")).items()
+        status, text, _ = await stack.ask("/generate_stream", body)
+        assert (status, text[:6]) == (200, ":\n\n:\n\n")
+        assert part.items() <= stream_data(text.encode())[-1].items()
 
 
 @pytest.mark.parametrize("extra", ["", "connection: keep-alive\r\n"])

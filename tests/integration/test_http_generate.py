@@ -1,4 +1,4 @@
-"""Responses of TGI's routes: fields, key order, headers; a stream agrees with a complete reply."""
+"""Responses of TGI's routes: fields, key order, headers; a stream agrees with a complete reply, in 20 scripts and emoji."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpus import CORPUS
+from every_dialect import stream_data
 from http_stack import Stack, serve, served
 
 PROMPT = "Was ist schön? 漢字と😀 <|im_end|> The end."
@@ -18,44 +20,31 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 stack = served()
 
 
-async def post(stack: Stack, route: str, body: dict[str, Any]) -> str:
+async def post(stack: Stack, route: str, body: dict[str, Any]) -> bytes:
     async with stack.client.post(route, json=body) as response:
         assert response.status == 200, await response.text()
-        return await response.text()
+        return await response.read()
 
 
 async def stream(stack: Stack, body: dict[str, Any], route: str = "/generate_stream") -> list[dict[str, Any]]:
     text = await post(stack, route, body)
-    assert text.endswith("\n\n")
-    events = text.removesuffix("\n\n").split("\n\n")
-    assert all(event.startswith("data: ") and "\n" not in event for event in events)
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    events = stream_data(text)
+    assert text.count(b"\n\n") == text.count(b"\n") / 2 == len(events)
+    return events
 
 
 def token(id: int, text: str) -> str:
     return f'{{"id":{id},"text":"{text}","logprob":-0.5,"special":false}}'
 
 
-async def test_without_details_the_reply_is_the_text(stack: Stack) -> None:
-    body = {"inputs": "Test request", "parameters": {"max_new_tokens": 3}}
-    assert await post(stack, "/generate", body) == '{"generated_text":"Test requestTest"}'
-
-
-async def test_details_come_in_tgis_order(stack: Stack) -> None:
-    body = {"inputs": "Test request", "parameters": {"max_new_tokens": 2, "details": True}}
-    assert await post(stack, "/generate", body) == (
-        '{"generated_text":"Test request","details":{"finish_reason":"length","generated_tokens":2,"seed":null,'
-        f'"prefill":[],"tokens":[{token(6310, "Test")},{token(3116, " request")}]}}}}'
-    )
-
-
-async def test_prompt_details_imply_details_and_their_first_logprob_is_null(stack: Stack) -> None:
-    body = {"inputs": "Test request", "parameters": {"max_new_tokens": 1, "decoder_input_details": True}}
-    assert await post(stack, "/generate", body) == (
-        '{"generated_text":"Test","details":{"finish_reason":"length","generated_tokens":1,"seed":null,'
-        '"prefill":[{"id":6310,"text":"Test","logprob":null},{"id":3116,"text":" request","logprob":-0.5}],'
-        f'"tokens":[{token(6310, "Test")}]}}}}'
-    )
+async def test_details_come_in_tgis_order_and_prompt_details_imply_them(stack: Stack) -> None:
+    body: dict[str, Any] = {"inputs": "Test request", "parameters": {"max_new_tokens": 1, "details": True}}
+    head = '{"generated_text":"Test","details":{"finish_reason":"length","generated_tokens":1,"seed":null,"prefill":['
+    tail = f'],"tokens":[{token(6310, "Test")}]}}}}'
+    assert (await post(stack, "/generate", body)).decode() == head + tail
+    body["parameters"] = {"max_new_tokens": 1, "decoder_input_details": True}
+    prompt = '{"id":6310,"text":"Test","logprob":null},{"id":3116,"text":" request","logprob":-0.5}'
+    assert (await post(stack, "/generate", body)).decode() == head + prompt + tail
 
 
 async def test_best_of_returns_the_other_sequences_too(stack: Stack) -> None:
@@ -76,11 +65,6 @@ async def test_the_seed_is_returned_only_if_it_was_used(stack: Stack) -> None:
     greedy = await stack.generate("Test", max_new_tokens=1, details=True, seed=7)
     sampled = await stack.generate("Test", max_new_tokens=1, details=True, seed=7, temperature=0.5)
     assert (greedy["details"]["seed"], sampled["details"]["seed"]) == (None, 7)
-
-
-async def test_without_parameters_a_request_runs_to_its_end(stack: Stack) -> None:
-    events = await stream(stack, {"inputs": "Test request"})
-    assert len(events) == 2046
 
 
 async def test_a_complete_reply_has_timing_headers(stack: Stack) -> None:
@@ -112,7 +96,8 @@ async def test_a_stream_has_the_headers_of_a_stream(stack: Stack) -> None:
 
 async def test_a_stream_has_one_event_per_token(stack: Stack) -> None:
     parameters = {"max_new_tokens": 2, "details": True}
-    assert await post(stack, "/generate_stream", {"inputs": "Test request", "parameters": parameters}) == (
+    sent = await post(stack, "/generate_stream", {"inputs": "Test request", "parameters": parameters})
+    assert sent.decode() == (
         f'data: {{"index":1,"token":{token(6310, "Test")},"generated_text":null,"details":null}}\n\n'
         f'data: {{"index":2,"token":{token(3116, " request")},"generated_text":"Test request",'
         '"details":{"finish_reason":"length","generated_tokens":2,"seed":null,"input_length":2}}\n\n'
@@ -149,16 +134,32 @@ async def test_a_stream_agrees_with_a_complete_reply(stack: Stack, parameters: d
 
 async def test_the_root_wraps_its_reply_and_repeats_the_prompt(stack: Stack) -> None:
     body: dict[str, Any] = {"inputs": "Test request", "parameters": {"max_new_tokens": 1}}
-    assert await post(stack, "/", body) == '[{"generated_text":"Test requestTest"}]'
+    assert await post(stack, "/", body) == b'[{"generated_text":"Test requestTest"}]'
+    [event] = await stream(stack, body | {"stream": True}, route="/")
+    assert (event["generated_text"], event["details"]) == ("Test requestTest", None)
     body["parameters"]["return_full_text"] = False
-    assert await post(stack, "/", body) == '[{"generated_text":"Test"}]'
+    assert await post(stack, "/", body) == b'[{"generated_text":"Test"}]'
+    assert await post(stack, "/generate", body) == b'{"generated_text":"Test"}'
 
 
-async def test_the_root_streams_on_request(stack: Stack) -> None:
-    body = {"inputs": "Test", "stream": True, "parameters": {"max_new_tokens": 1}}
-    events = await stream(stack, body, route="/")
-    assert events[-1]["generated_text"] == "TestTest"
-    assert events[-1]["details"] is None
+@pytest.mark.parametrize("script", CORPUS)
+async def test_streamed_whole_and_decoded_text_agree(stack: Stack, script: str) -> None:
+    text = CORPUS[script]
+    ids = stack.tokenizer.encode(text, add_special_tokens=True).ids
+    echoed = text * 3
+    stops = [[], [text[-2:] + text[:2]], [text[len(text) // 2 :] + text], ["never seen"], [text[1], text[:3]]]
+    for stop in stops:
+        parameters = {"max_new_tokens": 3 * len(ids), "stop": stop, "details": True}
+        streamed = await stream(stack, {"inputs": text, "parameters": parameters})
+        whole = await stack.generate(text, **parameters)
+        joined = "".join(event["token"]["text"] for event in streamed if not event["token"]["special"])
+        assert joined == streamed[-1]["generated_text"] == whole["generated_text"]
+        end = min((echoed.index(word) + len(word) for word in stop if word in echoed), default=None)
+        assert joined == echoed[:end]
+        reason = "length" if end is None or end == len(echoed) else "stop_sequence"
+        assert whole["details"]["finish_reason"] == streamed[-1]["details"]["finish_reason"] == reason
+        if end is None:
+            assert [event["token"]["id"] for event in streamed] == ids * 3
 
 
 async def test_the_length_limits_are_inclusive(stack: Stack) -> None:
@@ -172,19 +173,17 @@ async def test_the_length_limits_are_inclusive(stack: Stack) -> None:
 async def test_health_is_empty_or_an_error(demo_model: Path) -> None:
     well = True
     async with serve(demo_model, healthy=lambda: well) as stack:
-        for route in ("/health", "/ping", "/"):
+        for route, body in {"/health": "", "/ping": "", "/": "", "/v2/health/ready": {"live": True}}.items():
             well = True
-            async with stack.client.get(route) as response:
-                assert (response.status, await response.read()) == (200, b"")
+            assert (await stack.ask(route))[:2] == (200, body)
             well = False
-            async with stack.client.get(route) as response:
-                assert response.status == 503
-                assert await response.text() == '{"error":"unhealthy","error_type":"healthcheck"}'
+            assert (await stack.ask(route))[:2] == (503, {"error": "unhealthy", "error_type": "healthcheck"})
+        for route in ("/health/live", "/v2/health/live"):
+            assert (await stack.ask(route)).status == 200
 
 
 async def test_info_lists_the_limits(stack: Stack) -> None:
-    async with stack.client.get("/info") as response:
-        info = await response.json()
+    info = (await stack.ask("/info")).body
     fields = "model_id model_sha model_pipeline_tag max_concurrent_requests max_best_of max_stop_sequences "
     fields += (
         "max_input_tokens max_total_tokens token_logprobs validation_workers max_client_batch_size router version "

@@ -47,8 +47,7 @@ async def salts(stack: Stack, *asked: tuple[str, str | None]) -> list[str]:
         body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1}}
         headers = {"x-llm-d-inference-fairness-id": tenant}
         body |= {} if salt is None else {"cache_salt": salt}
-        async with stack.client.post("/generate", json=body, headers=headers) as response:
-            assert response.status == 200, await response.text()
+        assert (await stack.ask("/generate", body, headers)).status == 200
     assert isinstance(stack.engine, Salted)
     return stack.engine.salts
 
@@ -109,9 +108,9 @@ async def told(stack: Stack, tenant: str, text: str = " one two" * 60) -> int:
     """Return the cached tokens that an answer of four tokens tells."""
     headers = {"x-llm-d-inference-fairness-id": tenant}
     body = {"inputs": text, "parameters": {"max_new_tokens": 4, "details": True}}
-    async with stack.client.post("/generate", json=body, headers=headers) as response:
-        cached = int(response.headers["x-cached-tokens"])
-        assert (await response.json())["details"].get("cached_tokens", 0) == cached
+    reply = await stack.ask("/generate", body, headers)
+    cached = int(reply.headers["x-cached-tokens"])
+    assert reply.body["details"].get("cached_tokens", 0) == cached
     async with stack.client.post("/generate_stream", json=body, headers=headers) as response:
         assert (await events(response))[-1]["details"].get("cached_tokens", 0) == cached
     return cached
@@ -135,8 +134,6 @@ async def test_tenants_that_share_the_engines_cache_learn_nothing_of_each_other(
         assert await told(stack, "acme") == 0
         stack.engine.found = 77
         body = {"inputs": " one two" * 60, "parameters": {"max_new_tokens": 4}}
-        async with stack.client.post(
-            "/generate", json=body, headers={"x-llm-d-inference-fairness-id": "b"}
-        ) as response:
-            assert response.headers["x-cached-tokens"] == "0"
+        other = await stack.ask("/generate", body, {"x-llm-d-inference-fairness-id": "b"})
+        assert other.headers["x-cached-tokens"] == "0"
         assert await told(stack, "acme") == 77

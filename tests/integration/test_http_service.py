@@ -22,56 +22,39 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 stack = served(chat_template=VERBATIM, settings={"served_model_name": "nick/name", "created": CREATED})
 
 
-async def post(stack: Stack, path: str, body: object) -> tuple[int, Any]:
-    async with stack.client.post(path, json=body) as response:
-        is_json = response.content_type == "application/json"
-        return response.status, await (response.json() if is_json else response.text())
-
-
 async def test_detokenize_inverts_tokenize(stack: Stack) -> None:
-    _, tokens = await post(stack, "/tokenize", {"inputs": TEXT})
-    ids = [token["id"] for token in tokens]
+    ids = [token["id"] for token in (await stack.ask("/tokenize", {"inputs": TEXT})).body]
     for name in ("ids", "tokens"):
-        assert await post(stack, "/detokenize", {name: ids}) == (200, {"text": TEXT, "prompt": TEXT})
+        assert (await stack.ask("/detokenize", {name: ids}))[:2] == (200, {"text": TEXT, "prompt": TEXT})
 
 
 async def test_tokenize_in_vllms_form(stack: Stack) -> None:
-    _, tokens = await post(stack, "/tokenize", {"inputs": TEXT})
-    ids = [token["id"] for token in tokens]
+    ids = [token["id"] for token in (await stack.ask("/tokenize", {"inputs": TEXT})).body]
     body = {"prompt": TEXT, "add_special_tokens": False}
-    assert await post(stack, "/tokenize", body) == (200, {"count": len(ids), "max_model_len": 2048, "tokens": ids})
+    assert (await stack.ask("/tokenize", body)).body == {"count": len(ids), "max_model_len": 2048, "tokens": ids}
 
 
 @pytest.mark.parametrize("words", [3, 20_000])
 async def test_chat_tokenize_returns_the_tokens_of_the_rendered_text(stack: Stack, words: int) -> None:
     body = {"messages": [{"role": "user", "content": "grün " * words}]}
-    async with stack.client.post("/chat_tokenize", json=body) as response:
-        assert (response.status, response.content_type) == (200, "application/json")
-        # A long list is streamed, so that its length is not known in advance.
-        assert (response.headers.get("transfer-encoding") == "chunked") == (words > 512)
-        reply = await response.json()
+    status, reply, headers = await stack.ask("/chat_tokenize", body)
+    # A long list is streamed, so that its length is not known in advance.
+    assert (status, headers.get("transfer-encoding") == "chunked") == (200, words > 512)
     assert list(reply) == ["tokenize_response", "templated_text"]
-    assert reply["tokenize_response"] == (await post(stack, "/tokenize", {"inputs": reply["templated_text"]}))[1]
+    assert reply["tokenize_response"] == (await stack.ask("/tokenize", {"inputs": reply["templated_text"]})).body
 
 
 async def test_detokenize_takes_known_ids(stack: Stack) -> None:
     for ids in ([], [1] * 100_000):
-        status, reply = await post(stack, "/detokenize", {"ids": ids})
+        status, reply, _ = await stack.ask("/detokenize", {"ids": ids})
         assert (status, bool(reply["text"])) == (200, bool(ids))
     vocabulary = stack.tokenizer.vocabulary
     for ids in ([2**31], [1, 2**20], [vocabulary]):
-        status, reply = await post(stack, "/detokenize", {"ids": ids})
+        status, reply, _ = await stack.ask("/detokenize", {"ids": ids})
         assert (status, reply["error_type"]) == (422, "validation")
-    for body in (
-        {},
-        {"ids": None},
-        {"ids": "1"},
-        {"ids": [-1]},
-        {"ids": [1.5]},
-        {"ids": [2**32]},
-        {"ids": [1] * (MAX_IDS + 1)},
-    ):
-        status, text = await post(stack, "/detokenize", body)
+    wrong = (None, "1", [-1], [1.5], [2**32], [1] * (MAX_IDS + 1))
+    for body in ({}, *({"ids": ids} for ids in wrong)):
+        status, text, _ = await stack.ask("/detokenize", body)
         assert status == 422
         assert text.startswith("Failed to deserialize the JSON body into the target type: ")
 
@@ -81,16 +64,14 @@ async def test_models_lists_the_served_model(stack: Stack) -> None:
         model = {"id": name, "object": "model", "created": CREATED, "owned_by": "echo", "root": "echo", "parent": None}
         return model | {"max_model_len": 2048}
 
-    async with stack.client.get("/v1/models") as response:
-        assert await response.json() == {"object": "list", "data": [listed("nick/name"), listed("echo")]}
+    both = [listed("nick/name"), listed("echo")]
+    assert (await stack.ask("/v1/models")).body == {"object": "list", "data": both}
     for name, model in (("echo", "echo"), ("tgi", "nick/name"), ("nick/name", "nick/name")):
-        async with stack.client.get(f"/v1/models/{name}") as response:
-            assert await response.json() == listed(model)
-    async with stack.client.get("/v1/models/some/other") as response:
-        assert response.status == 404
-        error = (await response.json())["error"]
-        said = "The model `some/other` does not exist. This server has `nick/name`, `echo`"
-        assert (error["message"], error["code"]) == (said, "model_not_found")
+        assert (await stack.ask(f"/v1/models/{name}")).body == listed(model)
+    refused = await stack.ask("/v1/models/some/other")
+    error = refused.body["error"]
+    said = "The model `some/other` does not exist. This server has `nick/name`, `echo`"
+    assert (refused.status, error["message"], error["code"]) == (404, said, "model_not_found")
 
 
 async def test_names_that_are_paths_are_listed_after_those_that_are_none(
@@ -115,22 +96,21 @@ async def test_a_server_of_any_name_takes_every_model_and_answers_with_that_name
     async with serve(demo_model, settings={"served_model_name": "*,nick/name"}) as stack:
         for path, body in BY_MODEL.items():
             for model in ("gpt-4o", "claude-opus-5", "some/other", "nick/name"):
-                status, reply = await post(stack, path, body | {"model": model})
+                status, reply, _ = await stack.ask(path, body | {"model": model})
                 assert status == 200, reply
                 if "model" in reply:
                     assert reply["model"] == model
         for headers in ({}, {"anthropic-version": "2023-06-01"}):
-            async with stack.client.get("/v1/models", headers=headers) as response:
-                assert [model["id"] for model in (await response.json())["data"]] == ["nick/name", "echo"]
-            async with stack.client.get("/v1/models/gpt-4o", headers=headers) as response:
-                assert (await response.json())["id"] == "gpt-4o"
+            listed = (await stack.ask("/v1/models", headers=headers)).body["data"]
+            assert [model["id"] for model in listed] == ["nick/name", "echo"]
+            assert (await stack.ask("/v1/models/gpt-4o", headers=headers)).body["id"] == "gpt-4o"
 
 
 async def test_anthropics_clients_get_the_models_and_errors_in_its_form(stack: Stack) -> None:
     async def get(path: str) -> tuple[int, dict[str, Any]]:
-        async with stack.client.get(path, headers={"anthropic-version": "2023-06-01"}) as response:
-            assert "request-id" in response.headers
-            return response.status, await response.json()
+        status, body, headers = await stack.ask(path, headers={"anthropic-version": "2023-06-01"})
+        assert "request-id" in headers
+        return status, body
 
     def card(name: str) -> dict[str, object]:
         return {
@@ -177,10 +157,10 @@ BY_MODEL: dict[str, dict[str, Any]] = {
 async def test_a_model_that_is_not_served_is_refused(stack: Stack, path: str) -> None:
     """The name may be that of an adapter: the base model must not answer for it."""
     for name in ("echo", "tgi", "dummy", "m", "http://127.0.0.1:3000", "nick/name", ""):
-        status, reply = await post(stack, path, BY_MODEL[path] | {"model": name})
+        status, reply, _ = await stack.ask(path, BY_MODEL[path] | {"model": name})
         assert status == 200, reply
     for fields in ({}, {"stream": True}):
-        status, reply = await post(stack, path, BY_MODEL[path] | {"model": "my-adapter", **fields})
+        status, reply, _ = await stack.ask(path, BY_MODEL[path] | {"model": "my-adapter", **fields})
         assert (status, "`my-adapter` does not exist" in str(reply)) == (404, True), reply
         if path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
             assert (reply["error"]["type"], reply["error"]["code"]) == ("invalid_request_error", "model_not_found")
@@ -196,14 +176,8 @@ async def test_an_adapter_that_is_not_loaded_is_refused(stack: Stack, path: str)
         return {"instances": [asked]} if path == "/vertex" else asked
 
     for adapter in (None, ""):
-        assert (await post(stack, path, body(adapter)))[0] == 200
-    status, reply = await post(stack, path, body("../my-adapter"))
+        assert (await stack.ask(path, body(adapter)))[0] == 200
+    status, reply, _ = await stack.ask(path, body("../my-adapter"))
     assert (status, reply["error_type"]) == (404, "not_found")
     assert reply["error"] == "The adapter `../my-adapter` does not exist"
     await stack.assert_empty()
-
-
-async def test_tokenizer_info(stack: Stack) -> None:
-    async with stack.client.get("/tokenizer_info") as response:
-        info = await response.json()
-    assert set(info) == {"bos_token", "eos_token", "pad_token", "chat_template", "model_max_length"}

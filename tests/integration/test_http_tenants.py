@@ -39,8 +39,7 @@ async def endless(stack: Stack, count: int, headers: dict[str, str]) -> AsyncIte
 
 
 async def status_of(stack: Stack, headers: dict[str, str]) -> int:
-    async with stack.client.post("/generate", json=GENERATE.body("Hello", 1), headers=headers) as response:
-        return response.status
+    return (await stack.ask("/generate", GENERATE.body("Hello", 1), headers)).status
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -67,10 +66,10 @@ async def test_a_refusal_has_retry_after_and_comes_before_the_response_begins(
     """Refused are requests without a permit, without a place in the queue, and all while the server drains."""
 
     async def check_refusal(status: int, tokens: int) -> int:
-        async with busy.client.post(asking.path, json=body("one two three", tokens)) as response:
-            assert (response.status, response.content_type) == (status, "application/json")
-            assert status == 503 or asking.error_word(await response.json()) in BUSY
-            return int(response.headers["retry-after"])
+        got, error, headers = await busy.ask(asking.path, body("one two three", tokens))
+        assert got == status
+        assert status == 503 or asking.error_word(error) in BUSY
+        return int(headers["retry-after"])
 
     async with busy.permits.take(126):
         assert await check_refusal(429, 1) == 1
@@ -109,7 +108,6 @@ async def test_a_refusal_is_cheap(demo_model: Path) -> None:
     async with serve(demo_model, max_concurrent_requests=1) as stack, stack.permits.take(1, TenantId("")):
         started = time.thread_time()
         for _ in range(10):
-            async with stack.client.post("/generate", json=long) as response:
-                assert response.status == 429
+            assert (await stack.ask("/generate", long)).status == 429
         spent = (time.thread_time() - started) / 10
     assert spent < 0.05  # client and server, with the body's half a megabyte read and parsed; tokenizing takes more

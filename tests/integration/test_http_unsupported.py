@@ -86,11 +86,9 @@ async def test_an_unsupported_parameter_is_refused_by_name(
     queued = stack.scheduler.stats().prompt_tokens
     bodies = [body, body | {"stream": True}] if path.startswith(STREAMING) else [body]
     for sent in bodies:
-        async with stack.client.post(path, json=sent) as response:
-            reply = await response.json()
-            assert response.content_type == "application/json"
-            assert response.status == (422 if "error_type" in reply else 400), reply
+        status, reply, _ = await stack.ask(path, sent)
         assert reply == error_body(path, sent, text)
+        assert status == (422 if "error_type" in reply else 400)
     assert stack.scheduler.stats().prompt_tokens == queued
     assert stack.permits.in_use == 0
 
@@ -128,22 +126,19 @@ SERVED: list[tuple[str, Json]] = [
 
 @pytest.mark.parametrize(("path", "body"), SERVED, ids=[f"{path}-{number}" for number, (path, _) in enumerate(SERVED)])
 async def test_neutral_values_are_served(stack: Stack, path: str, body: Json) -> None:
-    async with stack.client.post(path, json=body) as response:
-        assert response.status == 200, await response.text()
+    reply = await stack.ask(path, body)
+    assert reply.status == 200, reply
 
 
 async def test_support_is_checked_after_all_other_rules(demo_model: Path) -> None:
     body = tgi(grammar={"type": "json", "value": {}}, watermark=True)
-    async with (
-        serve(demo_model, build=lacking("watermark"), grammars=True) as stack,
-        stack.client.post("/generate", json=body) as response,
-    ):
-        assert "grammar is not valid: Grammar must have a 'properties' field" in await response.text()
+    async with serve(demo_model, build=lacking("watermark"), grammars=True) as stack:
+        told = (await stack.ask("/generate", body)).body["error"]
+    assert "grammar is not valid: Grammar must have a 'properties' field" in told
 
 
 async def test_info_names_the_engine_and_what_it_does_not_support(stack: Stack) -> None:
-    async with stack.client.get("/info") as response:
-        info = await response.json()
+    info = (await stack.ask("/info")).body
     assert info["engine"] == "tensorrt-llm"
     assert info["unsupported"] == {field: f"there is no {field}" for field in FIELDS}
     assert (info["model_dtype"], info["model_device_type"]) == ("float32", "cpu")
@@ -172,11 +167,9 @@ async def test_a_grammar_of_a_kind_that_the_engine_does_not_follow(demo_model: P
     async with serve(demo_model, build=JsonOnly.build, grammars=True) as stack:
         schema = {"type": "json", "value": {"properties": {"a": {"type": "boolean"}}, "required": ["a"]}}
         assert await stack.generate("Hello", max_new_tokens=20, grammar=schema)
-        body = tgi(grammar={"type": "regex", "value": "a+"})
-        async with stack.client.post("/generate", json=body) as response:
-            assert response.status == 422
-            told = (await response.json())["error"]
-    assert told == "Input validation error: grammar is not supported: this engine follows none of kind `regex`"
+        status, told, _ = await stack.ask("/generate", tgi(grammar={"type": "regex", "value": "a+"}))
+    assert status == 422
+    assert told["error"] == "Input validation error: grammar is not supported: this engine follows none of kind `regex`"
 
 
 async def test_strict_tools_are_unconstrained_if_the_engine_has_no_lark(demo_model: Path) -> None:
@@ -185,7 +178,6 @@ async def test_strict_tools_are_unconstrained_if_the_engine_has_no_lark(demo_mod
     async with serve(
         demo_model, build=JsonOnly.build, grammars=True, chat_template=VERBATIM, tool_call_parser="hermes"
     ) as stack:
-        async with stack.client.post("/v1/chat/completions", json=body) as response:
-            assert response.status == 200, await response.text()
+        assert (await stack.ask("/v1/chat/completions", body)).status == 200
         assert isinstance(stack.engine, JsonOnly)
         assert stack.engine.asked == [None]

@@ -45,7 +45,6 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (CHATS, CHAT | {"temperature": -1}, "`temperature` must be >= 0.0", "temperature", VALUE),
     (CHATS, CHAT | {"temperature": "a"}, "`temperature` must be a number. Given: a string", "temperature", TYPE),
     (CHATS, CHAT | {"temperature": 1e40}, "`temperature` must be a number of 32 bits", "temperature", VALUE),
-    (CHATS, CHAT | {"top_p": 2}, "`top_p` must be >= 0.0 and <= 1.0", "top_p", VALUE),
     (CHATS, CHAT | {"top_k": 1.5}, "`top_k` must be an integer. Given: a number", "top_k", TYPE),
     (CHATS, CHAT | {"n": 0}, "`n` must be >= 1. Given: 0", "n", "integer_below_min_value"),
     (CHATS, CHAT | {"function_call": True}, "must be `auto` or `none`. Given: true", "function_call", VALUE),
@@ -53,7 +52,6 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (CHATS, CHAT | {"stop": 5}, "`stop` must be a string or an array", "stop", TYPE),
     (CHATS, CHAT | {"stop": [5]}, "`stop[0]` must be a string", "stop[0]", TYPE),
     (CHATS, CHAT | {"stop": "x" * 2000}, "`stop` must have at most 1024 characters", "stop", "string_above_max_length"),
-    (CHATS, CHAT | {"logit_bias": {"a": 1}}, "`logit_bias` keys must be token ids", "logit_bias", VALUE),
     (CHATS, CHAT | {"stream": "yes"}, "`stream` must be a boolean. Given: a string", "stream", TYPE),
     (CHATS, CHAT | {"stream_options": {"include_usage": 1}}, "must be a boolean", "stream_options.include_usage", TYPE),
     (CHATS, CHAT | {"tools": [{}]}, "missing field `tools[0].function`", "tools[0].function", MISSING),
@@ -80,10 +78,8 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (CHATS, CHAT | TOOLS | {"ebnf": "root ::= [a-z]"}, "Tool error: Grammar and tools are mutually exclusive, unless the grammar is", "tools", "tool_error"),
     (CHATS, CHAT | TOOLS | {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [G]}}}, "there are no `tools` for it", "tool_choice", VALUE),
     (CHATS, CHAT | {"function_call": {"name": "g"}}, "`function_call` names the function 'g'", "function_call", VALUE),
-    (CHATS, CHAT | {"max_tokens": 0}, "`max_tokens` must be strictly positive", "max_tokens", VALUE),
     (CHATS, CHAT | {"max_completion_tokens": 0}, "`max_completion_tokens` must be strictly", "max_completion_tokens", VALUE),
     (CHATS, CHAT | {"max_completion_tokens": 2, "min_tokens": 3}, "must be <= `max_completion_tokens`. Given: 3 and 2", "min_tokens", VALUE),
-    (CHATS, CHAT | {"top_logprobs": 21}, "`top_logprobs` must be >= 0 and <= 20. Given: 21", "top_logprobs", VALUE),
     (COMPLETIONS, {"prompt": ["a"] * 129}, "Number of prompts exceeds the maximum allowed batch size of 128", "prompt", "batch_size_exceeded"),
     (COMPLETIONS, {"prompt": [1 << 30]}, "`prompt` has a token id that is not one of", "prompt", VALUE),
     (COMPLETIONS, {"prompt": ""}, "`prompt` cannot be empty", "prompt", VALUE),
@@ -122,10 +118,9 @@ async def test_the_error_says_what_is_wrong_where_and_how(
     stack: Stack, path: str, body: Json, message: str, param: str | None, code: str
 ) -> None:
     for sent in (body, {"stream": True} | body) if isinstance(body, dict) else (body,):
-        async with stack.client.post(path, json=sent) as response:
-            reply = await response.json()
-            assert response.status == 400, reply
+        status, reply, _ = await stack.ask(path, sent)
         error = reply["error"]
+        assert (status, error["http_status_code"]) == (400, 400)
         assert message in error["message"]
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
         assert not [word for word in FOREIGN if word in error["message"]]
@@ -148,10 +143,5 @@ async def test_the_error_says_what_is_wrong_where_and_how(
     ],
 )
 async def test_a_field_that_asks_for_nothing_is_accepted(stack: Stack, path: str, body: Json) -> None:
-    async with stack.client.post(path, json=body) as response:
-        assert response.status == 200, await response.text()
-
-
-async def test_the_message_of_a_chat_has_a_refusal(stack: Stack) -> None:
-    async with stack.client.post(CHATS, json=CHAT | {"max_tokens": 1}) as response:
-        assert (await response.json())["choices"][0]["message"]["refusal"] is None
+    reply = await stack.ask(path, body)
+    assert reply.status == 200, reply

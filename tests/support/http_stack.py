@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest_asyncio
@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from api_settings import api_settings
 from checked_echo import CheckedEcho
+from multidict import CIMultiDictProxy
 from shard_server import running, serve_engine
 
 from text_generation_proto.values import WarmUpLimits
@@ -56,6 +57,14 @@ from text_generation_shard.engine import Engine
 LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
 
 
+class Reply(NamedTuple):
+    """A response: its JSON, or its text."""
+
+    status: int
+    body: Any
+    headers: CIMultiDictProxy[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Stack:
     """A running server and its parts."""
@@ -77,17 +86,31 @@ class Stack:
     socket: Path
     """The socket of that."""
 
+    async def ask(
+        self, path: str, body: object = None, headers: dict[str, str] | None = None, method: str = ""
+    ) -> Reply:
+        """Return the response to a body, or to GET without one."""
+        method = method or ("GET" if body is None else "POST")
+        async with self.client.request(method, path, json=body, headers=headers) as response:
+            is_json = response.content_type == "application/json"
+            return Reply(response.status, await (response.json() if is_json else response.text()), response.headers)
+
     async def generate(self, inputs: str, **parameters: object) -> dict[str, Any]:
         """Return the reply of /generate; its status must be 200."""
-        async with self.client.post("/generate", json={"inputs": inputs, "parameters": parameters}) as response:
-            assert response.status == 200, await response.text()
-            reply: dict[str, Any] = await response.json()
-            return reply
+        reply = await self.ask("/generate", {"inputs": inputs, "parameters": parameters})
+        assert reply.status == 200, reply
+        generated: dict[str, Any] = reply.body
+        return generated
 
     def counted(self, series: str) -> int:
         """Return the value of a counter, `name{label="value"}`; 0 if it is not exposed."""
+        return int(self.exposed(f"{series} ").get(series, 0))
+
+    def exposed(self, *beginnings: str) -> dict[str, float]:
+        """Return the values of the series that begin with one of these."""
         lines = self.metrics.exposition().decode().splitlines()
-        return sum(int(line.removeprefix(f"{series} ")) for line in lines if line.startswith(f"{series} "))
+        pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(beginnings))
+        return {name: float(value) for name, value in pairs}
 
     def small_window(self) -> socket.socket:
         """Return a connection whose client's system takes 4 kB ahead of it."""
