@@ -6,22 +6,20 @@ The echo engine repeats the prompt, and the prompt is the text of the messages: 
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
+from every_dialect import VERBATIM
 from http_stack import Stack, serve, served
 from jsonschema import Draft202012Validator
-from sse_client import chunks, joined, post, whole
-
-Json = dict[str, Any]
+from sse_client import Json, asking, chunks, joined, post, whole
 
 CHAT = "/v1/chat/completions"
-_NONE = {"cached_tokens": 0}, {"reasoning_tokens": 0}
-NONE_CACHED: Json = dict(zip(("prompt_tokens_details", "completion_tokens_details"), _NONE, strict=True))
-VERBATIM = "{% for message in messages %}{{ message.content }}{% endfor %}"
+NONE_CACHED: Json = {
+    "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,17 +41,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2
 CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
 
-async def asking(stack: Stack, says: str, **fields: object) -> Json:
-    """Return a body that the model answers with exactly `says`."""
-    tokens = len(stack.tokenizer.encode_ids(says, add_special_tokens=False))
-    return {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "temperature": 0, **fields}
-
-
 async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:
-    body = await asking(stack, "Hello there, you.", model="dummy")
-    async with stack.client.post(CHAT, json=body) as response:
-        reply = await response.json()
-        headers = response.headers
+    body = asking(stack.tokenizer, "Hello there, you.", model="dummy")
+    _, reply, headers = await stack.ask(CHAT, body)
     assert reply.pop("id").startswith("chatcmpl-")
     assert reply.pop("created") > 1_700_000_000
     assert reply == {
@@ -77,7 +67,7 @@ async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:
 
 async def test_the_model_defaults_to_the_served_one(stack: Stack) -> None:
     for model in (None, "tgi", ""):
-        assert (await post(stack.client, CHAT, await asking(stack, "Hi", model=model)))["model"] == "echo"
+        assert (await post(stack.client, CHAT, asking(stack.tokenizer, "Hi", model=model)))["model"] == "echo"
 
 
 WEATHER_CALL = {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}
@@ -113,7 +103,7 @@ SAYINGS: list[tuple[str, str, Json, Json]] = [
 async def test_an_answer_is_parsed_and_streamed_as_it_is_returned_whole(
     stack: Stack, name: str, says: str, fields: Json, expected: Json
 ) -> None:
-    body = await asking(stack, says, **{"tools": TOOLS, **fields})
+    body = asking(stack.tokenizer, says, **{"tools": TOOLS, **fields})
     reply = await post(stack.client, CHAT, body)
     answer = whole(reply)
     assert {part: answer[part] for part in expected} == expected
@@ -124,7 +114,7 @@ async def test_an_answer_is_parsed_and_streamed_as_it_is_returned_whole(
 
 
 async def test_every_delta_has_the_role_and_a_call_begins_with_its_name(stack: Stack) -> None:
-    body = await asking(stack, f"{CALL}STOP", tools=TOOLS, stop="STOP")
+    body = asking(stack.tokenizer, f"{CALL}STOP", tools=TOOLS, stop="STOP")
     stream = await chunks(stack.client, CHAT, body)
     deltas = [chunk["choices"][0]["delta"] for chunk in stream]
     assert deltas[0] == {"role": "assistant", "content": ""}
@@ -142,8 +132,7 @@ async def test_the_stream_helper_of_openais_client_gets_the_role_once(stack: Sta
     body = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3, "stream": True, **options}
     for helper in ("chat.completions.stream", None):
         headers = {} if helper is None else {"x-stainless-helper-method": helper}
-        async with stack.client.post(CHAT, json=body, headers=headers) as response:
-            text = await response.text()
+        text = (await stack.ask(CHAT, body, headers)).body
         assert text.count('"role":"assistant"') == (text.count('"delta":') if helper is None else 1)
 
 
@@ -159,7 +148,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools
     [("required", None), (named("weather"), "weather"), ("clock", "clock"), (ALLOWED, "weather")],
 )
 async def test_a_forced_call_follows_its_schema(stack: Stack, choice: str | Json, wanted: str | None) -> None:
-    body = await asking(stack, "I would rather talk.", tools=TOOLS, tool_choice=choice, max_tokens=200)
+    body = asking(stack.tokenizer, "I would rather talk.", tools=TOOLS, tool_choice=choice, max_tokens=200)
     streamed, answer = joined(await chunks(stack.client, CHAT, body)), whole(await post(stack.client, CHAT, body))
     assert streamed == answer
     assert answer["finish_reason"] == "tool_calls"
@@ -174,7 +163,7 @@ async def test_a_forced_call_follows_its_schema(stack: Stack, choice: str | Json
 async def test_a_strict_tool_may_be_called_or_not(stack: Stack) -> None:
     strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
     for says in ("No call.", f"{CALL}STOP"):
-        body = await asking(stack, says, tools=strict, stop="STOP", min_tokens=20, max_tokens=60)
+        body = asking(stack.tokenizer, says, tools=strict, stop="STOP", min_tokens=20, max_tokens=60)
         answer = whole(await post(stack.client, CHAT, body))
         assert joined(await chunks(stack.client, CHAT, body)) == answer
         for call in answer["tool_calls"]:
@@ -183,7 +172,7 @@ async def test_a_strict_tool_may_be_called_or_not(stack: Stack) -> None:
 
 async def test_an_answer_follows_its_response_format(stack: Stack) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "weather", "strict": True, "schema": WEATHER}}
-    body = await asking(stack, "No JSON here.", response_format=form, max_tokens=200)
+    body = asking(stack.tokenizer, "No JSON here.", response_format=form, max_tokens=200)
     answer = whole(await post(stack.client, CHAT, body))
     assert answer["finish_reason"] == "stop"
     Draft202012Validator(WEATHER).validate(orjson.loads(answer["content"]))
@@ -191,23 +180,17 @@ async def test_an_answer_follows_its_response_format(stack: Stack) -> None:
 
 
 async def test_a_constrained_answer_ends_the_reasoning_that_the_prompt_starts(stack: Stack) -> None:
-    body = await asking(stack, "Hi<think>\n", guided_choice=["yes", "no"])
-    async with stack.client.post(CHAT, json=body) as response:
-        assert response.headers["x-compute-characters"] == str(len("Hi<think>\n\n</think>\n\n"))
-        answer = whole(await response.json())
+    body = asking(stack.tokenizer, "Hi<think>\n", guided_choice=["yes", "no"])
+    reply = await stack.ask(CHAT, body)
+    assert reply.headers["x-compute-characters"] == str(len("Hi<think>\n\n</think>\n\n"))
+    answer = whole(reply.body)
     assert (answer["content"] in ("yes", "no"), answer["reasoning_content"]) == (True, "")
 
 
 async def test_tools_that_may_not_be_called_leave_room_for_a_format(stack: Stack) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
-    body = await asking(stack, "x", tools=TOOLS, tool_choice="none", response_format=form, max_tokens=200)
+    body = asking(stack.tokenizer, "x", tools=TOOLS, tool_choice="none", response_format=form, max_tokens=200)
     Draft202012Validator(WEATHER).validate(orjson.loads(whole(await post(stack.client, CHAT, body))["content"]))
-
-
-def counted_prompts(stack: Stack) -> float:
-    """The prompts whose length the metrics have."""
-    [line] = re.findall(r"^tgi_request_input_length_count (.*)$", stack.metrics.exposition().decode(), re.MULTILINE)
-    return float(line)
 
 
 FORM = {"name": "weather", "schema": WEATHER}
@@ -219,7 +202,7 @@ async def test_with_tools_and_a_format_the_model_calls_or_answers_in_the_format(
     """The echo engine chooses the first token only. The texts: tests/unit/router/grammar/test_grammar_answers.py."""
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     form = {"type": "json_schema", "json_schema": FORM}
-    body = await asking(stack, says, tools=strict, response_format=form, max_tokens=200)
+    body = asking(stack.tokenizer, says, tools=strict, response_format=form, max_tokens=200)
     answer = whole(await post(stack.client, CHAT, body))
     assert joined(await chunks(stack.client, CHAT, body)) == answer
     calls = [call["arguments"] for call in answer["tool_calls"]]
@@ -228,10 +211,10 @@ async def test_with_tools_and_a_format_the_model_calls_or_answers_in_the_format(
     assert answer["content"] == "" or not calls
     # A tool that is not strict may have a schema that cannot be enforced.
     recursive = {"type": "function", "function": {"name": "tree", "parameters": {"properties": {"a": {"$ref": "#"}}}}}
-    before = counted_prompts(stack)
+    before = stack.counted("tgi_request_input_length_count")
     loose = whole(await post(stack.client, CHAT, body | {"tools": [*TOOLS, recursive]}))
     assert len(loose["tool_calls"]) == (says != IN_FORM)
-    assert counted_prompts(stack) == before + 1
+    assert stack.counted("tgi_request_input_length_count") == before + 1
     follows = whole(await post(stack.client, CHAT, body | {"tools": TOOLS[:1]}))
     assert follows == answer
     forced = whole(await post(stack.client, CHAT, body | {"tools": TOOLS, "tool_choice": "clock"}))
@@ -242,7 +225,7 @@ async def test_prompt_logprobs_have_vllms_form_in_chats_and_completions(stack: S
     """The echo engine gives each token the same log-probability, and its neighbours smaller ones."""
     says = "One two three"
     _, *ids = stack.tokenizer.encode_ids(says, add_special_tokens=False)
-    reply = await post(stack.client, CHAT, await asking(stack, says, prompt_logprobs=2, n=2))
+    reply = await post(stack.client, CHAT, asking(stack.tokenizer, says, prompt_logprobs=2, n=2))
     assert reply["prompt_logprobs"][0] is None
     assert [list(scored) for scored in reply["prompt_logprobs"][1:]] == [[str(one), str(one + 1)] for one in ids]
     scored = reply["prompt_logprobs"][1]
@@ -259,15 +242,14 @@ async def test_prompt_logprobs_have_vllms_form_in_chats_and_completions(stack: S
         ({"stream": True}, "with `stream`"),
         ({"prompt_logprobs": 21}, "must be >= 0 and <= 20. Given: 21"),
     ):
-        async with stack.client.post("/v1/completions", json=body | wrong) as response:
-            assert response.status == 400
-            assert message in (await response.json())["error"]["message"]
-    assert "prompt_logprobs" not in await post(stack.client, CHAT, await asking(stack, says))
+        refused = await stack.ask("/v1/completions", body | wrong)
+        assert (refused.status, message in refused.body["error"]["message"]) == (400, True)
+    assert "prompt_logprobs" not in await post(stack.client, CHAT, asking(stack.tokenizer, says))
 
 
 async def test_functions_are_called_in_the_older_form(stack: Stack) -> None:
     functions = [tool["function"] for tool in TOOLS]
-    body = await asking(stack, f"{CALL}\n{CLOCK}STOP", functions=functions, stop="STOP")
+    body = asking(stack.tokenizer, f"{CALL}\n{CLOCK}STOP", functions=functions, stop="STOP")
     [choice] = (await post(stack.client, CHAT, body))["choices"]
     assert choice["finish_reason"] == "function_call"
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "function_call": WEATHER_CALL}
@@ -276,9 +258,8 @@ async def test_functions_are_called_in_the_older_form(stack: Stack) -> None:
     assert called[0] == {"name": "weather", "arguments": ""}
     assert "".join(delta["arguments"] for delta in called) == WEATHER_CALL["arguments"]
     assert stream[-1]["choices"][0]["finish_reason"] == "function_call"
-    [choice] = (await post(stack.client, CHAT, body | {"function_call": {"name": "clock"}, "max_tokens": 99}))[
-        "choices"
-    ]
+    clock = {"function_call": {"name": "clock"}, "max_tokens": 99}
+    [choice] = (await post(stack.client, CHAT, body | clock))["choices"]
     assert choice["message"]["function_call"] == CLOCK_CALL
     [choice] = (await post(stack.client, CHAT, body | {"function_call": "none"}))["choices"]
     assert choice["message"]["content"].startswith(CALL)
@@ -311,7 +292,7 @@ async def test_responses_and_messages_take_tools_with_a_format(stack: Stack, say
 
 
 async def test_each_of_n_answers_has_its_index(stack: Stack) -> None:
-    body = await asking(stack, "Four words are here", n=3, stream_options={"include_usage": True})
+    body = asking(stack.tokenizer, "Four words are here", n=3, stream_options={"include_usage": True})
     reply = await post(stack.client, CHAT, body)
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
     assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16, **NONE_CACHED}
@@ -324,7 +305,7 @@ async def test_each_of_n_answers_has_its_index(stack: Stack) -> None:
 
 async def test_counts_on_every_chunk_rise_to_the_whole(stack: Stack) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    stream = await chunks(stack.client, CHAT, await asking(stack, "Four words are here", stream_options=options))
+    stream = await chunks(stack.client, CHAT, asking(stack.tokenizer, "Four words are here", stream_options=options))
     counts = [chunk["usage"]["completion_tokens"] for chunk in stream if chunk["usage"] is not None]
     assert (counts[0], counts[-1], counts) == (0, 4, sorted(counts))
     assert len(counts) == len(stream)
@@ -332,7 +313,7 @@ async def test_counts_on_every_chunk_rise_to_the_whole(stack: Stack) -> None:
 
 @pytest.mark.parametrize("says", ["Hi 🙂", CALL, "<think>Hm.</think>Yes.", f"Well. {CALL}"])
 async def test_logprobs_stand_beside_each_token(stack: Stack, says: str) -> None:
-    body = await asking(stack, says, logprobs=True, top_logprobs=2, tools=TOOLS)
+    body = asking(stack.tokenizer, says, logprobs=True, top_logprobs=2, tools=TOOLS)
     choice = (await post(stack.client, CHAT, body))["choices"][0]
     content = choice["logprobs"]["content"]
     assert bytes(byte for token in content for byte in token["bytes"]).decode() == says
@@ -343,8 +324,8 @@ async def test_logprobs_stand_beside_each_token(stack: Stack, says: str) -> None
 
 
 async def test_values_that_tgi_refuses_are_accepted(stack: Stack) -> None:
-    body = await asking(
-        stack, "Hello", top_p=1.0, stop=None, n=None, logit_bias={"5": -1.5}, max_completion_tokens=1, presence_penalty=0.5,
+    body = asking(
+        stack.tokenizer, "Hello", top_p=1.0, stop=None, n=None, logit_bias={"5": -1.5}, max_completion_tokens=1, presence_penalty=0.5,
         frequency_penalty=-0.5, seed=-3, user="me", response_format={"type": "text"}, stream_options=None, tools=None,
         tool_choice=None, metadata={"unknown": "field"},
     )  # fmt: skip
@@ -375,7 +356,7 @@ async def test_message_parts_tool_results_and_developers_reach_the_template(demo
 
 async def test_chats_at_once_do_not_mix(stack: Stack) -> None:
     async def one(number: int) -> None:
-        body = await asking(stack, f"I am number {number}, and no other.")
+        body = asking(stack.tokenizer, f"I am number {number}, and no other.")
         assert joined(await chunks(stack.client, CHAT, body))["content"] == body["messages"][0]["content"]
 
     async with asyncio.TaskGroup() as tasks:

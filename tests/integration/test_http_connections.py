@@ -95,9 +95,8 @@ async def test_a_stream_ends_when_its_client_is_too_far_behind(demo_model: Path)
 async def test_a_client_that_reads_gets_events_of_any_size(demo_model: Path) -> None:
     async with serve(demo_model, settings={"max_unread_bytes": 20_000}) as stack:
         body = {"prompt": "a few words " * 250, "n": 2, "max_tokens": 2, "echo": True, "logprobs": 5, "stream": True}
-        async with stack.client.post("/v1/completions", json=body) as response:
-            *events, done, _ = (await response.read()).split(b"\n\n")
-        assert (len(events), done) == (4, b"data: [DONE]")
+        *events, done, _ = (await stack.ask("/v1/completions", body)).body.split("\n\n")
+        assert (len(events), done) == (4, "data: [DONE]")
         assert sum(len(event) > 20_000 for event in events) == 2
         await stack.assert_empty()
 
@@ -140,13 +139,12 @@ async def test_beyond_the_limit_the_longest_idle_makes_room_and_then_only_probes
         assert closed(stack, "replaced") == 4
         assert [await reader.read() for reader, _ in idle] == [b""] * 4
 
-        async with stack.client.post("/generate", json=endless) as response:
-            assert (response.status, response.headers["retry-after"]) == (503, "1")
-            assert response.headers["connection"] == "close"
+        status, _, headers = await stack.ask("/generate", endless)
+        assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
         crowd = [await asyncio.open_connection("127.0.0.1", stack.port) for _ in range(100)]
         for path in ("/health", "/health/live", "/metrics", "/v2/health/ready"):
-            async with stack.client.get(path) as response:
-                assert (response.status, response.headers["connection"]) == (200, "close")
+            probe = await stack.ask(path)
+            assert (probe.status, probe.headers["connection"]) == (200, "close")
         for _, writer in (*idle, *crowd):
             writer.close()
         for stream in streams:

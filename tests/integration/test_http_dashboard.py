@@ -76,32 +76,22 @@ async def test_the_page_needs_no_key_and_its_events_do(demo_model: Path, tmp_pat
             assert response.url.path == "/dashboard"
             page = await response.text()
         for name in ("dashboard", *re.findall(r'(?:src|href)="(dashboard/[^"]+)"', page)):
-            async with stack.client.get(f"/{name}") as response:
-                total += len(await response.read())
-                assert response.status == 200
-                policy = response.headers["content-security-policy"]
-                assert "default-src 'none'" in policy
-                assert "unsafe" not in policy
-                tag = response.headers["etag"]
-            async with stack.client.get(f"/{name}", headers={"if-none-match": tag}) as response:
-                assert response.status == 304
+            status, content, given = await stack.ask(f"/{name}")
+            total += len(content.encode())
+            assert status == 200
+            assert "default-src 'none'" in given["content-security-policy"]
+            assert "unsafe" not in given["content-security-policy"]
+            assert (await stack.ask(f"/{name}", headers={"if-none-match": given["etag"]})).status == 304
         assert total < MAX_PAGE_BYTES
         assert not re.search(r"https?://(?!www\.w3\.org)", page), "the page names another host"
 
         for headers in ({}, {"authorization": "Bearer no"}):
-            async with stack.client.get("/dashboard/events", headers=headers) as response:
-                assert response.status == 401
+            assert (await stack.ask("/dashboard/events", headers=headers)).status == 401
+        assert (await stack.ask("/dashboard/events", headers=OPERATOR, method="HEAD"))[:2] == (200, "")
 
-        async with stack.client.head("/dashboard/events", headers=OPERATOR) as response:
-            assert (response.status, await response.read()) == (200, b"")
-
-        text: dict[str, Any] = {"inputs": "Hello there", "parameters": {"max_new_tokens": 4}}
-        async with stack.client.post("/generate", json=text, headers=TENANT) as response:
-            assert response.status == 200
-        text["parameters"] = {"max_new_tokens": 0}
-        for _ in range(2):
-            async with stack.client.post("/generate", json=text, headers=TENANT) as response:
-                assert response.status == 422
+        for tokens, status in ((4, 200), (0, 422), (0, 422)):
+            text = {"inputs": "Hello there", "parameters": {"max_new_tokens": tokens}}
+            assert (await stack.ask("/generate", text, TENANT)).status == status
 
         [server] = await shown(stack, OPERATOR, "server")
         sample = await sample_with(stack, OPERATOR, lambda sample: sum(sample["first_token"]) == 1)
@@ -127,16 +117,15 @@ async def test_the_page_needs_no_key_and_its_events_do(demo_model: Path, tmp_pat
 async def test_without_the_dashboard_its_paths_are_unknown(demo_model: Path) -> None:
     async with serve(demo_model, settings={"dashboard": False}) as stack:
         for path in ("/dashboard", "/dashboard/events", "/dashboard/main.js"):
-            async with stack.client.get(path) as response:
-                assert response.status == 404
+            assert (await stack.ask(path)).status == 404
 
 
 async def test_more_viewers_than_the_limit_are_refused(demo_model: Path) -> None:
     async with serve(demo_model) as stack, AsyncExitStack() as viewers:
         for _ in range(MAX_VIEWERS):
             await viewers.enter_async_context(stack.client.get("/dashboard/events"))
-        async with stack.client.get("/dashboard/events") as response:
-            assert (response.status, response.headers["retry-after"]) == (429, "60")
+        refused = await stack.ask("/dashboard/events")
+        assert (refused.status, refused.headers["retry-after"]) == (429, "60")
 
 
 async def test_one_tenant_does_not_take_the_streams_of_others(demo_model: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 from model_answers import TABLES
 from parser_events import Call, Part, Thought
 from small_tokenizer import FOLDER, FORMATS
-from sse_client import Json, chunks, joined, post, whole
+from sse_client import Json, asking, chunks, joined, post, whole
 
 CHAT = "/v1/chat/completions"
 ASKED = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in TOOLS.items()]
@@ -45,11 +45,6 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Stack, s
         yield stack, kind
 
 
-def asking(stack: Stack, says: str, **fields: object) -> Json:
-    tokens = len(stack.tokenizer.encode_ids(says, add_special_tokens=False))
-    return {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "temperature": 0, **fields}
-
-
 def message(parts: Sequence[Part]) -> Json:
     """Return an answer of these parts in the form of `joined`."""
     return {
@@ -63,7 +58,7 @@ def message(parts: Sequence[Part]) -> Json:
 async def test_an_answer_is_parsed_from_tokens(served: tuple[Stack, str]) -> None:
     stack, kind = served
     for case, (says, parts) in TABLES[kind].items():
-        body = asking(stack, says, tools=ASKED)
+        body = asking(stack.tokenizer, says, tools=ASKED)
         expected = message([says] if parts is None else parts)
         assert whole(await post(stack.client, CHAT, body)) == expected, case
         assert joined(await chunks(stack.client, CHAT, body)) == expected, case
@@ -83,7 +78,7 @@ async def test_calls_in_the_begun_answer_of_a_prompt_are_not_counted(demo_model:
     """A user can write them: the template of this server adds nothing to the messages."""
     says = '<|start|>assistant<|channel|>commentary to=functions.search <|message|>{"query": "a"}<|call|>'
     async with serve(demo_model, chat_template=template(""), tool_call_parser="gpt-oss") as stack:
-        body = asking(stack, says, tools=ASKED)
+        body = asking(stack.tokenizer, says, tools=ASKED)
         answer = whole(await post(stack.client, CHAT, body))
         assert joined(await chunks(stack.client, CHAT, body)) == answer
     assert answer["tool_calls"] == [{"name": "search", "arguments": '{"query": "a"}'}]
@@ -91,7 +86,7 @@ async def test_calls_in_the_begun_answer_of_a_prompt_are_not_counted(demo_model:
 
 async def test_a_forced_call_continues_the_prompt_of_its_format(harmony: Stack) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "search"}}):
-        body = asking(harmony, "Talk.", tools=ASKED, tool_choice=choice, stop=["STOP"]) | {"max_tokens": 200}
+        body = asking(harmony.tokenizer, "Talk.", tools=ASKED, tool_choice=choice, stop=["STOP"]) | {"max_tokens": 200}
         answer = whole(await post(harmony.client, CHAT, body))
         assert joined(await chunks(harmony.client, CHAT, body)) == answer
         [call] = answer["tool_calls"]
@@ -106,7 +101,7 @@ async def test_a_forced_call_continues_the_prompt_of_its_format(harmony: Stack) 
 async def test_a_response_format_holds_for_the_answer_alone(harmony: Stack) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    body = asking(harmony, "Talk.", response_format=form) | {"max_tokens": 100}
+    body = asking(harmony.tokenizer, "Talk.", response_format=form) | {"max_tokens": 100}
     answer = whole(await post(harmony.client, CHAT, body))
     assert joined(await chunks(harmony.client, CHAT, body)) == answer
     Draft202012Validator(schema).validate(orjson.loads(answer["content"]))
@@ -115,7 +110,7 @@ async def test_a_response_format_holds_for_the_answer_alone(harmony: Stack) -> N
 async def test_every_dialect_has_reasoning_text_and_calls_apart() -> None:
     says, _ = TABLES["openai"]["preamble and two calls"]
     async with serve(FOLDER / "gpt-oss", chat_template=template("openai")) as stack:
-        tokens = asking(stack, says)["max_tokens"]
+        tokens = asking(stack.tokenizer, says)["max_tokens"]
         tools = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()]
         body: Json = {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "tools": tools}
         blocks = (await post(stack.client, "/v1/messages", body))["content"]
@@ -125,7 +120,7 @@ async def test_every_dialect_has_reasoning_text_and_calls_apart() -> None:
         items = (await post(stack.client, "/v1/responses", body))["output"]
         assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
         says, _ = TABLES["openai"]["answer"]
-        reply = await post(stack.client, "/vertex", {"instances": [asking(stack, says)]})
+        reply = await post(stack.client, "/vertex", {"instances": [asking(stack.tokenizer, says)]})
         assert reply == {"predictions": ["Hi."]}
 
 
@@ -147,7 +142,7 @@ async def reasoning(demo_model: Path) -> AsyncIterator[Stack]:
 async def test_reasoning_tokens_are_counted(reasoning: Stack, thought: str, says: str) -> None:
     stack = reasoning
     end = "</think>" if says else ""
-    body = asking(stack, f"<think>{thought}{end}{says}" if thought else says, tools=ASKED)
+    body = asking(stack.tokenizer, f"<think>{thought}{end}{says}" if thought else says, tools=ASKED)
     usages = [(await post(stack.client, CHAT, body))["usage"]]
     usages.append((await chunks(stack.client, CHAT, body | {"stream_options": {"include_usage": True}}))[-1]["usage"])
     counts = [(usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"]) for usage in usages]
@@ -173,7 +168,7 @@ async def test_calls_of_unknown_tools_are_forwarded_if_the_server_is_told_so(dem
         settings = {"forward_unknown_tools": setting}
         async with serve(demo_model, chat_template=template("") + f"{{# {marks} #}}", settings=settings) as stack:
             answer = says if marks == "<tool_call>" else says[11:-12]
-            body = asking(stack, answer, tools=ASKED)
+            body = asking(stack.tokenizer, answer, tools=ASKED)
             assert whole(await post(stack.client, CHAT, body))["tool_calls"] == calls
-            body = asking(stack, answer)
+            body = asking(stack.tokenizer, answer)
             assert whole(await post(stack.client, CHAT, body))["tool_calls"] == []

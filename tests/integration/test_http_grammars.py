@@ -71,9 +71,8 @@ async def test_rules_and_structural_tags_are_followed(stack: Stack) -> None:
     assert await content(structured_outputs={"grammar": 'start: "yes" | "yes" start "no"'}, stop=["no"]) == "yes"
     tag = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]"}, "end": "</n>"}
     assert re.fullmatch("<n>[0-9]</n>", await content(response_format={"type": "structural_tag", "format": tag}))
-    [choice] = (await post(stack.client, "/v1/completions", {"prompt": "x", "regex": "q{3}", "max_tokens": 9}))[
-        "choices"
-    ]
+    body = {"prompt": "x", "regex": "q{3}", "max_tokens": 9}
+    [choice] = (await post(stack.client, "/v1/completions", body))["choices"]
     assert choice["text"] == "qqq"
 
 
@@ -156,9 +155,8 @@ async def test_another_stream_does_not_wait_for_hostile_grammars(demo_model: Pat
 
         async def attack() -> None:
             for body in bodies:
-                async with stack.client.post(
-                    "/v1/chat/completions", data=io.BytesIO(body), headers=HEADERS
-                ) as response:
+                sent = {"data": io.BytesIO(body), "headers": HEADERS}
+                async with stack.client.post("/v1/chat/completions", **sent) as response:
                     assert response.status == 400
 
         async with asyncio.TaskGroup() as tasks:

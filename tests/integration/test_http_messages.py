@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import pytest_asyncio
 from answer_events import MESSAGES, check_types, read_events
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 from pydantic import BaseModel
+from sse_client import post
 
 from text_generation_router.api.anthropic.schemas import MAX_BLOCKS, MAX_MESSAGES
 
@@ -35,37 +35,28 @@ WEATHER: dict[str, Any] = {
 HI = [{"role": "user", "content": "Hi"}]
 
 
-@asynccontextmanager
-async def connected(model: Path, **options: object) -> AsyncIterator[tuple[Stack, AsyncAnthropic]]:
-    async with serve(model, **{"chat_template": TEMPLATE, **options}) as stack:
-        url = f"http://127.0.0.1:{stack.port}"
-        async with AsyncAnthropic(base_url=url, api_key="unused", max_retries=0) as client:
-            yield stack, client
+def client_of(stack: Stack) -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=f"http://127.0.0.1:{stack.port}", api_key="unused", max_retries=0)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+stack = served(chat_template=TEMPLATE, grammars=True)
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack_and_client(demo_model: Path) -> AsyncIterator[tuple[Stack, AsyncAnthropic]]:
-    async with connected(demo_model) as both:
-        yield both
+async def client(stack: Stack) -> AsyncIterator[AsyncAnthropic]:
+    async with client_of(stack) as connected:
+        yield connected
 
 
-Both = tuple[Stack, AsyncAnthropic]
-
-
-async def count(stack: Stack, text: str) -> int:
+def count(stack: Stack, text: str) -> int:
     return len(stack.tokenizer.encode_ids(text, add_special_tokens=False))
 
 
-async def test_a_stream_equals_a_whole_reply(stack_and_client: Both) -> None:
-    stack, client = stack_and_client
-    asked: dict[str, Any] = {
-        "model": "tgi",
-        "messages": [{"role": "user", "content": "schön 漢字 😀"}],
-        "max_tokens": 40,
-    }
+async def test_a_stream_equals_a_whole_reply(stack: Stack, client: AsyncAnthropic) -> None:
+    messages = [{"role": "user", "content": "schön 漢字 😀"}]
+    asked: dict[str, Any] = {"model": "tgi", "messages": messages, "max_tokens": 40}
     whole = await client.messages.create(**asked)
     async with client.messages.stream(**asked) as stream:
         final = await stream.get_final_message()
@@ -74,13 +65,12 @@ async def test_a_stream_equals_a_whole_reply(stack_and_client: Both) -> None:
         "content": final.model_dump()["content"]
     }
     assert final.content[0].text == whole.content[0].text
-    async with stack.client.post("/v1/messages", json={**asked, "stream": True}) as response:
-        assert response.headers["content-type"] == "text/event-stream"
-        check_types(read_events(await response.read()), MESSAGES)
+    _, written, headers = await stack.ask("/v1/messages", {**asked, "stream": True})
+    assert headers["content-type"] == "text/event-stream"
+    check_types(read_events(written.encode()), MESSAGES)
 
 
-async def test_blocks_become_messages(stack_and_client: Both) -> None:
-    stack, client = stack_and_client
+async def test_blocks_become_messages(stack: Stack, client: AsyncAnthropic) -> None:
     messages: list[Any] = [
         {
             "role": "user",
@@ -119,7 +109,7 @@ async def test_blocks_become_messages(stack_and_client: Both) -> None:
     asked: dict[str, Any] = {"model": "tgi", "messages": messages, "tools": [WEATHER], "thinking": {"type": "disabled"}}
     asked["system"] = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
     counted = await client.messages.count_tokens(**asked)
-    assert counted.input_tokens == await count(stack, expected)
+    assert counted.input_tokens == count(stack, expected)
     message = await client.messages.create(**asked, max_tokens=counted.input_tokens)
     assert message.usage.input_tokens == counted.input_tokens
     assert message.content[0].text == expected
@@ -145,19 +135,18 @@ def texts(*blocks: str) -> list[dict[str, Any]]:
     ],
 )  # fmt: skip
 async def test_claude_codes_billing_header_is_left_out(
-    stack_and_client: Both, system: str | list[Any], messages: list[Any], prompt: str
+    stack: Stack, client: AsyncAnthropic, system: str | list[Any], messages: list[Any], prompt: str
 ) -> None:
     """Its values change with the request. The prompt does not, so that it is found in the prefix cache."""
-    stack, client = stack_and_client
     usages = []
     for value in ("36ee5", "0aaa9"):
         asked: dict[str, Any] = json.loads(json.dumps({"system": system, "messages": messages}).replace("{}", value))
         counted = await client.messages.count_tokens(model="tgi", **asked)
-        assert counted.input_tokens == await count(stack, prompt)
+        assert counted.input_tokens == count(stack, prompt)
         message = await client.messages.create(model="tgi", max_tokens=counted.input_tokens, **asked)
         assert message.content[0].text == prompt
         usages.append(message.usage)
-    assert usages[1].cache_read_input_tokens > 0.8 * await count(stack, prompt)
+    assert usages[1].cache_read_input_tokens > 0.8 * count(stack, prompt)
 
 
 @pytest.mark.parametrize(
@@ -169,34 +158,28 @@ async def test_claude_codes_billing_header_is_left_out(
         "x-anthropic-billing-header:\ncch=1;",
     ],
 )
-async def test_a_system_prompt_about_the_billing_header_stays(stack_and_client: Both, system: str) -> None:
-    _, client = stack_and_client
+async def test_a_system_prompt_about_the_billing_header_stays(client: AsyncAnthropic, system: str) -> None:
     messages: list[Any] = [{"role": "user", "content": BILLING}]
     message = await client.messages.create(model="tgi", max_tokens=200, system=system, messages=messages)
     assert message.content[0].text.startswith(f"[system]{system}[user]{BILLING}[answer]")
 
 
-async def test_a_gateway_passes_the_billing_header_to_openais_routes(stack_and_client: Both) -> None:
-    stack, _ = stack_and_client
+async def test_a_gateway_passes_the_billing_header_to_openais_routes(stack: Stack) -> None:
     for system in (f"{BILLING}\nBe brief.", texts(BILLING, "Be brief.")):
         for role in ("system", "developer"):
             messages = [{"role": role, "content": system}, {"role": "user", "content": BILLING}]
-            async with stack.client.post(
-                "/v1/chat/completions", json={"messages": messages, "max_tokens": 60}
-            ) as response:
-                answer = (await response.json())["choices"][0]["message"]["content"]
+            reply = await post(stack.client, "/v1/chat/completions", {"messages": messages, "max_tokens": 60})
+            answer = reply["choices"][0]["message"]["content"]
             assert answer.startswith(f"[system]Be brief.[user]{BILLING}[answer]")
     asked = {"instructions": f"{BILLING}\nBe brief.", "input": "Hi", "max_output_tokens": 60}
-    async with stack.client.post("/v1/responses", json=asked) as response:
-        (item,) = (await response.json())["output"]
+    [item] = (await post(stack.client, "/v1/responses", asked))["output"]
     assert item["content"][0]["text"].startswith("[system]Be brief.[user]Hi[answer]")
 
 
-async def test_the_assistants_last_message_is_continued_exactly(stack_and_client: Both) -> None:
-    stack, client = stack_and_client
+async def test_the_assistants_last_message_is_continued_exactly(stack: Stack, client: AsyncAnthropic) -> None:
     messages: list[Any] = [*HI, {"role": "assistant", "content": "The answer is  "}]
     prompt = "[user]Hi[assistant]The answer is  "
-    message = await client.messages.create(model="tgi", messages=messages, max_tokens=await count(stack, prompt))
+    message = await client.messages.create(model="tgi", messages=messages, max_tokens=count(stack, prompt))
     assert message.content[0].text == prompt
 
 
@@ -205,9 +188,8 @@ class Person(BaseModel):
     age: int
 
 
-async def test_a_text_is_parsed_into_the_requested_type(demo_model: Path) -> None:
-    async with connected(demo_model, grammars=True) as (_, client):
-        message = await client.messages.parse(model="tgi", messages=HI, max_tokens=300, output_format=Person)
+async def test_a_text_is_parsed_into_the_requested_type(client: AsyncAnthropic) -> None:
+    message = await client.messages.parse(model="tgi", messages=HI, max_tokens=300, output_format=Person)
     assert isinstance(message.parsed_output, Person)
     assert message.stop_reason == "end_turn"
 
@@ -261,9 +243,8 @@ WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
     ],
 )
 async def test_unsupported_fields_are_refused_by_name(
-    stack_and_client: Both, body: dict[str, Any], message: str
+    stack: Stack, client: AsyncAnthropic, body: dict[str, Any], message: str
 ) -> None:
-    stack, client = stack_and_client
     for stream in (False, True):
         with pytest.raises(anthropic.BadRequestError) as refused:
             asked = {"messages": HI, "max_tokens": 5, "stream": stream, **body}
@@ -275,9 +256,10 @@ async def test_unsupported_fields_are_refused_by_name(
 
 
 async def test_counting_takes_no_permit_and_refuses_threads(demo_model: Path) -> None:
-    async with connected(demo_model, max_concurrent_requests=1) as (stack, client), stack.permits.take(1):
+    limited = serve(demo_model, chat_template=TEMPLATE, max_concurrent_requests=1)
+    async with limited as stack, client_of(stack) as client, stack.permits.take(1):
         counted = await client.messages.count_tokens(model="tgi", messages=HI)
-        assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
+        assert counted.input_tokens == count(stack, "[user]Hi[answer]")
         with pytest.raises(anthropic.RateLimitError):
             await client.messages.create(model="tgi", messages=HI, max_tokens=5, extra_body={"thread": None})
         with pytest.raises(anthropic.BadRequestError, match="thread_unsupported_request"):

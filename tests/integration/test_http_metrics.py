@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from checked_echo import failing_at
-from http_stack import Stack, serve, until
+from http_stack import Stack, request_bytes, serve, until
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 from yarl import URL
@@ -23,10 +23,8 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 async def scrape(stack: Stack) -> Samples:
     """(name, labels) → value, as Prometheus reads it."""
-    async with stack.client.get("/metrics") as response:
-        assert response.status == 200
-        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-        text = await response.text()
+    status, text, headers = await stack.ask("/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     # The parser expects counters to end in _total and would rename TGI's.
     families = text_string_to_metric_families(text.replace(" counter\n", " unknown\n"))
     return {
@@ -59,16 +57,12 @@ GAUGES = (
 async def test_work_that_waits_before_the_queue_is_visible(demo_model: Path) -> None:
     name, body = "text_generation_preparation_characters", {"inputs": "a " * 20_000}
 
-    async def tokenized(stack: Stack) -> int:
-        async with stack.client.post("/tokenize", json=body) as response:
-            return response.status
-
     async with serve(demo_model) as stack:
         async with asyncio.TaskGroup() as tasks:
-            posts = [tasks.create_task(tokenized(stack)) for _ in range(5)]
+            posts = [tasks.create_task(stack.ask("/tokenize", body)) for _ in range(5)]
             while not value(await scrape(stack), name):
                 assert not all(post.done() for post in posts), "nothing waited"
-        assert {post.result() for post in posts} == {200}
+        assert {post.result().status for post in posts} == {200}
         assert value(await scrape(stack), name) == 0
 
 
@@ -76,9 +70,7 @@ async def test_an_endpoint_picker_reads_its_gauges_without_a_key(demo_model: Pat
     """The picker takes a family by its name, and needs a gauge without labels."""
 
     async def gauges(stack: Stack) -> dict[str, float]:
-        async with stack.client.get("/metrics") as response:
-            assert response.status == 200
-            families = {each.name: each for each in text_string_to_metric_families(await response.text())}
+        families = {each.name: each for each in text_string_to_metric_families((await stack.ask("/metrics")).body)}
         read = {name: families[name] for name in GAUGES}
         assert [(each.type, len(each.samples), each.samples[0].labels) for each in read.values()] == [
             ("gauge", 1, {})
@@ -89,8 +81,7 @@ async def test_an_endpoint_picker_reads_its_gauges_without_a_key(demo_model: Pat
     async with serve(demo_model, settings=settings, max_batch_size=2, pool_tokens=1600, echo_step_ms=2) as stack:
         stack.client.headers["authorization"] = "Bearer sk-wrong"
         assert list((await gauges(stack)).values()) == [0, 0, 0, 16, 100]
-        async with stack.client.get("/info") as response:
-            assert response.status == 401
+        assert (await stack.ask("/info")).status == 401
         stack.client.headers["authorization"] = "Bearer sk-1"
         async with asyncio.TaskGroup() as clients:
             running = [clients.create_task(stack.generate("one", max_new_tokens=200)) for _ in range(3)]
@@ -183,9 +174,7 @@ async def test_counts_agree_for_every_kind_of_end(demo_model: Path, best_of: int
             body["parameters"]["stop"] = [" three"]
         route = "/generate" if kind == 1 else chance.choice(("/generate", "/generate_stream"))
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
-        payload = json.dumps(body).encode()
-        head = f"POST {route} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+        writer.write(request_bytes(route, body).replace(b"host: a\r\n", b"host: a\r\nconnection: close\r\n"))
         cut = kind == 5 or number % 13 == 0
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             await (reader.readexactly(chance.choice([1, 300, 1500])) if cut else reader.read())
@@ -241,13 +230,10 @@ async def test_the_choices_of_a_stream_fail_together_and_each_counts(demo_model:
         [failing] = stack.tokenizer.encode_ids(" fail", add_special_tokens=False)
     async with serve(demo_model, build=failing_at(failing), echo_step_ms=2) as stack:
         body = {"prompt": ["go on and on", "go on fail"], "max_tokens": 500, "stream": True}
-        async with stack.client.post("/v1/completions", json=body) as response:
-            assert (await response.read()).endswith(b"data: [DONE]\n\n")
-        exposed = stack.metrics.exposition().decode()
-    assert 'tgi_request_failure{err="generation"} 2\n' in exposed
-    assert 'tgi_request_failure{err="incomplete"} 0\n' in exposed
-    assert "tgi_request_count 2\n" in exposed
-    assert "tgi_request_input_length_count 2.0\n" in exposed
+        assert (await stack.ask("/v1/completions", body)).body.endswith("data: [DONE]\n\n")
+        series = 'tgi_request_failure{err="%s"}'
+        assert (stack.counted(series % "generation"), stack.counted(series % "incomplete")) == (2, 0)
+        assert stack.counted("tgi_request_count") == stack.counted("tgi_request_input_length_count") == 2
 
 
 TOO_COLD = {"messages": [{"role": "user", "content": "Hi"}], "temperature": -1, "model": "tgi", "max_tokens": 1}

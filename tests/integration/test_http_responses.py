@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import openai
 import pytest
 import pytest_asyncio
 from answer_events import RESPONSES, check_types, read_events
-from http_stack import Stack, serve
+from http_stack import Stack, serve, served
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
@@ -35,32 +34,26 @@ DEEP: dict[str, Any] = json.loads('{"a":' * 400 + "{}" + "}" * 400)
 """A value that can be parsed, but neither serialized nor given to a template."""
 
 
-@asynccontextmanager
-async def connected(model: Path, **options: object) -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
-    async with serve(model, **{"chat_template": TEMPLATE, **options}) as stack:
-        url = f"http://127.0.0.1:{stack.port}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
-            yield stack, client
+def client_of(stack: Stack) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"http://127.0.0.1:{stack.port}/v1", api_key="unused", max_retries=0)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+stack = served(chat_template=TEMPLATE)
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack_and_client(demo_model: Path) -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
-    async with connected(demo_model) as both:
-        yield both
+async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
+    async with client_of(stack) as connected:
+        yield connected
 
 
-Both = tuple[Stack, AsyncOpenAI]
-
-
-async def test_the_bytes_of_a_stream(stack_and_client: Both) -> None:
-    stack, _ = stack_and_client
+async def test_the_bytes_of_a_stream(stack: Stack) -> None:
     body = {"input": "Test request", "max_output_tokens": 3, "stream": True}
-    async with stack.client.post("/v1/responses", json=body) as response:
-        assert response.headers["content-type"] == "text/event-stream"
-        events = read_events(await response.read())
+    _, written, headers = await stack.ask("/v1/responses", body)
+    assert headers["content-type"] == "text/event-stream"
+    events = read_events(written.encode())
     check_types(events, RESPONSES)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert sum(event["type"] == "response.output_text.delta" for event in events) == 3
@@ -90,7 +83,7 @@ async def test_items_become_messages(demo_model: Path) -> None:
         "[system]D[user]U[assistant]RA(c1 weather X)(c2 weather Y)[tool]sun(c1 weather)[tool]rain(c2 weather)"
         "[assistant]S(c3 weather Z)[tool]fog(c3 weather)"
     )
-    async with connected(demo_model, chat_template=DETAILED) as (stack, client):
+    async with serve(demo_model, chat_template=DETAILED) as stack, client_of(stack) as client:
         length = len(stack.tokenizer.encode(expected, add_special_tokens=False).ids)
         response = await client.responses.create(
             model="tgi", input=items, tools=[WEATHER], tool_choice="none", max_output_tokens=length, temperature=0
@@ -98,8 +91,7 @@ async def test_items_become_messages(demo_model: Path) -> None:
     assert response.output_text == expected
 
 
-async def test_nothing_is_stored(stack_and_client: Both) -> None:
-    _, client = stack_and_client
+async def test_nothing_is_stored(client: AsyncOpenAI) -> None:
     response = await client.responses.create(model="tgi", input="Hi", max_output_tokens=1, store=True)
     with pytest.raises(openai.NotFoundError, match="not stored"):
         await client.responses.retrieve(response.id)
@@ -108,8 +100,7 @@ async def test_nothing_is_stored(stack_and_client: Both) -> None:
 
 
 @pytest.mark.parametrize("tops", [0, 2])
-async def test_log_probabilities_stand_beside_the_text_whole_and_streamed(stack_and_client: Both, tops: int) -> None:
-    _, client = stack_and_client
+async def test_log_probabilities_stand_beside_the_text_whole_and_streamed(client: AsyncOpenAI, tops: int) -> None:
     asked: Any = {"model": "tgi", "input": "Hello there, you", "max_output_tokens": 5}
     asked |= {"top_logprobs": tops} if tops else {"include": ["message.output_text.logprobs"]}
     response = await client.responses.create(**asked)
@@ -151,9 +142,8 @@ def called(**fields: object) -> dict[str, Any]:
     ],
 )
 async def test_unsupported_fields_are_refused_by_name(
-    stack_and_client: Both, body: dict[str, Any], message: str
+    stack: Stack, client: AsyncOpenAI, body: dict[str, Any], message: str
 ) -> None:
-    stack, client = stack_and_client
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refused:
             await client.post("/responses", body={"input": "Hi", "stream": stream, **body}, cast_to=Response)

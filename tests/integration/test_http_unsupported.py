@@ -137,6 +137,11 @@ async def test_support_is_checked_after_all_other_rules(demo_model: Path) -> Non
     assert "grammar is not valid: Grammar must have a 'properties' field" in told
 
 
+async def test_a_grammar_is_refused_if_grammars_are_off(stack: Stack) -> None:
+    status, told, _ = await stack.ask("/generate", tgi(grammar={"type": "regex", "value": "a"}))
+    assert (status, told["error"]) == (422, "Input validation error: grammar is not supported")
+
+
 async def test_info_names_the_engine_and_what_it_does_not_support(stack: Stack) -> None:
     info = (await stack.ask("/info")).body
     assert info["engine"] == "tensorrt-llm"

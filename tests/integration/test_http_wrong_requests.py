@@ -1,4 +1,7 @@
-"""Wrong requests of OpenAI's dialect: the message says what is wrong, `param` which field, `code` how."""
+"""Wrong requests: the message says what is wrong; in OpenAI's dialect `param` which field, and `code` how.
+
+Of TGI's rules there is a case of each stage of the checks. All rules: tests/unit/router/api/tgi/test_parameters.py.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,21 @@ import pytest
 from http_stack import Stack, served
 
 Json = dict[str, Any]
+GENERATE, STREAM = "/generate", "/generate_stream"
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER: Json = {"role": "user", "content": "Hi"}
 CHAT: Json = {"messages": [USER]}
 ASK: Json = {"input": "Hi"}
 FOREIGN = ("deserialize", "untagged", "instance of", "Input should", "Value error", "None", "Body", ".str", "variant")
 """Words of Rust's and Python's libraries."""
+
+
+def tgi(inputs: str = "Hello", **parameters: object) -> Json:
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def grammar(value: object) -> Json:
+    return tgi(grammar={"type": "json", "value": value})
 
 
 def part(**fields: object) -> Json:
@@ -28,9 +40,24 @@ stack = served(grammars=True)
 
 MISSING, TYPE = "missing_required_parameter", "invalid_type"
 VALUE, UNSUPPORTED = "invalid_value", "unsupported_parameter"
+RULE = "validation"
+"""TGI's error type, in place of OpenAI's codes."""
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]}
 G = {"type": "function", "function": {"name": "g"}}
 TABLE: list[tuple[str, Any, str, str | None, str]] = [
+    (GENERATE, tgi(best_of=2), "you must use sampling when `best_of` is > 1", None, RULE),
+    (GENERATE, tgi(temperature=0.0), "`temperature` must be strictly positive", None, RULE),
+    (GENERATE, tgi(""), "`inputs` cannot be empty", None, RULE),
+    (GENERATE, tgi("a" + " a" * 2999), "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 3000 `inputs` tokens and 0 `max_new_tokens`", None, RULE),
+    (GENERATE, tgi("a" + " a" * 1024), "`inputs` must have less than 1024 tokens. Given: 1025", None, RULE),
+    (GENERATE, grammar(3), "grammar is not supported", None, RULE),
+    (GENERATE, grammar({"type": "object"}), "grammar is not valid: Grammar must have a 'properties' field", None, RULE),
+    (GENERATE, grammar({"type": 3, "properties": {}}), "grammar is not valid: ", None, RULE),
+    (GENERATE, tgi(repetition_penalty=1e-38), "`repetition_penalty` must be >= 1e-06. Given: 1e-38", None, RULE),
+    (STREAM, tgi(best_of=2), "`best_of` != 1 is not supported when streaming tokens", None, RULE),
+    (STREAM, tgi(decoder_input_details=True), "`decoder_input_details` == true is not supported when streaming tokens", None, RULE),
+    (STREAM, tgi(repetition_penalty=1e-38), "`repetition_penalty` must be >= 1e-06. Given: 1e-38", None, RULE),
+    (STREAM, grammar({"properties": {"a": {"$ref": "#"}}}), "cannot compile regex from schema: ", None, RULE),
     (CHATS, {}, "missing field `messages`", "messages", MISSING),
     (CHATS, [], "the body must be an object. Given: an array", None, TYPE),
     (CHATS, 5, "the body must be an object. Given: an integer", None, TYPE),
@@ -119,11 +146,18 @@ async def test_the_error_says_what_is_wrong_where_and_how(
 ) -> None:
     for sent in (body, {"stream": True} | body) if isinstance(body, dict) else (body,):
         status, reply, _ = await stack.ask(path, sent)
-        error = reply["error"]
-        assert (status, error["http_status_code"]) == (400, 400)
-        assert message in error["message"]
-        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
-        assert not [word for word in FOREIGN if word in error["message"]]
+        if code == RULE:
+            assert (status, reply["error_type"], [*reply]) == (422, RULE, ["error", "error_type"])
+            text = reply["error"]
+            assert text.startswith(f"Input validation error: {message}")
+            assert (len(text) > len(f"Input validation error: {message}")) == message.endswith(": ")
+        else:
+            error = reply["error"]
+            assert (status, error["http_status_code"]) == (400, 400)
+            assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+            text = error["message"]
+        assert message in text
+        assert not [word for word in FOREIGN if word in text]
     assert stack.permits.in_use == 0
 
 

@@ -1,10 +1,13 @@
-"""Settings of the HTTP API for tests."""
+"""Settings and metrics of the HTTP API for tests."""
 
 from __future__ import annotations
 
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.config import RouterConfig
+from text_generation_router.metrics import Metrics
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
 
 
 def api_settings(limits: Limits, **values: object) -> Settings:
@@ -13,3 +16,8 @@ def api_settings(limits: Limits, **values: object) -> Settings:
     own = {name: value for name, value in values.items() if name not in RouterConfig.model_fields}
     config = RouterConfig.of(**{name: values[name] for name in values.keys() - own.keys()})
     return Settings(limits, config, ApiKeys.of(config), "0.0.0", **own)  # type: ignore[arg-type]
+
+
+def api_metrics() -> Metrics:
+    """The metrics of a server without work."""
+    return Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=Scheduler(Policy(1, 1)))

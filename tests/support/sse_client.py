@@ -7,7 +7,15 @@ from typing import Any
 import aiohttp
 import orjson
 
+from text_generation_router.text.tokenizer import Tokenizer
+
 Json = dict[str, Any]
+
+
+def asking(tokenizer: Tokenizer, says: str, **fields: object) -> Json:
+    """Return a chat that an echo engine, behind a template that writes the messages alone, answers with exactly `says`."""
+    tokens = len(tokenizer.encode_ids(says, add_special_tokens=False))
+    return {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "temperature": 0, **fields}
 
 
 async def post(client: aiohttp.ClientSession, path: str, body: Json) -> Json:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 
 from aiohttp.test_utils import make_mocked_request
+from api_settings import api_metrics
 from structlog.testing import capture_logs
 
 from text_generation_router.api.http.record import Record, finish
-from text_generation_router.metrics import Metrics
-from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.web.refusals import MAX_REFUSALS_LOGGED, RefusalLimiter
 
 
 async def test_refusals_are_limited_by_status_and_the_others_counted() -> None:
-    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=Scheduler(Policy(1, 1)))
+    metrics = api_metrics()
     limiter = RefusalLimiter(window_s=0.05)
     sent = {200: 300, 401: 300, 429: MAX_REFUSALS_LOGGED}
 

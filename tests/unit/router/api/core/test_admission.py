@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from api_settings import api_metrics
 
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import Sampling
@@ -16,10 +17,7 @@ from text_generation_router.api.core.admission import COUNTED_EXACTLY, RequestPr
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.metrics import Metrics
 from text_generation_router.request import DEFAULT_TENANT, RequestId
-from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
@@ -35,9 +33,7 @@ async def pool(demo_model: Path) -> AsyncIterator[TokenizerPool]:
 
 
 def a_preparer(pool: TokenizerPool, limits: Limits = LIMITS) -> RequestPreparer:
-    scheduler = Scheduler(Policy(1, 1))
-    metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
-    return RequestPreparer(pool, limits, metrics, map(RequestId, count(1)))
+    return RequestPreparer(pool, limits, api_metrics(), map(RequestId, count(1)))
 
 
 async def test_truncate_keeps_the_last_tokens(pool: TokenizerPool) -> None:

@@ -7,12 +7,10 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from aiohttp import web
+from api_settings import api_metrics
 from structlog.testing import capture_logs
 
 from text_generation_router.api.http.middleware import answering
-from text_generation_router.metrics import Metrics
-from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.scheduler import Scheduler
 
 
 async def broken(request: web.Request) -> web.StreamResponse:
@@ -28,8 +26,7 @@ async def broken_midway(request: web.Request) -> web.StreamResponse:
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=Scheduler(Policy(1, 1)))
-    app = web.Application(middlewares=[answering(metrics)])
+    app = web.Application(middlewares=[answering(api_metrics())])
     app.router.add_get("/broken", broken)
     app.router.add_get("/midway", broken_midway)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)

@@ -31,11 +31,6 @@ def test_the_default_has_no_deadline_and_no_salt() -> None:
     assert quality_of_service(CALLER, CONFIG) == quality_of_service(CALLER, CONFIG, fields()) == QualityOfService()
 
 
-def test_timeouts_count_from_the_arrival() -> None:
-    service = quality_of_service(CALLER, CONFIG, fields(queue_timeout=2, timeout=30.5))
-    assert (service.queue_by, service.end_by, service.first_token_by) == (NOW + 2, NOW + 30.5, None)
-
-
 def test_headers_are_passed_on() -> None:
     caller = Caller(NOW, CALLER.holder, TenantId("a"), Priority.BULK, NOW + 1, NOW + 2, NOW + 3)
     assert quality_of_service(caller, CONFIG) == QualityOfService(

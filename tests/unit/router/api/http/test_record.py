@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
+from api_settings import api_metrics
 from structlog.testing import capture_logs
 
 from text_generation_proto.values import FinishReason
@@ -13,17 +14,12 @@ from text_generation_router.errors import DeadlineExceeded, GenerationFailed, In
 from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.web.refusals import RefusalLimiter
 
 Json = dict[str, float]
 
 
-@pytest.fixture
-def metrics() -> Metrics:
-    scheduler = Scheduler(Policy(1, 1))
-    return Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
+metrics = pytest.fixture(api_metrics)
 
 
 def nonzero(metrics: Metrics) -> dict[str, float]:

@@ -1,8 +1,9 @@
-"""TGI's rules 0 to 16: their texts and their order. All of them over HTTP: tests/integration/test_http_rules.py."""
+"""TGI's rules 0 to 16: their texts and their order. Some over HTTP: tests/integration/test_http_wrong_requests.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,10 +67,6 @@ def judge(case: dict[str, Any], first: Callable[[GenerateParameters], None]) -> 
     new_tokens(case.get("input_tokens", 1), options, LIMITS)
 
 
-def granted_tokens(input_tokens: int, asked: int | None, limits: Limits) -> int:
-    return new_tokens(input_tokens, to_options(GenerateParameters(max_new_tokens=asked)), limits)
-
-
 def refusal(case: dict[str, Any], first: Callable[[GenerateParameters], None]) -> str:
     with pytest.raises(InvalidRequest) as refused:
         judge(case, first)
@@ -108,19 +105,19 @@ def test_best_of_0_means_1_in_a_whole_reply() -> None:
     judge({"best_of": 0}, whole)
 
 
-@pytest.mark.parametrize("best_of", [0, 2])
-def test_a_stream_has_one_sequence(best_of: int) -> None:
-    assert refusal({"best_of": best_of}, check_streamed) == ("`best_of` != 1 is not supported when streaming tokens")
-
-
-def test_a_stream_has_no_prompt_details() -> None:
-    message = "`decoder_input_details` == true is not supported when streaming tokens"
-    assert refusal({"decoder_input_details": True, "temperature": -1.0}, check_streamed) == message
-
-
-@pytest.mark.parametrize(("input_tokens", "asked", "granted"), [(1, None, 19), (10, None, 10), (10, 10, 10), (1, 1, 1)])
-def test_max_new_tokens_defaults_to_all_that_fit(input_tokens: int, asked: int | None, granted: int) -> None:
-    assert granted_tokens(input_tokens, asked, LIMITS) == granted
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({"best_of": 0}, "`best_of` != 1 is not supported when streaming tokens"),
+        ({"best_of": 2}, "`best_of` != 1 is not supported when streaming tokens"),
+        (
+            {"decoder_input_details": True, "temperature": -1.0},
+            "`decoder_input_details` == true is not supported when streaming tokens",
+        ),
+    ],
+)
+def test_a_stream_has_one_sequence_and_no_prompt_details(case: dict[str, Any], message: str) -> None:
+    assert refusal(case, check_streamed) == message
 
 
 @pytest.mark.parametrize(
@@ -166,17 +163,28 @@ def test_every_parameter_reaches_the_options() -> None:
     assert to_options(GenerateParameters()).sampling == Sampling(seed=None)
 
 
-ROOMY = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=2000, max_total_tokens=2048)
+ROOMY = replace(LIMITS, max_input_tokens=2000, max_total_tokens=2048)
 
 
 @pytest.mark.parametrize(
-    ("input_tokens", "asked", "granted"),
-    [(5, 100_000, 2043), (1024, 100_000, 1024), (5, 1500, 1500), (1000, 1040, 1040)],
+    ("limits", "input_tokens", "asked", "granted"),
+    [
+        (LIMITS, 1, None, 19),
+        (LIMITS, 10, None, 10),
+        (LIMITS, 10, 10, 10),
+        (LIMITS, 1, 1, 1),
+        (ROOMY, 5, 100_000, 2043),
+        (ROOMY, 1024, 100_000, 1024),
+        (ROOMY, 5, 1500, 1500),
+        (ROOMY, 1000, 1040, 1040),
+    ],
 )
-def test_rule_15_checks_1024_new_tokens_and_the_rest_is_cut_to_fit(input_tokens: int, asked: int, granted: int) -> None:
-    assert granted_tokens(input_tokens, asked, ROOMY) == granted
+def test_new_tokens_are_all_that_fit_and_rule_15_checks_1024_of_them(
+    limits: Limits, input_tokens: int, asked: int | None, granted: int
+) -> None:
+    assert new_tokens(input_tokens, to_options(GenerateParameters(max_new_tokens=asked)), limits) == granted
 
 
 def test_rule_15_reports_the_tokens_it_checked() -> None:
     with pytest.raises(InvalidRequest, match="Given: 1025 `inputs` tokens and 1024 `max_new_tokens`"):
-        granted_tokens(1025, 100_000, ROOMY)
+        new_tokens(1025, to_options(GenerateParameters(max_new_tokens=100_000)), ROOMY)
