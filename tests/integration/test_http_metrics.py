@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 from yarl import URL
 
-Labels = dict[str, str]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 

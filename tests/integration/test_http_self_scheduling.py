@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 import pytest
 from caching_echo import CachingEcho
-from checked_echo import CheckedEcho
+from checked_echo import CheckedEcho, RecordingEcho, recording
 from http_stack import Stack, serve
 from self_scheduling_echo import SelfSchedulingEcho
 from sse_client import post
@@ -30,14 +30,6 @@ class Salted(SelfSchedulingEcho):
 
     def apply(self, orders: Orders) -> list[Failure]:
         self.salts += [admission.cache_salt for admission in orders.placements]
-        return super().apply(orders)
-
-
-class SaltedSteps(CheckedEcho):
-    """The same where the router schedules."""
-
-    def apply(self, orders: Orders) -> list[Failure]:
-        assert not any(admission.cache_salt for admission in orders.placements)
         return super().apply(orders)
 
 
@@ -61,8 +53,10 @@ async def test_tenants_that_are_kept_apart_are_so_in_the_engine_and_not_by_name(
 
 
 async def test_where_the_router_keeps_the_prefix_cache_no_salt_leaves_it(demo_model: Path) -> None:
-    async with serve(demo_model, build=SaltedSteps.build) as stack:
+    async with serve(demo_model, build=recording()) as stack:
         assert await stack.generate("Hello", max_new_tokens=1, cache_salt="pepper")
+        assert isinstance(stack.engine, RecordingEcho)
+        assert [each.cache_salt for each in stack.engine.placements] == [""]
 
 
 async def events(response: aiohttp.ClientResponse) -> list[Json]:

@@ -6,19 +6,17 @@ An engine without those of the chosen tokens: every dialect returns null, in val
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checked_echo import CheckedEcho
+from checked_echo import CheckedEcho, RecordingEcho, recording
 from every_dialect import VERBATIM, stream_data
 from http_stack import LIMITS, Stack, serve, served
 from sse_client import chunks, post
 
-from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Failure, Orders, StepResult
+from text_generation_shard.engine import StepResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,25 +27,6 @@ COMPLETION: Json = {"prompt": "Hello", "max_tokens": 2}
 
 def tgi(**parameters: object) -> Json:
     return {"inputs": "Hello", "parameters": {"max_new_tokens": 2, **parameters}}
-
-
-class Asked(CheckedEcho):
-    """Records for each sequence whether its tokens are to have log-probabilities."""
-
-    asked: Sequence[bool] = ()
-
-    def apply(self, orders: Orders) -> list[Failure]:
-        Asked.asked = [*Asked.asked, *(admission.logprobs.tokens for admission in orders.placements)]
-        return super().apply(orders)
-
-
-class Unscored(Asked):
-    """An engine that has no log-probabilities, or a server with --token-logprobs never."""
-
-    @classmethod
-    def build(cls, config: ShardConfig) -> CheckedEcho:
-        engine = super().build(config)
-        return replace(engine, info=replace(engine.info, unsupported=(("tokens", "no"), ("top_n", "no"))))
 
 
 REQUESTS: list[tuple[str, Json, bool]] = [
@@ -65,30 +44,36 @@ REQUESTS: list[tuple[str, Json, bool]] = [
 ]
 
 
+async def answer(stack: Stack, path: str, body: Json) -> tuple[int, str, set[bool]]:
+    """Return status and text of a response, and if the engine was asked for log-probabilities of new tokens."""
+    assert isinstance(stack.engine, RecordingEcho)
+    stack.engine.placements.clear()
+    async with stack.client.post(path, json=body) as response:
+        text = await response.text()
+    return response.status, text, {each.logprobs.tokens for each in stack.engine.placements}
+
+
 @pytest.mark.parametrize("always", [False, True], ids=["auto", "always"])
 async def test_requests_that_ask_for_them(demo_model: Path, *, always: bool) -> None:
     limits = replace(LIMITS, always_logprobs=always)
-    async with serve(demo_model, build=Asked.build, limits=limits, chat_template=VERBATIM) as stack:
+    async with serve(demo_model, build=recording(), limits=limits, chat_template=VERBATIM) as stack:
         for path, body, shown in REQUESTS:
-            Asked.asked = ()
-            async with stack.client.post(path, json=body) as response:
-                text = await response.text()
-            assert (response.status, set(Asked.asked)) == (200, {shown or always}), (path, body, text)
+            status, text, asked = await answer(stack, path, body)
+            assert (status, asked) == (200, {shown or always}), (path, body, text)
             assert ('"logprob":-' in text or '"token_logprobs":[-' in text) == (shown and "best_of" not in str(body))
 
 
 async def test_an_engine_without_them(demo_model: Path) -> None:
-    async with serve(demo_model, build=Unscored.build, chat_template=VERBATIM) as stack:
+    build = recording(unsupported=(("tokens", "no"), ("top_n", "no")))
+    async with serve(demo_model, build=build, chat_template=VERBATIM) as stack:
         for path, body, shown in REQUESTS:
-            Asked.asked = ()
-            async with stack.client.post(path, json=body) as response:
-                text = await response.text()
-            assert not any(Asked.asked)
+            status, text, asked = await answer(stack, path, body)
+            assert True not in asked
             if shown and ("logprobs" in body or "best_of" in str(body)):
-                assert response.status in (400, 422), (path, text)
+                assert status in (400, 422), (path, text)
                 assert "is not supported by this engine: " in text
             else:
-                assert response.status == 200, text
+                assert status == 200, text
             if path == "/generate_stream":
                 assert [event["token"]["logprob"] for event in stream_data(text.encode())] == [None, None]
 

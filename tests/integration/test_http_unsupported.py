@@ -5,18 +5,15 @@ The engine, in this process behind gRPC and HTTP, supports almost nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checked_echo import CheckedEcho
+from checked_echo import RecordingEcho, recording
 from every_dialect import VERBATIM
 from http_stack import Stack, serve, served
 
-from text_generation_proto.values import Grammar, GrammarKind
-from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Failure, Orders
+from text_generation_proto.values import GrammarKind
 
 Json = dict[str, Any]
 
@@ -42,16 +39,10 @@ def chat(**fields: object) -> Json:
     return CHAT | fields
 
 
-def lacking(*fields: str) -> Any:  # noqa: ANN401 - how to build an engine
-    def build(config: ShardConfig) -> CheckedEcho:
-        engine = CheckedEcho.build(config)
-        unsupported = tuple((field, f"there is no {field}") for field in fields)
-        return replace(engine, info=replace(engine.info, engine="tensorrt-llm", unsupported=unsupported))
-
-    return build
-
-
-stack = served(build=lacking(*FIELDS))
+UNSUPPORTED = {field: f"there is no {field}" for field in FIELDS}
+stack = served(build=recording(engine="tensorrt-llm", unsupported=(*UNSUPPORTED.items(),)))
+JSON_ONLY = recording(grammar_kinds=(GrammarKind.JSON_SCHEMA,))
+"""An engine that follows only JSON schemas."""
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -132,7 +123,8 @@ async def test_neutral_values_are_served(stack: Stack, path: str, body: Json) ->
 
 async def test_support_is_checked_after_all_other_rules(demo_model: Path) -> None:
     body = tgi(grammar={"type": "json", "value": {}}, watermark=True)
-    async with serve(demo_model, build=lacking("watermark"), grammars=True) as stack:
+    build = recording(unsupported=(("watermark", "no"),))
+    async with serve(demo_model, build=build, grammars=True) as stack:
         told = (await stack.ask("/generate", body)).body["error"]
     assert "grammar is not valid: Grammar must have a 'properties' field" in told
 
@@ -145,31 +137,13 @@ async def test_a_grammar_is_refused_if_grammars_are_off(stack: Stack) -> None:
 async def test_info_names_the_engine_and_what_it_does_not_support(stack: Stack) -> None:
     info = (await stack.ask("/info")).body
     assert info["engine"] == "tensorrt-llm"
-    assert info["unsupported"] == {field: f"there is no {field}" for field in FIELDS}
+    assert info["unsupported"] == UNSUPPORTED
     assert (info["model_dtype"], info["model_device_type"]) == ("float32", "cpu")
     assert (info["router"], info["docker_label"], info["model_id"]) == ("text-generation-router", None, "echo")
 
 
-class JsonOnly(CheckedEcho):
-    """An engine that follows only JSON schemas and records the grammars it gets."""
-
-    @classmethod
-    def build(cls, config: ShardConfig) -> JsonOnly:
-        engine = super().build(config)
-        assert isinstance(engine, cls)
-        engine.info = replace(engine.info, grammar_kinds=(GrammarKind.JSON_SCHEMA,))
-        engine.asked = []
-        return engine
-
-    asked: list[Grammar | None]
-
-    def apply(self, orders: Orders) -> list[Failure]:
-        self.asked += [admission.grammar for admission in orders.placements]
-        return super().apply(orders)
-
-
 async def test_a_grammar_of_a_kind_that_the_engine_does_not_follow(demo_model: Path) -> None:
-    async with serve(demo_model, build=JsonOnly.build, grammars=True) as stack:
+    async with serve(demo_model, build=JSON_ONLY, grammars=True) as stack:
         schema = {"type": "json", "value": {"properties": {"a": {"type": "boolean"}}, "required": ["a"]}}
         assert await stack.generate("Hello", max_new_tokens=20, grammar=schema)
         status, told, _ = await stack.ask("/generate", tgi(grammar={"type": "regex", "value": "a+"}))
@@ -181,8 +155,8 @@ async def test_strict_tools_are_unconstrained_if_the_engine_has_no_lark(demo_mod
     function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
     body = chat(tools=[{"type": "function", "function": function}])
     async with serve(
-        demo_model, build=JsonOnly.build, grammars=True, chat_template=VERBATIM, tool_call_parser="hermes"
+        demo_model, build=JSON_ONLY, grammars=True, chat_template=VERBATIM, tool_call_parser="hermes"
     ) as stack:
         assert (await stack.ask("/v1/chat/completions", body)).status == 200
-        assert isinstance(stack.engine, JsonOnly)
-        assert stack.engine.asked == [None]
+        assert isinstance(stack.engine, RecordingEcho)
+        assert [each.grammar for each in stack.engine.placements] == [None]

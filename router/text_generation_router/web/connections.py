@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
 
     def hang_up(self, reason: CloseReason) -> None:
         """Close the connection at once; a client that sent part of its headers gets 408."""
-        self._connections.count(reason)
+        self._connections.metrics.closed(reason)
         if reason is CloseReason.HEADERS and self._heard:
             self._headers_by = math.inf
             self.refuse(HTTPStatus.REQUEST_TIMEOUT, "headers arrive too slowly")
@@ -248,7 +248,7 @@ class Connections:
         self._server = server
         self.limits = limits
         self.management = management
-        self._metrics = metrics
+        self.metrics = metrics
         self._refusals = RefusalLimiter()
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
@@ -277,7 +277,7 @@ class Connections:
         probes_only = full and not self._replace(self._waiting, REPLACEABLE_S)
         crowded = len(self._open) >= self.limits.limit + reserve or descriptor >= most - reserve
         if probes_only and crowded and not self._replace(self._reserved):
-            self.count(CloseReason.REFUSED)
+            self.metrics.closed(CloseReason.REFUSED)
             return None
         return Connection(self._server, self, probes_only=probes_only)
 
@@ -301,22 +301,18 @@ class Connections:
                 total -= owed.pop(largest)
                 largest.hang_up(CloseReason.UNREAD)
 
-    def count(self, reason: CloseReason) -> None:
-        """Count a connection that the server closes."""
-        self._metrics.closed(reason)
-
     # --------------------------------------------------------------------------------------------- called by a connection
 
     def opened(self, connection: Connection) -> None:
         """Add a connection."""
         self._open.add(connection)
-        self._metrics.open += 1
+        self.metrics.open += 1
         self.waiting(connection)
 
     def closed(self, connection: Connection) -> None:
         """Remove a connection."""
         self._open.discard(connection)
-        self._metrics.open -= 1
+        self.metrics.open -= 1
         self.not_waiting(connection)
 
     def waiting(self, connection: Connection) -> None:
@@ -330,7 +326,7 @@ class Connections:
 
     def refused(self, status: HTTPStatus, error: str, transport: asyncio.Transport) -> None:
         """Count and log a request without readable headers."""
-        self._metrics.answered("", status)
+        self.metrics.answered("", status)
         if self._refusals.admits(status):
             client = plain_ip((transport.get_extra_info("peername") or ("",))[0])
             log.info("request not readable", status=status.value, client=client, error=error)

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -116,6 +116,28 @@ class CheckedEcho(EchoEngine):
     def reset(self) -> None:
         super().reset()
         self._ledger = KVLedger(self.num_blocks, BLOCK_SIZE)
+
+
+@dataclass
+class RecordingEcho(CheckedEcho):
+    """Keeps the sequences that it was given."""
+
+    placements: list[NewSequence] = field(init=False, default_factory=list)
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        self.placements += orders.placements
+        return super().apply(orders)
+
+
+def recording(**info: object) -> Callable[[ShardConfig], RecordingEcho]:
+    """Return how to build a RecordingEcho that tells these values in its `Info`."""
+
+    def build(config: ShardConfig) -> RecordingEcho:
+        engine = RecordingEcho.build(config)
+        engine.info = replace(engine.info, **info)
+        return engine
+
+    return build
 
 
 def build(config: ShardConfig) -> Engine:

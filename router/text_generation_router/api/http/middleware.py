@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -36,7 +37,8 @@ TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 MAX_TRACESTATE_LENGTH = 512
 """Longest `tracestate` that is passed on: W3C's recommendation asks for at least that."""
 MAX_ID_LENGTH = 128
-_HEX = frozenset("0123456789abcdef")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+"""Version, trace, parent and flags; in versions after 00 there may be more parts."""
 _ids = random.Random()  # ids are unique, not secret: the system's random numbers cost a system call
 
 # ----------------------------------------------------------------------------------------------------- errors and records
@@ -141,13 +143,8 @@ def trace_context(headers: Mapping[str, str]) -> TraceContext | None:
     given = headers.get(TRACEPARENT)
     if given is None or len(given) > MAX_ID_LENGTH:
         return None
-    parts = given.split("-")
-    if len(parts) < 4 or [len(part) for part in parts[:4]] != [2, 32, 16, 2] or not _HEX.issuperset("".join(parts[:4])):
-        return None
-    version, trace, parent, _flags = parts[:4]
-    if version == "ff" or (version == "00" and len(parts) > 4):  # only later versions may have more parts
-        return None
-    if not (trace.strip("0") and parent.strip("0")):
+    parts = _TRACEPARENT.fullmatch(given)
+    if parts is None or (parts[1] and given.startswith("00")):
         return None
     state = headers.get(TRACESTATE, "")
     return TraceContext(given, state if len(state) <= MAX_TRACESTATE_LENGTH and state.isascii() else "")

@@ -70,41 +70,47 @@ def test_status_and_retry_after(dialect: Dialect, error: ServingError, status: i
     assert response.headers.get("x-should-retry") == ("false" if status == 408 else None)
 
 
+INVALID = "invalid_request_error"
+
+
 @pytest.mark.parametrize(
-    ("error", "openai", "anthropic"),
+    ("error", "kind", "param", "code", "anthropic"),
     [
-        (InvalidRequest("no"), ("invalid_request_error", "invalid_value"), "invalid_request_error"),
-        (InvalidBody("no"), ("invalid_request_error", "invalid_value"), "invalid_request_error"),
-        (TemplateError("no"), ("invalid_request_error", "template_error"), "invalid_request_error"),
-        (BodyTooLarge(), ("invalid_request_error", "payload_too_large"), "request_too_large"),
-        (Unauthorized(), ("invalid_request_error", "invalid_api_key"), "authentication_error"),
-        (NotFound("no"), ("invalid_request_error", "not_found"), "not_found_error"),
-        (Overloaded(), ("rate_limit_error", "overloaded"), "rate_limit_error"),
-        (Draining(), ("server_error", "overloaded"), "overloaded_error"),
-        (Unhealthy(), ("server_error", "healthcheck"), "overloaded_error"),
-        (GrammarFailed("no"), ("invalid_request_error", "grammar_error"), "invalid_request_error"),
-        (GenerationFailed("no"), ("server_error", "generation"), "api_error"),
+        (InvalidRequest("no"), INVALID, None, "invalid_value", INVALID),
+        (InvalidRequest("`top_p` must be >= 0.0"), INVALID, "top_p", "invalid_value", INVALID),
+        (InvalidRequest("at most 3 tools", param="tools"), INVALID, "tools", "invalid_value", INVALID),
+        (NotSupported("`n` is not supported here"), INVALID, "n", "unsupported_parameter", INVALID),
+        (InvalidBody("no"), INVALID, None, "invalid_value", INVALID),
+        (InvalidBody("no", param="messages[0].role", code="invalid_type"), INVALID, "messages[0].role", "invalid_type", INVALID),
+        (TemplateError("no"), INVALID, "messages", "template_error", INVALID),
+        (ModelNotFound("The model `a` does not exist"), INVALID, "model", "model_not_found", "not_found_error"),
+        (BodyTooLarge(), INVALID, None, "payload_too_large", "request_too_large"),
+        (Unauthorized(), INVALID, None, "invalid_api_key", "authentication_error"),
+        (NotFound("no"), INVALID, None, "not_found", "not_found_error"),
+        (Overloaded(), "rate_limit_error", None, "overloaded", "rate_limit_error"),
+        (Draining(), "server_error", None, "overloaded", "overloaded_error"),
+        (Unhealthy(), "server_error", None, "healthcheck", "overloaded_error"),
+        (GrammarFailed("no"), INVALID, None, "grammar_error", INVALID),
+        (GenerationFailed("no"), "server_error", None, "generation", "api_error"),
     ],
-)
+)  # fmt: skip
 def test_openai_and_anthropic_have_their_own_types(
-    error: ServingError, openai: tuple[str, str | None], anthropic: str
+    error: ServingError, kind: str, param: str | None, code: str, anthropic: str
 ) -> None:
     answer = body(Dialect.OPENAI, error)["error"]
-    assert (answer["type"], answer["code"], answer["http_status_code"]) == (
-        *openai,
-        OPEN.get(error.status, error.status),
-    )
+    assert (answer["type"], answer["param"], answer["code"]) == (kind, param, code)
+    assert answer["http_status_code"] == OPEN.get(error.status, error.status)
     assert body(Dialect.ANTHROPIC, error)["error"] == {"type": anthropic, "message": str(error)}
 
 
 def test_a_prompt_that_is_too_long_is_known_by_code_and_words() -> None:
     text = "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20. Given: 30 `inputs` tokens"
-    error = ContextLengthExceeded(text.partition(": ")[2], tokens="30", limit=15, context=20)
+    error = ContextLengthExceeded(text.partition(": ")[2], tokens="30", limit=15, context=20, param="messages")
     assert body(Dialect.TGI, error) == {"error": text, "error_type": "validation"}
     answer = body(Dialect.OPENAI, error)["error"]
     known = "This model's maximum context length is 20 tokens. Input tokens exceed the configured limit of 15 tokens"
     assert answer["message"] == f"{text}. {known}"
-    assert (answer["type"], answer["code"]) == ("invalid_request_error", "context_length_exceeded")
+    assert (answer["type"], answer["param"], answer["code"]) == (INVALID, "messages", "context_length_exceeded")
     answer = body(Dialect.ANTHROPIC, error)["error"]
     assert answer == {
         "type": "invalid_request_error",
@@ -122,25 +128,6 @@ def test_anthropics_clients_learn_that_threads_are_not_stored() -> None:
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],
     }
-
-
-@pytest.mark.parametrize(
-    ("error", "param", "code"),
-    [
-        (InvalidRequest("`top_p` must be >= 0.0"), "top_p", "invalid_value"),
-        (InvalidRequest("at most 3 tools", param="tools"), "tools", "invalid_value"),
-        (InvalidRequest("no"), None, "invalid_value"),
-        (NotSupported("`n` is not supported here"), "n", "unsupported_parameter"),
-        (InvalidBody("no", param="messages[0].role", code="invalid_type"), "messages[0].role", "invalid_type"),
-        (ContextLengthExceeded("`inputs` too long", param="messages"), "messages", "context_length_exceeded"),
-        (ModelNotFound("The model `a` does not exist"), "model", "model_not_found"),
-        (TemplateError("no"), "messages", "template_error"),
-        (Overloaded(), None, "overloaded"),
-    ],
-)
-def test_openais_clients_learn_which_field_is_wrong(error: ServingError, param: str | None, code: str) -> None:
-    answer = body(Dialect.OPENAI, error)["error"]
-    assert (answer["param"], answer["code"]) == (param, code)
 
 
 def test_a_deadline_has_its_own_type_in_every_dialect() -> None:
