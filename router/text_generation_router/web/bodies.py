@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 import orjson
 from aiohttp import HttpVersion11, hdrs, web
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator, with_config
-from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
 from text_generation_router.errors import NotSupported
@@ -111,23 +110,17 @@ def validate(value: object, schema: type[BodyT]) -> BodyT:
         try:
             return schema.model_validate(value)
         except ValidationError as error:
-            details = error.errors(include_url=False, include_context=False)
-            places = {_any_entry(detail["loc"]) for detail in details if _is_whole(detail)} - done
+            # Validation stops at a list's first invalid entry: 0 stands for the index of any.
+            places = {
+                tuple(0 if isinstance(part, int) else part for part in detail["loc"])
+                for detail in error.errors(include_url=False, include_context=False)
+                if detail["type"] == "int_type" and isinstance(detail["input"], float)
+            } - done
             if not places:  # each round adds fields of the schema
                 raise invalid_body(error, value) from None
         for place in places:
             value = _with_integers(value, place)
         done |= places
-
-
-def _is_whole(detail: ErrorDetails) -> bool:
-    """Return True if a value was refused that is an integer written as 2.0."""
-    return detail["type"] == "int_type" and isinstance(detail["input"], float) and detail["input"].is_integer()
-
-
-def _any_entry(place: Place) -> Place:
-    """Return the place of an error with 0 for the index of every list: validation stops at a list's first invalid entry."""
-    return tuple(0 if isinstance(part, int) else part for part in place)
 
 
 def _with_integers(value: Any, place: Place) -> Any:  # noqa: ANN401 - any JSON value

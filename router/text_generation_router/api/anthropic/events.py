@@ -16,9 +16,9 @@ import orjson
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.core.blocks import CachedTokens, Kind, ReplyWriter
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named
+from text_generation_router.api.core.one_answer import CachedTokens, Kind, ReplyWriter
 from text_generation_router.api.http.dialects import anthropic_error_event
 from text_generation_router.api.http.fields import WrittenJson
 from text_generation_router.errors import ServingError

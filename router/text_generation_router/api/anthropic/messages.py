@@ -7,10 +7,9 @@ from aiohttp import web
 from text_generation_router.api.anthropic.events import MessageWriter, TokenCount
 from text_generation_router.api.anthropic.input import to_conversation, to_options
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
-from text_generation_router.api.core.blocks import CachedTokens
 from text_generation_router.api.core.chat import ChatRequest
 from text_generation_router.api.core.ids import named
-from text_generation_router.api.core.one_answer import AnswerRoutes
+from text_generation_router.api.core.one_answer import AnswerRoutes, CachedTokens
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.http.keys import tenant_of
 from text_generation_router.chat.conversation import Conversation

@@ -58,7 +58,8 @@ def answering(metrics: HttpMetrics, spans: RequestSpans | None = None) -> Middle
         context = trace_context(request.headers)
         if context is not None:
             record.trace_id = context.trace_id
-            record.trace = context if is_sampled(context) else None
+            is_sampled = int(context.traceparent.split("-")[3], 16) & 1
+            record.trace = context if is_sampled else None
         if spans is not None:
             spans.begin(record, request, context)
         status = ClientLeft.status
@@ -148,11 +149,6 @@ def trace_context(headers: Mapping[str, str]) -> TraceContext | None:
         return None
     state = headers.get(TRACESTATE, "")
     return TraceContext(given, state if len(state) <= MAX_TRACESTATE_LENGTH and state.isascii() else "")
-
-
-def is_sampled(context: TraceContext) -> bool:
-    """Return True if the client records this trace."""
-    return bool(int(context.traceparent.split("-")[3], 16) & 1)
 
 
 async def end_preparation(request: web.Request, response: web.StreamResponse) -> None:

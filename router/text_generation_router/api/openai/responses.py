@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from text_generation_router.api.core.blocks import CachedTokens
 from text_generation_router.api.core.chat import ChatRequest
 from text_generation_router.api.core.ids import named
-from text_generation_router.api.core.one_answer import AnswerRoutes
+from text_generation_router.api.core.one_answer import AnswerRoutes, CachedTokens
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.openai.answers import ContentLogprob, content_logprobs
 from text_generation_router.api.openai.responses_events import ResponseWriter

@@ -18,9 +18,9 @@ from typing import Any, Literal, NotRequired
 import orjson
 from pydantic import ConfigDict, with_config
 
-from text_generation_router.api.core.blocks import CachedTokens, Kind, ReplyWriter
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
+from text_generation_router.api.core.one_answer import CachedTokens, Kind, ReplyWriter
 from text_generation_router.api.http.fields import WrittenJson
 from text_generation_router.api.openai.answers import ContentLogprob, ReasoningDetails, WrittenLogprobs, tokens_of
 from text_generation_router.api.openai.responses_schemas import ItemStatus, ResponsesBody, ResponseStatus
