@@ -37,10 +37,9 @@ def text() -> str:
 async def cached(stack: Stack, text: str, headers: dict[str, str] | None = None, **fields: object) -> int:
     """Return the cached tokens of another request with the same text, after it has ended."""
     body = GENERATE.body(text, 1) | fields
-    async with stack.client.post("/generate", json=body, headers=headers) as response:
-        assert response.status == 200, await response.text()
-        told = int(response.headers["x-cached-tokens"])
-        assert (await response.json())["details"].get("cached_tokens", 0) == told
+    reply = await stack.ask("/generate", body, headers)
+    told = int(reply.headers["x-cached-tokens"])
+    assert reply.body["details"].get("cached_tokens", 0) == told
     await until(lambda: stack.scheduler.stats().running == 0)
     return told
 
@@ -60,23 +59,22 @@ async def test_tgis_clients_accept_the_additional_field(stack: Stack, text: str)
     assert reply["details"]["cached_tokens"] == found > 0
     assert text_generation.types.Response(**reply).details.generated_tokens == 2
     assert TextGenerationOutput.parse_obj_as_instance(reply).details.generated_tokens == 2
-    async with stack.client.post("/generate_stream", json=GENERATE.body(text, 2)) as response:
-        last = stream_data(await response.read())[-1]
+    last = stream_data((await stack.ask("/generate_stream", GENERATE.body(text, 2))).body.encode())[-1]
     assert last["details"]["cached_tokens"] == found
     assert text_generation.types.StreamResponse(**last).details.generated_tokens == 2
     assert TextGenerationStreamOutput.parse_obj_as_instance(last).details.generated_tokens == 2
 
 
-def last_chunk(stream: bytes) -> Json:
-    return stream_data(stream)[-1]["usage"]
+def last_chunk(events: list[Json]) -> Json:
+    return events[-1]["usage"]
 
 
-def response_usage(stream: bytes) -> Json:
-    return stream_data(stream)[-1]["response"]["usage"]
+def response_usage(events: list[Json]) -> Json:
+    return events[-1]["response"]["usage"]
 
 
-def message_usage(stream: bytes) -> Json:
-    start, *_, delta, _ = stream_data(stream)
+def message_usage(events: list[Json]) -> Json:
+    start, *_, delta, _ = events
     assert start["message"]["usage"] == delta["usage"] | {"output_tokens": 0}
     return delta["usage"]
 
@@ -112,7 +110,7 @@ async def test_the_usage_has_the_cached_and_all_prompt_tokens(
     stack: Stack,
     text: str,
     asking: Asking,
-    streamed_usage: Callable[[bytes], Json],
+    streamed_usage: Callable[[list[Json]], Json],
     read: Callable[[Json], tuple[int, int]],
 ) -> None:
     fresh = await post(stack.client, asking.path, asking.body(text, 3))
@@ -124,8 +122,7 @@ async def test_the_usage_has_the_cached_and_all_prompt_tokens(
     body = asking.streamed(text, 3)
     if asking in (CHAT, COMPLETIONS):
         body["stream_options"] = {"include_usage": True}
-    async with stack.client.post(asking.path, json=body) as response:
-        assert streamed_usage(await response.read()) == usage
+    assert streamed_usage(stream_data((await stack.ask(asking.path, body)).body.encode())) == usage
 
 
 async def test_a_prompt_with_several_choices_counts_once(stack: Stack, text: str) -> None:

@@ -69,8 +69,7 @@ async def test_the_seed_is_returned_only_if_it_was_used(stack: Stack) -> None:
 
 async def test_a_complete_reply_has_timing_headers(stack: Stack) -> None:
     body = {"inputs": "schön 😀", "parameters": {"max_new_tokens": 3}}
-    async with stack.client.post("/generate", json=body) as response:
-        headers = response.headers
+    headers = (await stack.ask("/generate", body)).headers
     assert headers["content-type"] == "application/json"
     assert headers["x-compute-type"] == "gpu+optimized"
     assert headers["x-compute-characters"] == "7"
@@ -84,8 +83,7 @@ async def test_a_complete_reply_has_timing_headers(stack: Stack) -> None:
 
 async def test_a_stream_has_the_headers_of_a_stream(stack: Stack) -> None:
     body = {"inputs": "Test", "parameters": {"max_new_tokens": 1}}
-    async with stack.client.post("/generate_stream", json=body) as response:
-        headers = response.headers
+    headers = (await stack.ask("/generate_stream", body)).headers
     assert headers["content-type"] == "text/event-stream"
     assert headers["cache-control"] == "no-cache"
     assert headers["x-accel-buffering"] == "no"

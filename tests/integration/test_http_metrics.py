@@ -92,9 +92,7 @@ async def test_an_endpoint_picker_reads_its_gauges_without_a_key(demo_model: Pat
                 client.cancel()
 
 
-@pytest.fixture
-async def loaded(demo_model: Path) -> Samples:
-    """The metrics of a server after some load."""
+async def test_load_appears_in_every_batch_metric_and_every_histogram_of_tgis_dashboard(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=1, max_batch_size=4) as stack:
 
         async def client(first: int) -> None:
@@ -104,10 +102,7 @@ async def loaded(demo_model: Path) -> Samples:
         async with asyncio.TaskGroup() as clients:
             for number in range(8):
                 clients.create_task(client(number + 1))
-        return await scrape(stack)
-
-
-def test_every_histogram_of_tgis_dashboard_has_data(loaded: Samples) -> None:
+        loaded = await scrape(stack)
     observed = {
         (name, labels): number
         for (name, labels), number in loaded.items()
@@ -115,9 +110,6 @@ def test_every_histogram_of_tgis_dashboard_has_data(loaded: Samples) -> None:
     }
     assert len(observed) > 15
     assert [series for series, number in observed.items() if not number] == []
-
-
-def test_load_appears_in_every_batch_metric(loaded: Samples) -> None:
     tokens = sum(5 * tokens for first in range(1, 9) for tokens in range(first, first + 5))
     assert value(loaded, "text_generation_generated_tokens_total") == tokens
     assert value(loaded, "text_generation_prompt_tokens_total") == 40 * 4
