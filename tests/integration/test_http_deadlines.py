@@ -109,15 +109,17 @@ async def test_a_request_whose_estimated_wait_is_too_long_is_refused_at_once(dem
         await stack.assert_empty()
 
 
-async def test_a_queue_timeout_does_not_end_a_running_request(stack: Stack) -> None:
-    reply = await stack.generate("one two three four", max_new_tokens=40, details=True, queue_timeout=0.1)
-    assert reply["details"]["generated_tokens"] == 40
-
-
-async def test_a_target_for_the_first_token_ends_nothing(stack: Stack) -> None:
-    headers = dict.fromkeys(("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"), "1")
-    body = GENERATE.body("one two three four", 20)
-    assert (await stack.ask("/generate", body, headers)).body["details"]["generated_tokens"] == 20
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({}, {"queue_timeout": 0.1}),
+        (dict.fromkeys(("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"), "1"), {}),
+    ],
+    ids=["queue timeout", "target for the first token"],
+)
+async def test_a_running_request_goes_on(stack: Stack, headers: dict[str, str], fields: dict[str, float]) -> None:
+    reply = await stack.ask("/generate", GENERATE.body("one two three four", 40) | fields, headers)
+    assert reply.body["details"]["generated_tokens"] == 40
 
 
 async def test_several_prompts_share_one_deadline(stack: Stack) -> None:

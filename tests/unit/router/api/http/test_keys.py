@@ -66,11 +66,6 @@ def test_the_tenant_of_a_key_is_stable_and_does_not_reveal_it() -> None:
     assert not any(holder.tenant in digest.hex() for digest in vars(KEYS)["_holders"])
 
 
-@pytest.mark.parametrize(("keys", "several"), [([], False), (["a"], False), (["a", "a"], False), (["a", "b"], True)])
-def test_only_several_keys_distinguish_tenants(keys: list[str], several: bool) -> None:
-    assert ApiKeys(keys).several is several
-
-
 def holders(keys: ApiKeys, *names: str) -> list[KeyHolder]:
     found = [keys.holder({"x-api-key": name}) for name in names]
     return [holder for holder in found if holder is not None]

@@ -128,7 +128,7 @@ def test_tenants_are_separated_by_default_with_several_keys() -> None:
     def separated(limits: Limits = LIMITS, **values: object) -> bool:
         return api_settings(limits, **values).separate_tenants
 
-    assert [separated(api_key=keys) for keys in ((), ("a",), ("a", "b"))] == [False, False, True]
+    assert [separated(api_key=keys) for keys in ((), ("a",), ("a", "a"), ("a", "b"))] == [False, False, False, True]
     assert separated(prefix_cache_per_tenant=True)
     assert not separated(api_key=("a", "b"), prefix_cache_per_tenant=False)
     assert not separated(replace(LIMITS, unsupported={"cache_salt": "no"}), api_key=("a", "b"))
