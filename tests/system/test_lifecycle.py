@@ -13,7 +13,7 @@ import aiohttp
 import psutil
 import pytest
 from ports import free_port
-from stack import Stack, running
+from stack import Stack, running, still_running
 from streams import Streams
 
 pytestmark = pytest.mark.system
@@ -31,6 +31,22 @@ def failed_start(model: Path, *args: str) -> Stack:
     finally:
         stack.close()
     return stack
+
+
+async def test_sigterm_lets_running_streams_finish(demo_model: Path, session: aiohttp.ClientSession) -> None:
+    with running(demo_model, *SLOW) as stack:
+        assert stack.records[-1]["url"] == stack.url
+        assert stack.events("launcher")[-1] == "ready"
+        children = stack.children()
+        async with asyncio.TaskGroup() as tasks:
+            streams = Streams(session, tasks)
+            await streams.open(stack.url, 16, max_new_tokens=50)
+            stack.launcher.send_signal(signal.SIGTERM)
+            await streams.all_ended()
+        assert {(stream.end, stream.tokens) for stream in streams.streams} == {("finished", 50)}
+        assert await asyncio.to_thread(stack.wait) == 0
+        assert await asyncio.to_thread(still_running, children, 5) == []
+        assert stack.left_behind() == []
 
 
 async def test_second_signal_does_not_wait_for_streams(demo_model: Path, session: aiohttp.ClientSession) -> None:
@@ -88,6 +104,11 @@ def test_signal_during_the_start_stops(demo_model: Path) -> None:
         assert stack.left_behind() == []
     finally:
         stack.close()
+
+
+def test_shard_that_cannot_start_fails_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    assert "shard failed to start" in failed_start(tmp_path, "--engine", "torch").events("launcher")
 
 
 def test_router_that_cannot_start_fails_the_start(tmp_path: Path) -> None:

@@ -7,18 +7,20 @@ outside; the container itself has none, so its cache of the hub is filled with t
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from checks import Checks
-from container import Container, overlay, reason_to_skip
+from container import Container, overlay, reason_to_skip, until
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "systemd.md"
@@ -27,6 +29,15 @@ SOURCE = "usr/local/src/text-generation"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OFFLINE = "[Service]\nEnvironment=HF_HUB_OFFLINE=1\n"
 LONGEST_INSTALLATION_S = 600.0
+BOOT_AND_WAIT = """
+import signal
+from container import Container, overlay
+with overlay() as root:
+    container = Container(root)
+    container.boot()
+    print(container.leader, flush=True)
+    signal.pause()
+"""
 
 
 class Table:
@@ -83,6 +94,22 @@ def prepare(container: Container, model: Path) -> None:
     drop_in = container.root / "etc/systemd/system/text-generation@.service.d"
     drop_in.mkdir()
     (drop_in / "offline.conf").write_text(OFFLINE)
+
+
+def killed_run_leaves_nothing() -> str:
+    """Kill a run like this one; its container must end with it."""
+    command = ["unshare", "--mount", sys.executable, "-c", BOOT_AND_WAIT]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            command, cwd=Path(__file__).parent, env=os.environ | {"TMPDIR": folder}, stdout=subprocess.PIPE, text=True
+        ) as killed,
+    ):
+        assert killed.stdout is not None
+        leader = Path("/proc", killed.stdout.readline().strip())
+        killed.kill()
+        seconds = until(lambda: not leader.exists(), 5.0, "end of the container")
+        return f"its container ended after {seconds:.1f} s"
 
 
 def run(container: Container, model: Path, table: Table) -> None:
@@ -149,6 +176,7 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     table = Table()
+    table.row("a run that is killed", killed_run_leaves_nothing)
     with overlay() as root:
         container = Container(root)
         try:
