@@ -58,9 +58,9 @@ def fused(product: Product, rows: int) -> list[Launch]:
     norm_weight, out = randn(product.inputs), empty(rows, product.outputs)
     target, inner = torch.zeros_like(out, dtype=torch.float32), empty(rows, product.outputs // 2)
     calls: dict[str, Callable[[Tensor], object]] = {
-        "norm": lambda weight: matvec.norm_matvec(residual, norm_weight, EPS, weight, out),
-        "gated": lambda weight: matvec.norm_matvec_activate(residual, norm_weight, EPS, weight, "silu", inner),
-        "add": lambda weight: matvec.matvec_add(x, weight, target),
+        "norm": lambda weight: matvec.matvec(residual, weight, out, norm=(norm_weight, EPS)),
+        "gated": lambda weight: matvec.matvec(residual, weight, inner, norm=(norm_weight, EPS), kind="silu"),
+        "add": lambda weight: matvec.matvec(x, weight, target, add=True),
         "plain": lambda weight: matvec.matvec(x, weight, target),
     }
     return one_each(product.weights(), calls[product.kind])
@@ -214,7 +214,7 @@ def layer_kernels(table: Table, rows: int, angles: Tensor, embeddings: Tensor) -
     work: list[tuple[str, Launch, int]] = [
         ("embed", lambda: embedding.embed(ids, slots, ids, embeddings, residual), rows * hidden * 6),
         ("rms_norm", lambda: norm.rms_norm(residual, weight, EPS, out), rows * hidden * 6),
-        ("add_rms_norm", lambda: norm.add_rms_norm(update, residual, weight, EPS, out), rows * hidden * 12),
+        ("add_rms_norm", lambda: norm.rms_norm(residual, weight, EPS, out, update), rows * hidden * 12),
         ("rotate_and_append", lambda: rope.rotate_and_append(qkv, queries, step, layer, None), 2 * qkv.nbytes),
         ("activate", lambda: activation.activate(gate_up, "silu", active), rows * inner * 6),
     ]

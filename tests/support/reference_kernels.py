@@ -20,7 +20,7 @@ from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
-from text_generation_shard.engines.torch.engine.trace import open_trace
+from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, DecodeStep, RopeStep
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
@@ -58,24 +58,22 @@ class ReferenceKernels:
         known = torch.where(ids >= 0, ids, last_tokens[slots.long()])
         residual.copy_(table[known.long()]).mul_(scale)
 
-    def rms_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        out.copy_(rms_norm(residual.to(torch.promote_types(residual.dtype, torch.float32)), weight, eps))
-
-    def add_rms_norm(
+    def rms_norm(
         self,
-        update: Tensor,
         residual: Tensor,
         weight: Tensor,
         eps: float,
         out: Tensor,
-        update_weight: Tensor | None,
-        scale: float,
-        factor: float,
+        update: Tensor | None = None,
+        update_weight: Tensor | None = None,
+        scale: float = 1.0,
+        factor: float = 1.0,
     ) -> None:
-        if update_weight is not None:
-            update = rms_norm(update.to(residual.dtype), update_weight, eps)
-        residual.add_(update, alpha=scale).mul_(factor)
-        self.rms_norm(residual, weight, eps, out)
+        if update is not None:
+            if update_weight is not None:
+                update = rms_norm(update.to(residual.dtype), update_weight, eps)
+            residual.add_(update, alpha=scale).mul_(factor)
+        out.copy_(rms_norm(residual.to(torch.promote_types(residual.dtype, torch.float32)), weight, eps))
 
     def rotate_and_append(
         self,
@@ -121,36 +119,27 @@ class ReferenceKernels:
         gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
         out.copy_(ACTIVATIONS[kind](gate) * up)
 
-    def norm_matvec(
+    def matvec(
         self,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
+        x: Tensor,
         weight: Tensor | PackedWeight,
         out: Tensor,
         bias: Tensor | None,
+        *,
+        norm: tuple[Tensor | None, float] = (None, 0.0),
+        kind: str | None = None,
+        add: bool = False,
+        scale: float = 1.0,
     ) -> None:
-        out.copy_(_product(rms_norm(residual, norm_weight, eps), weight, bias))
-
-    def norm_matvec_activate(
-        self,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor | PackedWeight,
-        kind: str,
-        out: Tensor,
-        bias: Tensor | None,
-    ) -> None:
-        self.activate(_product(rms_norm(residual, norm_weight, eps), weight, bias), kind, out)
-
-    def matvec(self, x: Tensor, weight: Tensor | PackedWeight, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        out.copy_(_product(x.to(out.dtype), weight, bias) * scale)
-
-    def matvec_add(
-        self, x: Tensor, weight: Tensor | PackedWeight, residual: Tensor, bias: Tensor | None, scale: float
-    ) -> None:
-        residual += _product(x.to(residual.dtype), weight, bias) * scale
+        norm_weight, eps = norm
+        own = x.to(out.dtype) if norm_weight is None else rms_norm(x, norm_weight, eps)
+        product = _product(own, weight, bias) * scale
+        if kind is not None:
+            self.activate(product, kind, out)
+        elif add:
+            out += product
+        else:
+            out.copy_(product)
 
     def decode_attention(
         self,
@@ -260,4 +249,5 @@ def reference_engine(config: ShardConfig, info: EngineInfo, grammars: Grammars |
         shape = CacheShape(weights.layer_shapes, CPU, dtype)
         runner = DeviceRunner(decoder, kernels, group, shape, info.max_slots, info.max_sequence_length)
         executor = Executor(runner, DeviceMemory(CPU, 0.4), group, runs_ahead=True)
-        return TorchEngine(info, executor, grammars, open_trace(config))
+        trace = StepTrace(config.trace_steps) if config.trace_steps else None
+        return TorchEngine(info, executor, grammars, trace)

@@ -15,7 +15,7 @@ from text_generation_shard.engines.torch.device.memory import DeviceMemory, keep
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.runner import Model, Runner
-from text_generation_shard.engines.torch.engine.trace import open_trace
+from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.worker import TPWorker
 from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
@@ -81,7 +81,8 @@ class EngineBuilder:
         if self._config.rank > 0:
             execute = TPWorker(runner, self._memory, self.device).execute
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
-        return TorchEngine(self.info, self.executor(runner), self._grammars, open_trace(self._config))
+        trace = StepTrace(self._config.trace_steps) if self._config.trace_steps else None
+        return TorchEngine(self.info, self.executor(runner), self._grammars, trace)
 
 
 def _prepare_gpu(device: torch.device, dtype: torch.dtype) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import orjson
 
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.device.copies import DeviceEvent
 from text_generation_shard.step.sequence import StepRows
@@ -69,8 +68,3 @@ class StepTrace:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def open_trace(config: ShardConfig) -> StepTrace | None:
-    """Return the trace that `config` asks for, or None."""
-    return StepTrace(config.trace_steps) if config.trace_steps else None

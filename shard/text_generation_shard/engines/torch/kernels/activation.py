@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+
 _BLOCK = 1024
 """Columns per program: eight per thread, with four warps."""
 
@@ -16,36 +18,83 @@ def activate(gate_up: Tensor, kind: str, out: Tensor) -> None:
     `gate_up` [tokens, 2·inner] with the gate's columns first, `out` [tokens, inner], both in any float dtype.
     `kind` is the activation name of model configs: "silu", "gelu" or "gelu_pytorch_tanh".
     """
+    launch_activation(gate_up, None, None, out, GatedActivation(kind))
+
+
+def launch_activation(
+    gate_up: Tensor, bias: Tensor | None, ends: Tensor | None, out: Tensor, activation: GatedActivation
+) -> None:
+    """Do what `activate` says with any activation, after adding `bias` [experts, 2·inner], contiguous.
+
+    The rows of `gate_up` are in the order of their experts then; `ends` int32 [experts] has the end of each expert's rows.
+    """
     tokens, inner = out.shape
+    step, up = (2, 1) if activation.interleaved else (1, inner)
+    experts = 0 if ends is None else len(ends)
     _activate_kernel[(tokens, triton.cdiv(inner, _BLOCK))](
         gate_up,
+        bias,
+        ends,
         out,
         gate_up.stride(0),
         out.stride(0),
-        KIND=kind,
+        step,
+        up,
+        activation.alpha,
+        activation.limit,
+        KIND=activation.kind,
         INNER=inner,
+        EXPERTS=experts,
+        BINS=triton.next_power_of_2(experts),
         BLOCK=_BLOCK,
         num_warps=4,
     )
 
 
 @triton.jit
-def _activate_kernel(
+def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     gate_up: tl.tensor,
+    bias: tl.tensor | None,
+    ends: tl.tensor | None,
     out: tl.tensor,
     gate_up_stride: int,
     out_stride: int,
+    step: int,
+    up_distance: int,
+    alpha: float,
+    limit: float,
     KIND: tl.constexpr,
     INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    token = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
-    row = gate_up + token * gate_up_stride
-    gate = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(row + INNER + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * out_stride + columns, (activated(gate, KIND) * up).to(out.dtype.element_ty), mask=inside)
+    at = gate_up + row * gate_up_stride + columns * step
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + up_distance, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        experts = tl.arange(0, BINS)
+        all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
+        expert = tl.sum((all_ends <= row).to(tl.int32), axis=0)
+        bias_at = bias + expert * 2 * INNER + columns * step
+        gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias_at + up_distance, mask=inside, other=0.0).to(tl.float32)
+    values = gated(gate, up, alpha, limit, KIND)
+    tl.store(out + row * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """act(gate) · up, in float32: see GatedActivation."""
+    if KIND == "clamped_swiglu":
+        gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
+        values = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    else:
+        values = activated(gate, KIND) * up
+    return values
 
 
 @triton.jit

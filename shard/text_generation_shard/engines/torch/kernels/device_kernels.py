@@ -20,14 +20,8 @@ from text_generation_shard.engines.torch.kernels.flashinfer_chunks import (
     FlashInferChunks,
 )
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
-from text_generation_shard.engines.torch.kernels.matvec import (
-    MAX_ROWS,
-    matvec,
-    matvec_add,
-    norm_matvec,
-    norm_matvec_activate,
-)
-from text_generation_shard.engines.torch.kernels.norm import add_rms_norm, rms_norm
+from text_generation_shard.engines.torch.kernels.matvec import MAX_ROWS, matvec
+from text_generation_shard.engines.torch.kernels.norm import rms_norm
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
 from text_generation_shard.engines.torch.kernels.routing import route
@@ -47,14 +41,10 @@ class DeviceKernels:
     update_tables = staticmethod(update_tables)
     embed = staticmethod(embed)
     rms_norm = staticmethod(rms_norm)
-    add_rms_norm = staticmethod(add_rms_norm)
     rotate_and_append = staticmethod(rotate_and_append)
     append = staticmethod(append)
     activate = staticmethod(activate)
-    norm_matvec = staticmethod(norm_matvec)
-    norm_matvec_activate = staticmethod(norm_matvec_activate)
     matvec = staticmethod(matvec)
-    matvec_add = staticmethod(matvec_add)
     route = staticmethod(route)
     experts = staticmethod(experts)
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.activation import activated
+from text_generation_shard.engines.torch.kernels.activation import launch_activation
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups
 from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 
@@ -27,25 +27,8 @@ def gathered(x: Tensor, groups: ExpertGroups, each: int) -> Tensor:
 
 def activate_rows(products: Tensor, bias: Tensor | None, groups: ExpertGroups, activation: GatedActivation) -> Tensor:
     """Return the gated activation [rows, inner] of `products` [rows, 2 · inner] + `bias` [experts, 2 · inner], contiguous."""
-    rows, inner, experts = products.shape[0], products.shape[1] // 2, groups.ends.shape[0]
-    out = products.new_empty(rows, inner)
-    step, up = (2, 1) if activation.interleaved else (1, inner)
-    _activate_kernel[(rows, triton.cdiv(inner, _COLUMNS))](
-        products,
-        bias,
-        groups.ends,
-        out,
-        step,
-        up,
-        activation.alpha,
-        activation.limit,
-        INNER=inner,
-        EXPERTS=experts,
-        BINS=triton.next_power_of_2(experts),
-        KIND=activation.kind,
-        COLUMNS=_COLUMNS,
-        num_warps=4,
-    )
+    out = products.new_empty(len(products), products.shape[1] // 2)
+    launch_activation(products, bias, groups.ends, out, activation)
     return out
 
 
@@ -72,17 +55,6 @@ def weighted_sum(results: Tensor, groups: ExpertGroups, ids: Tensor, weights: Te
 
 
 @triton.jit
-def gated(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """act(gate) · up, in float32: see GatedActivation."""
-    if KIND == "clamped_swiglu":
-        gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
-        values = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
-    else:
-        values = activated(gate, KIND) * up
-    return values
-
-
-@triton.jit
 def _gather_kernel(
     x: tl.tensor,
     order: tl.tensor,
@@ -98,39 +70,6 @@ def _gather_kernel(
     token = (tl.load(order + row) // EXPERTS_EACH).to(tl.int64)
     values = tl.load(x + token * x_stride + columns, mask=inside, other=0.0)
     tl.store(out + row * HIDDEN + columns, values, mask=inside)
-
-
-@triton.jit
-def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
-    products: tl.tensor,
-    bias: tl.tensor | None,
-    ends: tl.tensor,
-    out: tl.tensor,
-    step: int,
-    up_distance: int,
-    alpha: float,
-    limit: float,
-    INNER: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    KIND: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < INNER
-    at = products + row * 2 * INNER + columns * step
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + up_distance, mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        experts = tl.arange(0, BINS)
-        all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
-        expert = tl.sum((all_ends <= row).to(tl.int32), axis=0)
-        bias_at = bias + expert * 2 * INNER + columns * step
-        gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(bias_at + up_distance, mask=inside, other=0.0).to(tl.float32)
-    values = gated(gate, up, alpha, limit, KIND)
-    tl.store(out + row * INNER + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

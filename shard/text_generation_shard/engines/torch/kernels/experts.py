@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from text_generation_shard.engines.torch.kernels.activation import gated
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
-from text_generation_shard.engines.torch.kernels.expert_rows import activate_rows, gated, gathered, weighted_sum
+from text_generation_shard.engines.torch.kernels.expert_rows import activate_rows, gathered, weighted_sum
 from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 

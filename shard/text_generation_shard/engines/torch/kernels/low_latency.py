@@ -25,6 +25,7 @@ fit on the GPU at once. The wait has no timeout: if a rank of the group is lost,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -68,32 +69,20 @@ class LowLatencyCollectives:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor`, contiguous, over the ranks, in place. Adds in rank order, so all ranks get the same bits."""
-        use_pdl = supports_pdl(tensor)
-        _all_reduce_kernel[(triton.cdiv(tensor.numel(), BLOCK),)](
-            tensor,
-            self._addresses,
-            self._epochs,
-            tensor.numel(),
-            CAPACITY=self._capacity,
-            RANK=self._rank,
-            SIZE=len(self._addresses),
-            USE_PDL=use_pdl,
-            BLOCK=BLOCK,
-            num_warps=_WARPS,
-            launch_pdl=use_pdl,
-        )
+        self._launch(_all_reduce_kernel, tensor)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Concatenate the ranks' `tensor`s [rows, n], contiguous, into `out` [rows, size · n], whose rows may be padded."""
+        self._launch(_all_gather_kernel, tensor, out, tensor.shape[1], out.stride(0))
+
+    def _launch(self, kernel: Any, tensor: Tensor, *others: Tensor | int) -> None:  # noqa: ANN401 – a kernel of Triton
         use_pdl = supports_pdl(tensor)
-        _all_gather_kernel[(triton.cdiv(tensor.numel(), BLOCK),)](
+        kernel[(triton.cdiv(tensor.numel(), BLOCK),)](
             tensor,
-            out,
             self._addresses,
             self._epochs,
             tensor.numel(),
-            tensor.shape[1],
-            out.stride(0),
+            *others,
             CAPACITY=self._capacity,
             RANK=self._rank,
             SIZE=len(self._addresses),
@@ -144,10 +133,10 @@ def _all_reduce_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 @triton.jit
 def _all_gather_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     values: tl.tensor,
-    out: tl.tensor,
     addresses: tl.tuple,
     epochs: tl.tensor,
     numel: int,
+    out: tl.tensor,
     width: int,
     out_stride: int,
     CAPACITY: tl.constexpr,

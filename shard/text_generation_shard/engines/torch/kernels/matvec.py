@@ -80,99 +80,34 @@ def _order(config: MatvecConfig, weight: Tensor) -> Order:
     return config.order if config.order != "pdl" or supports_pdl(weight) else "ahead"
 
 
-def matvec(x: Tensor, weight: MatvecWeight, out: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
-    """out = scale · (x · weightᵀ (+ bias)), computed in float32 and rounded once to the dtype of `out`.
-
-    `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]. At most
-    MAX_ROWS rows, here and below. The weight is contiguous, in FP8 or packed; x and out may be slices of wider tensors.
-    """
-    _launch(x, weight, out, bias, scale=scale)
-
-
-def matvec_add(
-    x: Tensor, weight: MatvecWeight, residual: Tensor, bias: Tensor | None = None, scale: float = 1.0
-) -> None:
-    """residual += scale · (x · weightᵀ (+ bias)), in place: `residual` float32 [rows, outputs], the rest as for `matvec`."""
-    _launch(x, weight, residual, bias, add=True, scale=scale)
-
-
-def norm_matvec(
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: MatvecWeight,
-    out: Tensor,
-    bias: Tensor | None = None,
-) -> None:
-    """out = rms_norm(residual) · weightᵀ (+ bias), with the norm kept in float32; see norm.py for its formula.
-
-    `residual` float32 [rows, inputs], `norm_weight` [inputs], the rest as for `matvec`.
-    """
-    _launch(residual, weight, out, bias, norm=(norm_weight, eps))
-
-
-def norm_matvec_activate(
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: MatvecWeight,
-    kind: str,
-    out: Tensor,
-    bias: Tensor | None = None,
-) -> None:
-    """out = act(gate) · up of rms_norm(residual) · weightᵀ (+ bias), all in float32, rounded once.
-
-    `weight` [2·inner, inputs] with the gate's rows first, as is `bias` [2·inner]; `out` [rows, inner] in any float dtype; `kind`
-    as for `activate`; the rest as for `norm_matvec`.
-    """
-    if isinstance(weight, PackedWeight):
-        packed_matvec(residual, weight, out, bias, norm=(norm_weight, eps), kind=kind)
-        return
-    weight, scales = _values_and_scales(weight)
-    rows, inputs = residual.shape
-    inner = out.shape[1]
-    config = config_for(rows, 2 * inner, inputs, gated=True, itemsize=weight.itemsize)
-    order = _order(config, weight)
-    _gated_kernel[(triton.cdiv(inner, config.block_n),)](
-        residual,
-        norm_weight,
-        weight,
-        scales,
-        bias,
-        out,
-        residual.stride(0),
-        out.stride(0),
-        inner,
-        eps,
-        ROWS=rows,
-        K=inputs,
-        KIND=kind,
-        ORDER=order,
-        BLOCK_N=config.block_n,
-        BLOCK_K=triton.next_power_of_2(inputs),
-        num_warps=config.num_warps,
-        launch_pdl=order == "pdl",
-    )
-
-
-def _launch(
+def matvec(  # noqa: PLR0913 – the options of one kernel
     x: Tensor,
     weight: MatvecWeight,
     out: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     *,
     norm: tuple[Tensor | None, float] = (None, 0.0),
+    kind: str | None = None,
     add: bool = False,
     scale: float = 1.0,
 ) -> None:
+    """out = scale · (x · weightᵀ (+ bias)), or out += that if `add`; computed in float32 and rounded once to the dtype of `out`.
+
+    `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]; at most
+    MAX_ROWS rows. The weight is contiguous, in FP8 or packed; x and out may be slices of wider tensors. With a `norm` (weight [inputs]
+    and eps), x is float32 and normed first, see norm.py; the result is kept in float32. With the `kind` of an activation, see
+    `activate`, the first half of the weight's rows are gates, and out [rows, outputs / 2] = act(gate) · up, without `add` and `scale`.
+    """
     if isinstance(weight, PackedWeight):
-        packed_matvec(x, weight, out, bias, norm=norm, add=add, scale=scale)
+        packed_matvec(x, weight, out, bias, norm=norm, kind=kind, add=add, scale=scale)
         return
-    weight, scales = _values_and_scales(weight)
-    outputs, inputs = weight.shape
-    config = config_for(len(x), outputs, inputs, itemsize=weight.itemsize)
+    weight, scales = (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
+    (outputs, inputs), columns = weight.shape, out.shape[1]
+    config = config_for(len(x), outputs, inputs, gated=kind is not None, itemsize=weight.itemsize)
     order = _order(config, weight)
-    _matvec_kernel[(triton.cdiv(outputs, config.block_n),)](
+    kernel = _matvec_kernel if kind is None else _gated_kernel
+    options = {"ADD": add, "SCALE": scale} if kind is None else {"KIND": kind}
+    kernel[(triton.cdiv(columns, config.block_n),)](
         x,
         norm[0],
         weight,
@@ -181,22 +116,17 @@ def _launch(
         out,
         x.stride(0),
         out.stride(0),
-        outputs,
+        columns,
         norm[1],
         ROWS=len(x),
         K=inputs,
-        ADD=add,
-        SCALE=scale,
         ORDER=order,
         BLOCK_N=config.block_n,
         BLOCK_K=triton.next_power_of_2(inputs),
         num_warps=config.num_warps,
         launch_pdl=order == "pdl",
+        **options,
     )
-
-
-def _values_and_scales(weight: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
-    return (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
 
 
 @triton.jit

@@ -14,28 +14,21 @@ from text_generation_shard.engines.torch.kernels.rows import row_tile
 _ELEMENTS_PER_THREAD = 8
 
 
-def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """out = residual · rsqrt(mean(residual²) + eps) · weight, computed in float32 and rounded once.
-
-    `residual` [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype.
-    """
-    add_rms_norm(None, residual, weight, eps, out)
-
-
-def add_rms_norm(  # noqa: PLR0913 – as flat as the kernel
-    update: Tensor | None,
+def rms_norm(  # noqa: PLR0913 – as flat as the kernel
     residual: Tensor,
     weight: Tensor,
     eps: float,
     out: Tensor,
+    update: Tensor | None = None,
     update_weight: Tensor | None = None,
     scale: float = 1.0,
     factor: float = 1.0,
 ) -> None:
-    """residual = (residual + scale · update) · factor, in place; then `rms_norm`.
+    """out = residual · rsqrt(mean(residual²) + eps) · weight, computed in float32 and rounded once.
 
-    `update` [tokens, hidden] has any float dtype, `residual` is float32. With an `update_weight` [hidden], the update is normed before
-    it is added. Without an update nothing is added.
+    `residual` [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype. With an `update` [tokens, hidden] in any
+    float dtype, residual = (residual + scale · update) · factor comes first, in place, and `residual` is float32. With an
+    `update_weight` [hidden], the update is normed before it is added.
     """
     tokens, hidden = residual.shape
     block, num_warps = row_tile(hidden, _ELEMENTS_PER_THREAD)

@@ -37,30 +37,25 @@ class DeviceOps:
         if out is None:
             assert stream.normed is not None
             out = stream.normed
-        if stream.update is None:
-            self._kernels.rms_norm(stream.residual, norm.weight, norm.eps, out)
-        else:
-            update_weight = None if stream.update_norm is None else stream.update_norm.weight
-            self._kernels.add_rms_norm(
-                stream.update, stream.residual, norm.weight, norm.eps, out, update_weight, stream.scale, stream.factor
-            )
-            stream.update = stream.update_norm = None
-            stream.factor = 1.0
+        update_weight = None if stream.update_norm is None else stream.update_norm.weight
+        self._kernels.rms_norm(
+            stream.residual, norm.weight, norm.eps, out, stream.update, update_weight, stream.scale, stream.factor
+        )
+        stream.update = stream.update_norm = None
+        stream.factor = 1.0
         return out
 
     def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
         weight = self._fused_weight(linear, stream)
         if out is None or weight is None:
             return linear(self.norm(stream, norm), out)
-        self._kernels.norm_matvec(stream.residual, norm.weight, norm.eps, weight, out, linear.bias)
+        self._kernels.matvec(stream.residual, weight, out, linear.bias, norm=(norm.weight, norm.eps))
         return out
 
     def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
         if (weight := self._fused_weight(gate_up, stream)) is not None:
             inner = self._inner(stream, weight.shape[0])
-            self._kernels.norm_matvec_activate(
-                stream.residual, norm.weight, norm.eps, weight, kind, inner, gate_up.bias
-            )
+            self._kernels.matvec(stream.residual, weight, inner, gate_up.bias, norm=(norm.weight, norm.eps), kind=kind)
         else:
             product = gate_up(self.norm(stream, norm))
             inner = self._inner(stream, product.shape[1])
@@ -73,8 +68,8 @@ class DeviceOps:
             self.add(stream, linear(x), norm)
             return
         # The residual stream itself is part of rank 0's summand.
-        product = self._kernels.matvec_add if self._group.tp.rank == 0 else self._kernels.matvec
-        product(x, weight, stream.residual, linear.bias, stream.scale)
+        is_first = self._group.tp.rank == 0
+        self._kernels.matvec(x, weight, stream.residual, linear.bias, add=is_first, scale=stream.scale)
         self._group.all_reduce(stream.residual)
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
@@ -94,7 +89,7 @@ class DeviceOps:
             self._group.all_reduce(part)
         total, update = torch.empty_like(stream.residual), torch.empty_like(stream.residual)
         self._kernels.rms_norm(parts[0], norms[0].weight, norms[0].eps, total)
-        self._kernels.add_rms_norm(parts[1], total, norm.weight, norm.eps, update, norms[1].weight, 1.0, 1.0)
+        self._kernels.rms_norm(total, norm.weight, norm.eps, update, parts[1], norms[1].weight)
         stream.update, stream.update_norm = update, None
 
     def _inner(self, stream: ResidualStream, gate_up_width: int) -> Tensor:

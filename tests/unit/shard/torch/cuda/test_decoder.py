@@ -17,8 +17,8 @@ from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
-FUSED = ["norm_matvec", "rotate_and_append", "decode_attention", "matvec_add", "norm_matvec_activate", "matvec_add"]
-SEPARATE = ["rotate_and_append", "decode_attention", "add_rms_norm", "activate", "add_rms_norm"]
+FUSED = ["matvec", "rotate_and_append", "decode_attention", "matvec", "matvec", "matvec"]
+SEPARATE = ["rotate_and_append", "decode_attention", "rms_norm", "activate", "rms_norm"]
 
 
 class RecordingKernels:
@@ -33,9 +33,9 @@ class RecordingKernels:
         if not callable(found):
             return found
 
-        def record(*args: object) -> object:
+        def record(*args: object, **options: object) -> object:
             self.launched.append(name)
-            return found(*args)
+            return found(*args, **options)
 
         return record
 

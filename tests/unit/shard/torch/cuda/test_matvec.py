@@ -11,15 +11,7 @@ from reference_ops import activate, rms_norm, rounded_once
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels import matvec as kernels
-from text_generation_shard.engines.torch.kernels.matvec import (
-    MAX_ROWS,
-    MatvecConfig,
-    config_for,
-    matvec,
-    matvec_add,
-    norm_matvec,
-    norm_matvec_activate,
-)
+from text_generation_shard.engines.torch.kernels.matvec import MAX_ROWS, MatvecConfig, config_for, matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import Fp8Weight
 from text_generation_shard.engines.torch.weights.quantization.formats.float8 import FP8
 
@@ -68,10 +60,10 @@ def test_the_rows_of_a_weight_in_fp8_have_scales(make: Make, outputs: int, input
     dense = weight.values.double() * weight.scales.double().unsqueeze(1)
     x, norm_weight = make.normal(1, inputs, dtype=torch.float32), make.normal(inputs)
     bias, out, inner = make.normal(2 * outputs), make.poisoned(1, 2 * outputs), make.poisoned(1, outputs)
-    matvec(x, weight, out, bias, 0.5)
+    matvec(x, weight, out, bias, scale=0.5)
     assert rounded_once(out, 0.5 * (x.double() @ dense.T + bias.double()))
     product = rms_norm(x.double(), norm_weight.double(), EPS) @ dense.T + bias.double()
-    norm_matvec_activate(x, norm_weight, EPS, weight, "silu", inner, bias)
+    matvec(x, weight, inner, bias, norm=(norm_weight, EPS), kind="silu")
     assert rounded_once(inner, activate(product, "silu"))
 
 
@@ -82,7 +74,7 @@ def test_the_norm_is_fused(make: Make, rows: int, outputs: int, inputs: int, bia
     norm_weight, weight = make.normal(inputs), make.normal(outputs, inputs)
     bias = make.normal(outputs) if biased else None
     out = make.poisoned(rows, outputs)
-    norm_matvec(residual, norm_weight, EPS, weight, out, bias)
+    matvec(residual, weight, out, bias, norm=(norm_weight, EPS))
     expected = rms_norm(residual.double(), norm_weight.double(), EPS) @ weight.double().T
     assert rounded_once(out, expected if bias is None else expected + bias.double())
 
@@ -95,7 +87,7 @@ def test_the_gated_activation_is_fused(make: Make, kind: str, rows: int, inner: 
     weight = make.normal(2 * inner, inputs) / inputs**0.5
     bias = make.normal(2 * inner) if biased else None
     out = make.poisoned(rows, inner)
-    norm_matvec_activate(residual, norm_weight, EPS, weight, kind, out, bias)
+    matvec(residual, weight, out, bias, norm=(norm_weight, EPS), kind=kind)
     gate_up = rms_norm(residual.double(), norm_weight.double(), EPS) @ weight.double().T
     assert rounded_once(out, activate(gate_up if bias is None else gate_up + bias.double(), kind))
 
@@ -106,11 +98,11 @@ def test_the_product_is_added_to_the_residual_stream(make: Make, rows: int, outp
     x, weight, bias = (make.normal(*shape) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
     residual = 50 * make.normal(rows, outputs, dtype=torch.float32)
     expected = residual.double() + x.double() @ weight.double().T
-    matvec_add(x, weight, residual)
+    matvec(x, weight, residual, add=True)
     assert rounded_once(residual, expected)
     product = x.double() @ weight.double().T + bias.double()
     expected = residual.double() + product * 0.3
-    matvec_add(x, weight, residual, bias, 0.3)
+    matvec(x, weight, residual, bias, add=True, scale=0.3)
     assert rounded_once(residual, expected)
 
 
@@ -128,7 +120,7 @@ def test_a_row_does_not_depend_on_other_rows(make: Make) -> None:
     norm_weight, weight = make.normal(576), make.normal(10, 576)
     outs = make.poisoned(2, 3, 10)
     for out in outs:
-        norm_matvec(residual, norm_weight, EPS, weight, out)
+        matvec(residual, weight, out, norm=(norm_weight, EPS))
         residual[1] = torch.nan
     assert outs[0, 0].equal(outs[1, 0])
     assert outs[1, 1].isnan().all()
@@ -144,8 +136,8 @@ def test_products_with_programmatic_dependent_launch(make: Make, monkeypatch: py
         monkeypatch.setitem(kernels.TUNED, (1, size, size), MatvecConfig(block_n=4, num_warps=4, order=order))
         residual, x = torch.ones(1, size, device=make.device), make.poisoned(1, size)
         for weight in weights:
-            norm_matvec(residual, norm_weight, EPS, weight, x)
-            matvec_add(x, weight, residual)
+            matvec(residual, weight, x, norm=(norm_weight, EPS))
+            matvec(x, weight, residual, add=True)
         results.append(residual)
     assert results[0].isfinite().all()
     assert all(result.equal(results[0]) for result in results)

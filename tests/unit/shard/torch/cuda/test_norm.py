@@ -20,7 +20,7 @@ def test_an_update_is_normed_and_scaled_before_it_is_added(device: torch.device)
     weight, update_weight = torch.randn(2, 577, device=device).unbind()
     total = (residual.double() + 0.3 * rms_norm(update.double(), update_weight.double(), EPS)) * 1.7
     out = torch.empty_like(residual)
-    norm.add_rms_norm(update, residual, weight, EPS, out, update_weight, 0.3, 1.7)
+    norm.rms_norm(residual, weight, EPS, out, update, update_weight, 0.3, 1.7)
     assert rounded_once(residual, total)
     assert rounded_once(out, rms_norm(total, weight.double(), EPS))
 
@@ -43,7 +43,7 @@ def test_matches_float64_rounded_once(
         assert torch.equal(wide[1], before[1])
     else:
         total += added.double()
-        norm.add_rms_norm(added, residual, weight, EPS, out)
+        norm.rms_norm(residual, weight, EPS, out, added)
         assert rounded_once(residual, total)
     assert rounded_once(out, rms_norm(total, weight.double(), EPS))
     assert torch.equal(wide[0], before[0])

@@ -10,7 +10,7 @@ from full_grid import full
 from reference_ops import activate, relative_error, rms_norm, rounded_once
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.matvec import matvec, matvec_add, norm_matvec, norm_matvec_activate
+from text_generation_shard.engines.torch.kernels.matvec import matvec
 from text_generation_shard.engines.torch.kernels.packed_matvec import PackedConfig, packed_matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.weights.quantization.formats.integers import packed
@@ -72,16 +72,16 @@ def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, T
     bias = normal(weight, outputs, dtype=dtype)
     out, inner = (residual.new_full((2, width), torch.nan, dtype=dtype) for width in (outputs, outputs // 2))
     product = rms_norm(residual.double(), norm_weight.double(), EPS) @ values.T + bias.double()
-    norm_matvec(residual, norm_weight, EPS, weight, out, bias)
+    matvec(residual, weight, out, bias, norm=(norm_weight, EPS))
     assert rounded_once(out, product)
-    norm_matvec_activate(residual, norm_weight, EPS, weight, "silu", inner, bias)
+    matvec(residual, weight, inner, bias, norm=(norm_weight, EPS), kind="silu")
     assert rounded_once(inner, activate(product, "silu"))
     x, sums = normal(weight, 2, inputs, dtype=dtype), normal(weight, 2, outputs)
     product = (x.double() @ values.T + bias.double()) * 0.3
     expected = sums.double() + product
-    matvec_add(x, weight, sums, bias, 0.3)
+    matvec(x, weight, sums, bias, add=True, scale=0.3)
     assert rounded_once(sums, expected)
-    matvec(x, weight, out, bias, 0.3)
+    matvec(x, weight, out, bias, scale=0.3)
     assert rounded_once(out, product)
 
 
