@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -78,18 +77,9 @@ def copy_all(transfers: Sequence[Transfer]) -> Iterator[int]:
     yield from copy_through(copiers, transfers)
 
 
-class Copier(Protocol):
-    """Copies to the device, for one thread at a time."""
-
-    def copy(self, transfer: Transfer) -> None: ...
-
-    def wait(self) -> None:
-        """Wait until all copies are complete."""
-
-
-def copy_through(copiers: Sequence[Copier], transfers: Sequence[Transfer]) -> Iterator[int]:
+def copy_through(copiers: Sequence[PinnedCopier], transfers: Sequence[Transfer]) -> Iterator[int]:
     """Copy with one thread per copier; yields as `copy_all`. The first error stops it: no new copy is started."""
-    free: SimpleQueue[Copier] = SimpleQueue()
+    free: SimpleQueue[PinnedCopier] = SimpleQueue()
     for copier in copiers:
         free.put(copier)
 
@@ -111,7 +101,7 @@ def copy_through(copiers: Sequence[Copier], transfers: Sequence[Transfer]) -> It
 
 
 class PinnedCopier:
-    """Copies to a GPU through two alternating pinned buffers, on its own stream."""
+    """Copies to a GPU through two alternating pinned buffers, on its own stream; for one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         # Pinning initializes the current device, which may be another one.
@@ -128,14 +118,13 @@ class PinnedCopier:
             self._turn ^= 1
             copied = self._copied[self._turn]
             copied.synchronize()
-            staged = self._staged(chunk.target)
+            target = chunk.target
+            staged = self._buffers[self._turn][: target.nbytes].view(target.dtype).view(target.shape)
             chunk.write(staged, one_thread=True)
             with torch.cuda.stream(self._stream):
-                chunk.target.copy_(staged, non_blocking=True)
+                target.copy_(staged, non_blocking=True)
                 copied.record(self._stream)
 
     def wait(self) -> None:
+        """Wait until all copies are complete."""
         self._stream.synchronize()
-
-    def _staged(self, like: Tensor) -> Tensor:
-        return self._buffers[self._turn][: like.nbytes].view(like.dtype).view(like.shape)

@@ -28,6 +28,9 @@ ALL_MODULES = ("*",)
 ONLINE_MODULES = ("*_proj",)
 """The modules that are quantized while a checkpoint without quantization is loaded."""
 
+Rules = tuple[tuple[tuple[str, ...], WeightFormat], ...]
+"""Modules and their format; the first rule that matches a module counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -35,8 +38,7 @@ class Scheme:
 
     method: str
     """The config's quant_method."""
-    rules: tuple[tuple[tuple[str, ...], WeightFormat], ...]
-    """Modules and their format; the first rule that matches a module counts."""
+    rules: Rules
     ignored: tuple[str, ...] = ()
     """Modules that are not quantized: names, patterns with *, or regular expressions after `re:`."""
     online: bool = False
@@ -64,7 +66,9 @@ def read_scheme(given: object) -> Scheme:
         raise UnsupportedSchemeError(
             f"quantized checkpoints ({method[:100]}) are not supported, only {', '.join(_READERS)}"
         )
-    return _READERS[method](given)
+    weights, ignored = _READERS[method](given)
+    rules = ((ALL_MODULES, weights),) if isinstance(weights, WeightFormat) else weights
+    return Scheme(method, rules, ignored)
 
 
 def online_fp8() -> Scheme:
@@ -96,9 +100,8 @@ def choose_scheme(found: Scheme | None, asked: str | None) -> Scheme | None:
     return found
 
 
-def _modelopt(given: Mapping[str, Any]) -> Scheme:
+def _modelopt(given: Mapping[str, Any]) -> WeightFormat:
     algorithm = str(given.get("quant_algo"))
-    ignored = module_names(given.get("ignore") or given.get("exclude_modules"))
     formats: dict[str, WeightFormat] = {
         "FP8": Fp8Format(scale_per_row=False, static_inputs=True),
         "NVFP4": Nvfp4Format(modelopt=True),
@@ -109,47 +112,21 @@ def _modelopt(given: Mapping[str, Any]) -> Scheme:
         )
     if algorithm == "NVFP4" and (size := given.get("group_size") or 16) != 16:
         raise UnsupportedSchemeError(f"modelopt: NVFP4 with group_size {str(size)[:50]} is not supported, only 16")
-    return Scheme("modelopt", ((ALL_MODULES, formats[algorithm]),), ignored)
+    return formats[algorithm]
 
 
-def _fp8(given: Mapping[str, Any]) -> Scheme:
+def _fp8(given: Mapping[str, Any]) -> WeightFormat:
     activations = given.get("activation_scheme") or "dynamic"
     if activations not in ("dynamic", "static"):
         raise UnsupportedSchemeError(f"fp8: activation_scheme {str(activations)[:50]} is not supported")
     if (kind := given.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise UnsupportedSchemeError(f"fp8: fmt {str(kind)[:50]} is not supported, only e4m3")
-    weights: WeightFormat = Fp8Format(scale_per_row=False, static_inputs=activations == "static")
     if (block := given.get("weight_block_size")) is not None:
-        weights = Fp8BlockFormat(read_block("fp8: weight_block_size", block))
-    ignored = parts_of_names(given.get("modules_to_not_convert")) + parts_of_names(given.get("ignored_layers"))
-    return Scheme("fp8", ((ALL_MODULES, weights),), ignored)
+        return Fp8BlockFormat(read_block("fp8: weight_block_size", block))
+    return Fp8Format(scale_per_row=False, static_inputs=activations == "static")
 
 
-def _gptq(given: Mapping[str, Any]) -> Scheme:
-    ignored = module_names(gptq_ignored(given)) + parts_of_names(given.get("modules_to_not_convert"))
-    return Scheme("gptq", ((ALL_MODULES, read_gptq(given)),), ignored)
-
-
-def _awq(given: Mapping[str, Any]) -> Scheme:
-    return Scheme("awq", ((ALL_MODULES, read_awq(given)),), parts_of_names(given.get("modules_to_not_convert")))
-
-
-def _compressed_tensors(given: Mapping[str, Any]) -> Scheme:
-    return Scheme("compressed-tensors", read_groups(given), module_names(given.get("ignore")))
-
-
-def _mxfp4(given: Mapping[str, Any]) -> Scheme:
-    return Scheme(
-        "mxfp4", ((("*.experts.*",), GptOssMxfp4Format()),), parts_of_names(given.get("modules_to_not_convert"))
-    )
-
-
-def _bitsandbytes(given: Mapping[str, Any]) -> Scheme:
-    ignored = parts_of_names(given.get("llm_int8_skip_modules"))
-    return Scheme("bitsandbytes", ((ALL_MODULES, read_bitsandbytes(given)),), ignored)
-
-
-def _auto_round(given: Mapping[str, Any]) -> Scheme:
+def _auto_round(given: Mapping[str, Any]) -> tuple[WeightFormat, tuple[str, ...]]:
     """Read a config of AutoRound, which packs as AutoGPTQ or AutoAWQ does."""
     packing = str(given.get("packing_format") or "auto_round:auto_gptq")
     layers = given.get("extra_config") or {}
@@ -170,15 +147,10 @@ def _auto_round(given: Mapping[str, Any]) -> Scheme:
         raise UnsupportedSchemeError(
             f"auto-round: packing_format {packing[:50]} is not supported, only GPTQ's and AWQ's"
         )
-    return Scheme("auto-round", ((ALL_MODULES, weights),), module_names(wide))
+    return weights, module_names(wide)
 
 
-def _fbgemm_fp8(given: Mapping[str, Any]) -> Scheme:
-    weights = Fp8Format(scale_per_row=True, static_inputs=False)
-    return Scheme("fbgemm_fp8", ((ALL_MODULES, weights),), parts_of_names(given.get("modules_to_not_convert")))
-
-
-def _quark(given: Mapping[str, Any]) -> Scheme:
+def _quark(given: Mapping[str, Any]) -> WeightFormat:
     """Read a config of AMD Quark with FP8 weights."""
     whole = given.get("global_quant_config")
     if not isinstance(whole, dict) or given.get("layer_quant_config") or given.get("layer_type_quant_config"):
@@ -189,19 +161,24 @@ def _quark(given: Mapping[str, Any]) -> Scheme:
     if scheme not in ("per_tensor", "per_channel") or set(kinds) != {"fp8_e4m3"}:
         raise UnsupportedSchemeError("quark: only FP8 weights by tensor or channel are supported")
     is_static = isinstance(inputs, dict) and not inputs.get("is_dynamic")
-    found = Fp8Format(scheme == "per_channel", static_inputs=is_static, weight_only=inputs is None)
-    return Scheme("quark", ((ALL_MODULES, found),), module_names(given.get("exclude")))
+    return Fp8Format(scheme == "per_channel", static_inputs=is_static, weight_only=inputs is None)
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
-    "fp8": _fp8,
-    "gptq": _gptq,
-    "awq": _awq,
-    "compressed-tensors": _compressed_tensors,
-    "mxfp4": _mxfp4,
-    "modelopt": _modelopt,
+def _kept(given: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """Return the modules that are not quantized, by `modules_to_not_convert` or another key, as parts of their names."""
+    return tuple(pattern for key in keys or ("modules_to_not_convert",) for pattern in parts_of_names(given.get(key)))
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], tuple[WeightFormat | Rules, tuple[str, ...]]]] = {
+    "fp8": lambda given: (_fp8(given), _kept(given, "modules_to_not_convert", "ignored_layers")),
+    "gptq": lambda given: (read_gptq(given), module_names(gptq_ignored(given)) + _kept(given)),
+    "awq": lambda given: (read_awq(given), _kept(given)),
+    "compressed-tensors": lambda given: (read_groups(given), module_names(given.get("ignore"))),
+    "mxfp4": lambda given: (((("*.experts.*",), GptOssMxfp4Format()),), _kept(given)),
+    "modelopt": lambda given: (_modelopt(given), module_names(given.get("ignore") or given.get("exclude_modules"))),
     "auto-round": _auto_round,
-    "fbgemm_fp8": _fbgemm_fp8,
-    "quark": _quark,
-    "bitsandbytes": _bitsandbytes,
+    "fbgemm_fp8": lambda given: (Fp8Format(scale_per_row=True, static_inputs=False), _kept(given)),
+    "quark": lambda given: (_quark(given), module_names(given.get("exclude"))),
+    "bitsandbytes": lambda given: (read_bitsandbytes(given), _kept(given, "llm_int8_skip_modules")),
 }
+"""Return the format of all modules or the rules, and the modules that are not quantized."""
