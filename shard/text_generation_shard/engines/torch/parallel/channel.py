@@ -39,59 +39,76 @@ class GroupBroken(EngineError):
     """A process of the group is lost: no step can be computed any more."""
 
 
-class LeaderChannel:
+class _Channel:
+    """One side of the channel, with connections to the other."""
+
+    def __init__(self, peers: list[_Peer]) -> None:
+        self._peers = peers
+        self._reason: str | None = None
+        """Description of the peer that was lost first, once it is watched."""
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` from a thread of the channel when a peer is lost; never after `close`.
+
+        The connections to the others end as well: without the lost one no rank can go on.
+        """
+        waiter = _EndWaiter(self._peers)
+
+        def wait() -> None:
+            if (end := waiter.wait()) is not None:
+                self._reason = end
+                on_lost(end)
+                for peer in self._peers:
+                    peer.close()
+
+        # The context holds the fields that are logged with every record.
+        daemon_thread(wait, "group watch").start()
+
+    def lost(self, within: float) -> str | None:
+        """Return a description of the peer that is lost within `within` seconds; None if none is, or this side is closing."""
+        if self._reason is not None or any(peer.leaving for peer in self._peers):
+            return self._reason
+        return _EndWaiter(self._peers).wait(within)
+
+    def close(self) -> None:
+        """Close. A blocked read raises GroupBroken."""
+        for peer in self._peers:
+            peer.close()
+
+
+class LeaderChannel(_Channel):
     """The channel of rank 0. Created by `accept_ranks`."""
 
     def __init__(self, followers: dict[int, socket.socket]) -> None:
         """`followers`: connected sockets by rank."""
-        self._followers = {rank: _Peer(f"rank {rank}", followers[rank]) for rank in sorted(followers)}
-        self._reason: str | None = None
-        """Description of the follower that was lost first."""
+        super().__init__([_Peer(f"rank {rank}", followers[rank]) for rank in sorted(followers)])
 
     def broadcast(self, kind: int, payload: bytes | bytearray | memoryview = b"") -> None:
         """Send to all followers. Returns when the data is in the kernel's buffers. Raises GroupBroken."""
         message = b"".join((_HEADER.pack(kind, len(payload)), payload))
-        for follower in self._followers.values():
+        for follower in self._peers:
             follower.send(message)
 
     def gather(self) -> list[int]:
         """Wait for the followers' answers to the last message and return them by rank. Raises GroupBroken."""
-        return [_ANSWER.unpack(peer.read(bytearray(_ANSWER.size)))[0] for peer in self._followers.values()]
-
-    def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost` from a thread of the channel when a follower is lost; never after `close`.
-
-        The connections to the others end as well: without the lost one no rank can go on.
-        """
-
-        def leave(reason: str) -> None:
-            self._reason = reason
-            on_lost(reason)
-            for follower in self._followers.values():
-                follower.close()
-
-        _watch(list(self._followers.values()), leave)
-
-    def lost(self, within: float) -> str | None:
-        """Return a description of the follower that is lost within `within` seconds; None if none is, or the group is closing."""
-        return self._reason or _lost(list(self._followers.values()), within)
+        return [_ANSWER.unpack(peer.read(bytearray(_ANSWER.size)))[0] for peer in self._peers]
 
     def close(self) -> None:
         """Send GOODBYE and close."""
-        for follower in self._followers.values():
+        for follower in self._peers:
             follower.leaving = True  # a follower may exit as soon as it reads GOODBYE
         with suppress(GroupBroken):
             self.broadcast(GOODBYE)
-        for follower in self._followers.values():
-            follower.close()
+        super().close()
 
 
-class FollowerChannel:
+class FollowerChannel(_Channel):
     """The channel of a rank above 0. Created by `connect_to_leader`."""
 
     def __init__(self, leader: socket.socket) -> None:
         """`leader`: a connected socket."""
         self._leader = _Peer("rank 0", leader)
+        super().__init__([self._leader])
         self._header = bytearray(_HEADER.size)
         self._payload = bytearray(1 << 16)
 
@@ -109,18 +126,6 @@ class FollowerChannel:
         """Send one int64, which the leader gathers. Raises GroupBroken."""
         self._leader.send(_ANSWER.pack(value))
 
-    def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost` from a thread of the channel when the leader is lost; never after `close`."""
-        _watch([self._leader], on_lost)
-
-    def lost(self, within: float) -> str | None:
-        """Return a description if the leader is lost within `within` seconds; None if not, or this side has closed."""
-        return _lost([self._leader], within)
-
-    def close(self) -> None:
-        """Close. A blocked `receive` raises GroupBroken."""
-        self._leader.close()
-
 
 class _Peer:
     """One connection: sends and reads whole messages; raises GroupBroken when the connection ends."""
@@ -136,11 +141,6 @@ class _Peer:
     def duplicate(self) -> int:
         """Return a duplicate of the connection's file descriptor."""
         return os.dup(self._socket.fileno())
-
-    @property
-    def end(self) -> str | None:
-        """Description of the ended connection; None if its end was expected."""
-        return None if self.leaving else f"{self.name} is gone"
 
     def send(self, message: bytes) -> None:
         try:
@@ -180,7 +180,7 @@ class _EndWaiter:
         self._peers = {peer.duplicate(): peer for peer in peers}
         for descriptor in self._peers:
             # On a unix socket: the peer has closed its end. Readable data is not reported.
-            self._poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
+            self._poll.register(descriptor, select.POLLRDHUP)
 
     def wait(self, seconds: float | None = None) -> str | None:
         """Return a description of the first ended connection; None after `seconds`, or if the end was expected. Call once."""
@@ -189,22 +189,8 @@ class _EndWaiter:
         finally:
             for descriptor in self._peers:
                 os.close(descriptor)
-        return self._peers[events[0][0]].end if events else None
-
-
-def _watch(peers: list[_Peer], on_lost: Callable[[str], None]) -> None:
-    waiter = _EndWaiter(peers)
-
-    def wait() -> None:
-        if (end := waiter.wait()) is not None:
-            on_lost(end)
-
-    # The context holds the fields that are logged with every record.
-    daemon_thread(wait, "group watch").start()
-
-
-def _lost(peers: list[_Peer], within: float) -> str | None:
-    return None if any(peer.leaving for peer in peers) else _EndWaiter(peers).wait(within)
+        first = self._peers[events[0][0]] if events else None
+        return None if first is None or first.leaving else f"{first.name} is gone"
 
 
 class PeerLossTranslator:

@@ -105,6 +105,12 @@ class ParallelGroup:
 
             broadcast(tensor, src=0)
 
+    def agreed(self, value: float, device: torch.device) -> float:
+        """Return the value of rank 0 on all ranks, which then decide the same."""
+        shared = torch.tensor([value], device=device)
+        self.broadcast(shared)
+        return float(shared)
+
     @property
     def leader(self) -> LeaderChannel:
         """The channel of rank 0."""

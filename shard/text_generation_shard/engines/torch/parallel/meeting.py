@@ -29,8 +29,9 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -74,7 +75,7 @@ def accept_ranks(address: str, size: int, timeout: float, access: ShardAccess) -
     except (OSError, SocketInUse) as error:
         raise EngineError(f"cannot listen at {address} for the group: {error}") from error
     meeting = _MeetingListener(listener, access.shard_token, tls, arrived)
-    meeting.start()
+    daemon_thread(meeting.accept, "group meeting").start()
     try:
         while len(followers) < size - 1:
             try:
@@ -107,41 +108,34 @@ def connect_to_leader(address: str, rank: int, size: int, timeout: float, access
         time.sleep(RETRY_EVERY)
 
 
+@dataclass(slots=True)
 class _MeetingListener:
     """Accepts connections, each in a thread of its own until it has proven that it belongs to the group."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: str,
-        tls: ssl.SSLContext | None,
-        arrived: queue.SimpleQueue[tuple[bytes, socket.socket]],
-    ) -> None:
-        self._listener = listener
-        self._token = token
-        self._tls = tls
-        self._arrived = arrived
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
-        self._stopped = False
-
-    def start(self) -> None:
-        daemon_thread(self._accept, "group meeting").start()
+    listener: socket.socket
+    token: str
+    tls: ssl.SSLContext | None
+    arrived: queue.SimpleQueue[tuple[bytes, socket.socket]]
+    """The greeting of each rank, and its connection."""
+    handshakes: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(MAX_HANDSHAKES))
+    stopped: bool = False
 
     def stop(self) -> None:
         """Stop to listen; also wakes the thread that accepts."""
-        self._stopped = True
+        self.stopped = True
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
 
-    def _accept(self) -> None:
-        while not self._stopped:
+    def accept(self) -> None:
+        """Accept connections until `stop`."""
+        while not self.stopped:
             try:
-                connection, peer = self._listener.accept()
+                connection, peer = self.listener.accept()
             except OSError:  # closed, or no descriptor is left for another connection
                 time.sleep(RETRY_EVERY)
                 continue
-            if not self._handshakes.acquire(blocking=False):
+            if not self.handshakes.acquire(blocking=False):
                 connection.close()
                 continue
             daemon_thread(self._verify, "group handshake", connection, peer).start()
@@ -149,23 +143,23 @@ class _MeetingListener:
     def _verify(self, connection: socket.socket, peer: object) -> None:
         try:
             connection.settimeout(HANDSHAKE_TIMEOUT)
-            if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_side=True)
+            if self.tls is not None:
+                connection = self.tls.wrap_socket(connection, server_side=True)
             challenge = secrets.token_bytes(_CHALLENGE_BYTES)
             connection.sendall(challenge)
             message = _receive(connection, _GREETING.size + _CHALLENGE_BYTES + _PROOF_BYTES)
             introduction, proof = message[:-_PROOF_BYTES], message[-_PROOF_BYTES:]
-            if not hmac.compare_digest(proof, _proof(self._token, b"rank", challenge, introduction)):
+            if not hmac.compare_digest(proof, _proof(self.token, b"rank", challenge, introduction)):
                 raise EngineError("it does not have this group's token")
-            connection.sendall(_proof(self._token, b"rank 0", introduction, challenge))
+            connection.sendall(_proof(self.token, b"rank 0", introduction, challenge))
         except (OSError, EngineError) as error:
             log.warning("a connection to the group was refused", peer=str(peer), reason=str(error))
             connection.close()
         else:
             _watch_host(connection)
-            self._arrived.put((introduction[: _GREETING.size], connection))
+            self.arrived.put((introduction[: _GREETING.size], connection))
         finally:
-            self._handshakes.release()
+            self.handshakes.release()
 
 
 def _introduce(address: str, rank: int, size: int, access: ShardAccess) -> socket.socket:
@@ -279,17 +273,15 @@ def _watch_host(connection: socket.socket) -> None:
     """Let the connection end if the other host vanishes, and send each command at once."""
     if connection.family == socket.AF_UNIX:
         return
-    options: Sequence[tuple[int, str, int]] = (
-        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 2),
-        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 1),
-        (socket.IPPROTO_TCP, "TCP_KEEPCNT", LOST_AFTER_S - 2),
-        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", LOST_AFTER_S * 1000),
-        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-    )
-    for level, name, value in options:
-        if (option := getattr(socket, name, None)) is not None:  # Linux has them all
-            connection.setsockopt(level, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, LOST_AFTER_S - 2),
+        (socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000),
+        (socket.TCP_NODELAY, 1),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _has_ended(connection: socket.socket) -> bool:

@@ -55,7 +55,11 @@ def all_succeed(stages: Sequence[Callable[[], None]], device: torch.device, othe
     When a stage begins, all ranks have finished the previous one, including its kernels.
     """
     for stage in stages:
-        problem = _attempt(stage)
+        problem = None
+        try:
+            stage()
+        except Exception as error:  # noqa: BLE001 – NCCL works without it
+            problem = typed_line(error, 300)
         agreed = torch.tensor([0 if problem else 1], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         if not agreed.item():
@@ -102,12 +106,3 @@ def create_low_latency_collectives(device: torch.device) -> LowLatencyCollective
     if not all_succeed((allocate, connect, verify), device, "torch is used for small all-reduces and all-gathers"):
         return None
     return created[0]
-
-
-def _attempt(stage: Callable[[], None]) -> str | None:
-    """Run a stage; return the error message, or None."""
-    try:
-        stage()
-    except Exception as error:  # noqa: BLE001 – NCCL works without it
-        return typed_line(error, 300)
-    return None

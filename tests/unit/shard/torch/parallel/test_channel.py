@@ -186,7 +186,7 @@ def test_followers_that_leave_at_shutdown_are_not_reported(path: Path) -> None:
 
 def fill(leader: LeaderChannel, rank: int) -> None:
     """Send until the socket buffer is full."""
-    connection = leader._followers[rank]._socket
+    connection = leader._peers[rank - 1]._socket
     connection.setblocking(False)
     with suppress(BlockingIOError):
         while True:

@@ -110,7 +110,7 @@ def test_a_lost_leader_ends_the_follower(unwatched: Pair, registered_first: bool
     with structlog.testing.capture_logs() as logs:
         if registered_first:
             unwatched.engine.on_broken(unwatched.reasons.put)
-        for peer in unwatched.leader._followers.values():  # like a kill: no goodbye
+        for peer in unwatched.leader._peers:  # like a kill: no goodbye
             peer.close()
         unwatched.engine._thread.join(SOON)
         if not registered_first:

@@ -54,7 +54,7 @@ def check_model(
         try:
             expected = torch.stack([model.own_logits(sequence) for sequence in ids])
             served = _served_logits(model, executor(), ids, group)
-            difference = _of_first_rank(_difference(served, expected, model.dtype), group, model.library.device)
+            difference = group.agreed(_difference(served, expected, model.dtype), model.library.device)
             most = MOST_DIFFERENCE.get(model.dtype, MOST_DIFFERENCE_OF_16_BITS)
             if difference > most and model.dtype not in MOST_DIFFERENCE and model.library._supports_sdpa:
                 # Rounding in many layers: the library's own functions may differ as much. It has no public name for `_supports_sdpa`.
@@ -153,13 +153,6 @@ def _check_ranks(model: TransformersModel, hidden: Tensor, group: ParallelGroup)
     most = MOST_DIFFERENCE.get(hidden.dtype, MOST_DIFFERENCE_OF_16_BITS)
     if not float(error) <= most:
         raise model.refusal(f"divided by its plan, its hidden states differ between ranks by {float(error):.0e}")
-
-
-def _of_first_rank(value: float, group: ParallelGroup, device: torch.device) -> float:
-    """Return the value of rank 0 on all ranks, which then decide the same."""
-    shared = torch.tensor([value], device=device)
-    group.broadcast(shared)
-    return float(shared)
 
 
 def _difference(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> float:

@@ -167,7 +167,7 @@ class _Finder:
             for rotation in rotations[index]:
                 layer = self._layer(wide, names, rotation, self._model.layers[index])
                 result = self._run_own(layer, rotation, probe[0])
-                if self._agreed(_is_close(result, expected, probe[0])):
+                if self._group.agreed(float(_is_close(result, expected, probe[0])), probe.device):
                     break
             else:
                 raise UnusualError(f"layer {index} has another form")
@@ -206,12 +206,6 @@ class _Finder:
         step = LoneTokens(self._positions, layer.shape)
         decoder.forward(step)
         return step.residual
-
-    def _agreed(self, decision: bool) -> bool:  # noqa: FBT001 – a value
-        """Return the decision of rank 0 on all ranks."""
-        shared = torch.tensor([float(decision)], device=self._embedding.device)
-        self._group.broadcast(shared)
-        return bool(shared)
 
     def _layer(self, module: LibraryModule, names: list[str], rotation: Rotation, shape: LayerShape) -> LibraryLayer:
         parts = [getattr(module, name) for name in names]
