@@ -9,24 +9,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
-from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens
+from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens, Step
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape, PagedKVCache
 from text_generation_shard.engines.torch.batch.tiles import StepBatch, Tile
 from text_generation_shard.engines.torch.layers.norm import HeadNorms
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 
 
-class PlainStep:
+class PlainStep(Step):
     """The rotation of a step in plain torch. Results are new tensors: `out` is never given."""
 
     def __init__(self, positions: Tensor, layers: Sequence[LayerShape]) -> None:
         self.positions = positions
         self._layers = layers
         self._factors: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.positions)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         head_dim = self._layers[layer].head_dim

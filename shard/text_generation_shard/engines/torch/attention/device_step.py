@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens
+from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens, Step
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep, RopeStep
@@ -35,7 +35,7 @@ class StepContext:
     """int32 [slots + 1]: the token sampled last."""
 
 
-class DeviceStep:
+class DeviceStep(Step):
     """Implements `Step`. `columns` int32 [3, tokens]: ids, positions and slots; see `step_plan`.
 
     The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`.
@@ -46,20 +46,12 @@ class DeviceStep:
         self._context = context
         self._plan = plan
         self._num_decoding = num_decoding
-        self._ids, self._positions, self._slots = columns.unbind()
+        self._ids, self.positions, self._slots = columns.unbind()
         self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
         self._decode_steps: dict[tuple[float, float | None], DecodeStep] = {}
         self._queries: Tensor | None = None
         self._out: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return self.columns.shape[1]
-
-    @property
-    def positions(self) -> Tensor:
-        return self._positions
 
     def token_ids(self) -> Tensor:
         ids = self._ids.long()
@@ -100,7 +92,7 @@ class DeviceStep:
         key = rotary, shape
         if (step := self._rope_steps.get(key)) is None:
             step = self._rope_steps[key] = RopeStep(
-                self._positions,
+                self.positions,
                 self._slots,
                 self._context.block_tables,
                 rotary.table,
@@ -118,7 +110,7 @@ class DeviceStep:
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         context = self._context
-        context.kernels.append(keys, values, context.cache[layer], self._positions, self._slots, context.block_tables)
+        context.kernels.append(keys, values, context.cache[layer], self.positions, self._slots, context.block_tables)
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
         context, count = self._context, self._num_decoding
@@ -145,6 +137,6 @@ class DeviceStep:
         if (step := self._decode_steps.get(key)) is None:
             count = self._num_decoding
             step = self._decode_steps[key] = DecodeStep(
-                self._positions[:count], self._slots[:count], self._context.block_tables, *key
+                self.positions[:count], self._slots[:count], self._context.block_tables, *key
             )
         return step

@@ -49,13 +49,12 @@ class Step(Protocol):
     Methods with an `out` write their result to it if it is given, and return it.
     """
 
-    @property
-    def num_tokens(self) -> int: ...
+    positions: Tensor
+    """[tokens], an integer type."""
 
     @property
-    def positions(self) -> Tensor:
-        """[tokens], an integer type."""
-        ...
+    def num_tokens(self) -> int:
+        return len(self.positions)
 
     def token_ids(self) -> Tensor:
         """Return the token ids, int64 [tokens]."""

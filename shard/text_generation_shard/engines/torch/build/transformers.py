@@ -22,7 +22,7 @@ from text_generation_shard.engines.torch.models.huggingface.config import Transf
 from text_generation_shard.engines.torch.models.huggingface.find_decoder import find_decoder
 from text_generation_shard.engines.torch.models.huggingface.load import load_model
 from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
-from text_generation_shard.engines.torch.models.huggingface.sharding import divide
+from text_generation_shard.engines.torch.models.huggingface.sharding import Division
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
@@ -86,7 +86,7 @@ def _check_division(model_config: TransformersConfig, config: ShardConfig) -> No
     """Raise EngineError if the model cannot be divided over the ranks, before the checkpoint is read."""
     with torch.device("meta"):
         model = model_config.model_class(model_config.library)
-    divide(model, ParallelGroup(TensorParallelRank(config.rank, config.world_size)), torch.device("meta"))
+    Division(model, ParallelGroup(TensorParallelRank(config.rank, config.world_size)), torch.device("meta")).divide()
 
 
 def _with_states(info: EngineInfo, model: TransformersModel, memory: int) -> EngineInfo:

@@ -54,6 +54,8 @@ class Executor:
         self._memory = memory
         self._group = group
         self._device = runner.device
+        self.block_bytes = runner.block_bytes
+        """Bytes of a KV block."""
         self._pinned = PinnedBuffers(self._device)
         self._events = EventRecorder(self._device)
 
@@ -65,11 +67,6 @@ class Executor:
         from text_generation_shard.engines.torch.kernels import threshold
 
         return ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a KV block."""
-        return self._runner.block_bytes
 
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         """Launch the forward pass of some rows; `greedy` if every row takes its most probable token."""

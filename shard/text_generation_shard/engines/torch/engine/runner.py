@@ -70,16 +70,13 @@ class Runner(ABC):
         self._translate_peer_loss = PeerLossTranslator(group.channel)
         self._shape = shape
         self.device = shape.device
+        self.block_bytes = shape.block_bytes
+        """Bytes of a KV block."""
         self._max_slots = max_slots
         self.max_blocks = -(-max_sequence_length // BLOCK_SIZE)
         """Blocks of the longest sequence."""
         self._tables = torch.zeros(max_slots + 1, self.max_blocks, dtype=torch.int32, device=self.device)
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a KV block."""
-        return self._shape.block_bytes
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:

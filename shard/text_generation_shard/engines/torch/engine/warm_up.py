@@ -51,7 +51,7 @@ def pool_blocks(info: EngineInfo, limits: WarmUpLimits, block_bytes: int, availa
     wanted = max(1, limits.max_batch_total_tokens // BLOCK_SIZE)
     if wanted > fitting:
         raise InsufficientMemory(
-            f"{wanted * BLOCK_SIZE} tokens of KV cache take {_gib(wanted * block_bytes)}, {_gib(max(available, 0))} are "
+            f"{wanted * BLOCK_SIZE} tokens of KV cache take {wanted * block_bytes / 2**30:.2f} GiB, {max(available, 0) / 2**30:.2f} GiB are "
             f"left beside the model and its largest step: room for {max(fitting, 0) * BLOCK_SIZE} tokens"
         )
     if limits.max_batch_total_tokens:
@@ -62,7 +62,3 @@ def pool_blocks(info: EngineInfo, limits: WarmUpLimits, block_bytes: int, availa
 def blocks_for(tokens: int) -> int:
     """Return the number of blocks that hold `tokens` tokens."""
     return -(-tokens // BLOCK_SIZE)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

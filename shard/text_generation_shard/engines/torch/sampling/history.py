@@ -23,7 +23,7 @@ class TokenHistories:
 
     def update(self, sequences: Iterable[Sequence]) -> None:
         """Bring several sequences up to date in one copy; `tokens` would need one copy each."""
-        behind = [sequence for sequence in sequences if not self._is_up_to_date(sequence)]
+        behind = [each for each in sequences if self._stored.get(each.slot) != (each, len(each.tokens))]
         if not behind:
             return
         self._grow(behind)
@@ -48,10 +48,6 @@ class TokenHistories:
     def clear(self) -> None:
         """Forget all sequences."""
         self._stored.clear()
-
-    def _is_up_to_date(self, sequence: Sequence) -> bool:
-        owner, count = self._stored.get(sequence.slot, (None, 0))
-        return owner is sequence and count == len(sequence.tokens)
 
     def _grow(self, sequences: list[Sequence]) -> None:
         slots, capacity = self._tokens.shape

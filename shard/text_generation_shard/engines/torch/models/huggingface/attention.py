@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, arange, ones
 from torch.nn import Module, functional
@@ -37,27 +37,12 @@ Limits: TypeAlias = tuple[int | None, int | None]
 """Sliding window and chunk length of a layer: see `LayerShape`."""
 
 
-class AttentionHandler(Protocol):
-    """Computes or records the attention calls of a forward pass."""
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, rules: ScoreRules, limits: Limits) -> Tensor:
-        """Return attention [tokens, heads, value dim] of `queries`, `keys` and `values` [heads, tokens, dim]."""
-        ...
-
-    def position_factors(self, period: float, strength: float) -> Tensor:
-        """Return a factor for each token: scaled_by_position(own position) / scaled_by_position(place in the batch).
-
-        Llama 4 computes the scale of its queries from the place, as if the batch were one sequence.
-        """
-        ...
-
-
-_handlers: list[AttentionHandler] = []
+_handlers: list[AttentionRecorder | StepAttention] = []
 """The handler of the forward pass in progress comes last."""
 
 
 @contextmanager
-def handled_by(handler: AttentionHandler) -> Iterator[None]:
+def handled_by(handler: AttentionRecorder | StepAttention) -> Iterator[None]:
     """Let `handler` compute the attention of modules."""
     _handlers.append(handler)
     try:
@@ -115,7 +100,9 @@ class AttentionRecorder:
         heads, kv_heads = queries.shape[0], keys.shape[0]
         if heads % kv_heads or values.shape[0] != kv_heads or keys.shape[2] != queries.shape[2]:
             raise EngineError(f"attention of {heads} heads over {kv_heads} heads of keys is not served")
-        shape = LayerShape(heads, kv_heads, self._served(max(keys.shape[2], values.shape[2])), *limits)
+        width = max(keys.shape[2], values.shape[2])
+        served = min((each for each in self._head_dims if each >= width), default=width)
+        shape = LayerShape(heads, kv_heads, served, *limits)
         for index, (other, other_keys, other_values) in enumerate(self._cached):
             if shape == other and _is_same(keys, other_keys) and _is_same(values, other_values):
                 self.calls.append(AttentionCall(index, is_first=False))
@@ -130,10 +117,6 @@ class AttentionRecorder:
     def position_factors(self, period: float, strength: float) -> Tensor:
         return ones(1)
 
-    def _served(self, head_dim: int) -> int:
-        """Return the smallest of `head_dims` that holds `head_dim`, or `head_dim` if there is none."""
-        return min((each for each in self._head_dims if each >= head_dim), default=head_dim)
-
 
 class StepAttention:
     """Computes the attention calls of a pass over the tokens of a step."""
@@ -144,6 +127,7 @@ class StepAttention:
         self._layers = layers
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, rules: ScoreRules, limits: Limits) -> Tensor:
+        """Return attention [tokens, heads, value dim] of `queries`, `keys` and `values` [heads, tokens, dim]."""
         call = next(self._calls)
         head_dim = self._layers[call.layer].head_dim
         if call.is_first:
@@ -153,6 +137,10 @@ class StepAttention:
         return attended.view(own.shape)[..., : values.shape[2]].to(queries.dtype)
 
     def position_factors(self, period: float, strength: float) -> Tensor:
+        """Return a factor for each token: scaled_by_position(own position) / scaled_by_position(place in the batch).
+
+        Llama 4 computes the scale of its queries from the place, as if the batch were one sequence.
+        """
         positions = self._step.positions
         places = arange(len(positions), device=positions.device)
         return _scales(positions, period, strength) / _scales(places, period, strength)

@@ -24,7 +24,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
     register_attention,
     use_attention,
 )
-from text_generation_shard.engines.torch.models.huggingface.sharding import divide
+from text_generation_shard.engines.torch.models.huggingface.sharding import Division
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 
@@ -49,7 +49,7 @@ def load_model(
             if config.load_format == "dummy":
                 model = _random(model_config, device, dtype)
                 if group.tp.world_size > 1:
-                    divide(model, group, device)
+                    Division(model, group, device).divide()
             else:
                 model = _from_checkpoint(Path(config.model_path), model_config, group, device, dtype)
     except (EngineError, torch.OutOfMemoryError):
@@ -104,7 +104,7 @@ def _from_checkpoint(
         raise EngineError(f"{folder}: the checkpoint has no tensor {missing[0]}")
     if not is_whole:
         # The parameters are still mapped files: a rank reads its part.
-        divide(model, group, device)
+        Division(model, group, device).divide()
     if device.type == "cpu":
         # A parameter may still be the mapped file.
         for parameter in model.parameters():

@@ -74,16 +74,8 @@ KV_HEADS = HEADS[1:]
 """Names of layers whose outputs are heads."""
 
 
-def divide(model: LibraryModel, group: ParallelGroup, device: torch.device) -> None:
-    """Keep this rank's part of `model`, on `device`. Raises EngineError with a one-line message.
-
-    On the meta device, nothing but the plan and the shapes is checked.
-    """
-    _Division(model, group, device).divide()
-
-
-class _Division:
-    """The division of a model for a rank."""
+class Division:
+    """The division of a model for a rank of `group`. On the meta device, nothing but the plan and the shapes is checked."""
 
     def __init__(self, model: LibraryModel, group: ParallelGroup, device: torch.device) -> None:
         self._model = model
@@ -93,6 +85,7 @@ class _Division:
         self._plan: Mapping[str, str] = getattr(self._config, "base_model_tp_plan", None) or {}
 
     def divide(self) -> None:
+        """Keep this rank's part of the model, on its device. Raises EngineError with a one-line message."""
         if not self._plan:
             raise self._error("its config in transformers has no plan for it")
         self._even(self._config.num_attention_heads, "attention heads")

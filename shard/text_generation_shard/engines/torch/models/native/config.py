@@ -320,18 +320,16 @@ def _max_sequence_length(raw: JsonObject, family: Family, ropes: tuple[Rope, ...
 
 def _windows(raw: JsonObject, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, as the config classes of transformers define it."""
-    if family.windows == "none":
-        return (None,) * num_layers
-    if family.windows.startswith(USE_WINDOW) and not raw.flag(USE_WINDOW, default=False):
+    is_off = family.windows.startswith(USE_WINDOW) and not raw.flag(USE_WINDOW, default=False)
+    if family.windows == "none" or is_off:
         return (None,) * num_layers
     # A null disables the window.
     has_window = "sliding_window" in raw or (family.window is not None and not raw.is_null("sliding_window"))
     window = raw.count("sliding_window", family.window) if has_window else None
-    if family.windows == "layer_types, none in the last layer":
-        return (*_by_type(raw, family, num_layers, window)[:-1], None)
     if family.windows in ("all layers", "use_sliding_window, all layers"):
         return (window,) * num_layers
-    return _by_type(raw, family, num_layers, window)
+    windows = _by_type(raw, family, num_layers, window)
+    return (*windows[:-1], None) if family.windows == "layer_types, none in the last layer" else windows
 
 
 def _by_type(raw: JsonObject, family: Family, num_layers: int, window: int | None) -> tuple[int | None, ...]:

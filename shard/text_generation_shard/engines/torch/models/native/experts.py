@@ -115,7 +115,7 @@ class Experts:
         for each in self._packed:
             parameters |= each.named_parameters()
         for expert in range(0 if self._packed else self._config.count):
-            parameters |= self._interleaved(expert) if family.clamped else self._of_expert(expert)
+            parameters |= self._of_expert(expert)
         return parameters | self._biases()
 
     def process_weights_after_loading(self) -> None:
@@ -131,44 +131,38 @@ class Experts:
             self._shared.pack()
 
     def _of_expert(self, expert: int) -> dict[str, ParameterShard]:
-        """Return gate, up and down of an expert: three tensors, or parts of `gate_up_proj` and `down_proj` of all experts."""
-        inner, config = self._inner, self._config
-        gate, up = self._gate_up.weight[expert].chunk(2)
-        hidden = gate.shape[1]
-        fused = f"{self._fused}experts.gate_up_proj"
-        whole, starts = (inner.total, hidden), (inner.start, 0)
-        shape = (config.count, 2 * inner.total, hidden)
-        sources = (
-            ParameterShard(gate, whole, starts, other=OtherSource(fused, shape, expert)),
-            ParameterShard(up, whole, starts, other=OtherSource(fused, shape, expert, first_row=inner.total)),
-            self._down_part(expert, transposed=False),
-        )
-        return {
-            f"{self._prefix}experts.{expert}.{name}.weight": source
-            for name, source in zip(config.family.names, sources, strict=True)
-        }
+        """Return the weights of an expert: gate, up and down, or those of gpt-oss, which has one for interleaved gate and up.
 
-    def _interleaved(self, expert: int) -> dict[str, ParameterShard]:
-        """Return the two weights of an expert of gpt-oss, which its checkpoints have for all experts, transposed."""
-        rows, name = _doubled(self._inner), f"{self._fused}experts.gate_up_proj"
-        weight = self._gate_up.weight[expert]
-        hidden = weight.shape[1]
-        source = OtherSource(name, (self._config.count, hidden, rows.total), expert, transposed=True)
-        return {
-            f"{self._prefix}experts.{expert}.gate_up_proj": ParameterShard(
-                weight, (rows.total, hidden), (rows.start, 0), other=source
-            ),
-            f"{self._prefix}experts.{expert}.down_proj": self._down_part(expert, transposed=True),
-        }
+        A checkpoint may have them in `gate_up_proj` and `down_proj` of all experts: that of gpt-oss does, transposed.
+        """
+        config, inner, prefix = self._config, self._inner, f"{self._prefix}experts.{expert}."
+        gate_up, down = self._gate_up.weight[expert], self._down.weight[expert]
+        hidden, transposed = gate_up.shape[1], config.family.clamped
 
-    def _down_part(self, expert: int, *, transposed: bool) -> ParameterShard:
-        weight, inner = self._down.weight[expert], self._inner
-        hidden = weight.shape[0]
-        sizes = (inner.total, hidden) if transposed else (hidden, inner.total)
-        source = OtherSource(
-            f"{self._fused}experts.down_proj", (self._config.count, *sizes), expert, transposed=transposed
+        def source(name: str, outputs: int, inputs: int, first_row: int = 0) -> OtherSource:
+            sizes = (inputs, outputs) if transposed else (outputs, inputs)
+            name = f"{self._fused}experts.{name}"
+            return OtherSource(name, (config.count, *sizes), expert, transposed=transposed, first_row=first_row)
+
+        down_part = ParameterShard(
+            down, (hidden, inner.total), (0, inner.start), other=source("down_proj", hidden, inner.total)
         )
-        return ParameterShard(weight, (hidden, inner.total), (0, inner.start), other=source)
+        if transposed:
+            rows = _doubled(inner)
+            other = source("gate_up_proj", rows.total, hidden)
+            whole = ParameterShard(gate_up, (rows.total, hidden), (rows.start, 0), other=other)
+            return {f"{prefix}gate_up_proj": whole, f"{prefix}down_proj": down_part}
+        parts = [
+            ParameterShard(
+                part,
+                (inner.total, hidden),
+                (inner.start, 0),
+                other=source("gate_up_proj", 2 * inner.total, hidden, first),
+            )
+            for part, first in zip(gate_up.chunk(2), (0, inner.total), strict=True)
+        ]
+        names = (f"{prefix}{name}.weight" for name in config.family.names)
+        return dict(zip(names, (*parts, down_part), strict=True))
 
     def _biases(self) -> dict[str, ParameterShard | Tensor]:
         biases: dict[str, ParameterShard | Tensor] = {}
