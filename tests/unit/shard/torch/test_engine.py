@@ -125,12 +125,6 @@ def test_a_step_that_raises_fails_only_its_sequences(driver: Driver) -> None:
     assert waiting.tokens == expected
 
 
-def test_a_large_logit_bias_decides(driver: Driver) -> None:
-    stream = driver.admit(PROMPT, 5, sampling=Sampling(logit_bias_ids=(33,), logit_bias_values=(100.0,)))
-    driver.run()
-    assert stream.tokens == [33] * 5
-
-
 def test_only_allowed_tokens_are_chosen_and_no_bad_word_is_completed(driver: Driver) -> None:
     free = driver.admit(PROMPT, 12)
     driver.run()
@@ -152,14 +146,3 @@ def test_only_allowed_tokens_are_chosen_and_no_bad_word_is_completed(driver: Dri
     moved = driver.admit((*PROMPT, *free.tokens[:2]), 3, sampling=Sampling(bad_words=(banned,)), generated_tokens=2)
     driver.run()
     assert moved.tokens[0] != free.tokens[2]
-
-
-def test_bfloat16_is_close_to_float32(checkpoint: Path, driver: Driver) -> None:
-    exact = driver.admit(PROMPT, 1, prompt_logprobs=True)
-    driver.run()
-    half = build_engine(ShardConfig(model_path=str(checkpoint), device="cpu", dtype="bfloat16"))
-    assert half.info.dtype == "bfloat16"
-    near_driver = Driver(half, half.warm_up(WarmUpLimits(max_batch_total_tokens=256)))
-    near = near_driver.admit(PROMPT, 1, prompt_logprobs=True)
-    near_driver.run()
-    assert near.prompt_logprobs[0][1:] == pytest.approx(exact.prompt_logprobs[0][1:], abs=0.3)

@@ -38,7 +38,6 @@ ALSO_COVERED = {
     "glm",
     "phi3",
     "seed_oss",
-    "qwen2_moe",
     "mixtral",
     "llava, text part",
 }

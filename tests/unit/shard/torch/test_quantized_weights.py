@@ -57,6 +57,7 @@ def test_weights_equal_the_library_s_to_the_bit(tmp_path: Path, name: str, dtype
     assert torch.equal(whole, expected.to(dtype))
     if parameter == "m.weight":
         found = dequantized_tensors(Checkpoint(tmp_path), scheme, dtype)
+        assert found.keys() == {parameter}
         assert torch.equal(found[parameter], whole), "for a model that transformers runs"
     # A rank's part, which begins and ends within words, groups and blocks.
     starts, sizes = [size // 3 + 1 for size in expected.shape], [size // 3 for size in expected.shape]

@@ -172,30 +172,19 @@ def test_biases_are_added_and_weights_of_unsupported_sizes_are_widened(tmp_path:
     assert torch.equal(layer.mlp.down.weight.cpu(), expected)
 
 
-def test_ignored_modules_are_not_quantized(tmp_path: Path, device: torch.device) -> None:
-    changes = {"quantization_config": COMPRESSED_DYNAMIC | {"ignore": ["lm_head", "re:.*down_proj"]}}
+def test_products_of_projections_that_are_not_all_quantized_are_dequantized(
+    tmp_path: Path, device: torch.device
+) -> None:
     tensors = random_tensors()
-    kept = {name: tensors[name] for name in tensors if "down_proj" in name}
-    write_checkpoint(tmp_path, quantized(tensors, per_row=True) | kept, changes)
-    layer = load_for_cuda(tmp_path, device, dtype_on(device)).layers[0]
-    assert [type(linear) for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)] == [
-        Fp8Linear,
-        Fp8Linear,
-        Fp8Linear,
-        ParallelLinear,
-    ]
-
-
-def test_a_product_of_projections_with_and_without_quantization_is_dequantized(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    name = "model.layers.1.self_attn.k_proj"
-    changes = {"quantization_config": COMPRESSED_DYNAMIC | {"ignore": ["lm_head", name]}}
-    mixed = quantized(tensors, per_row=True) | {f"{name}.weight": tensors[f"{name}.weight"]}
-    layer = load_for_cuda(write_checkpoint(tmp_path, mixed, changes), torch.device("cpu"), torch.float32).layers[1]
-    assert isinstance(layer.qkv, ParallelLinear)
+    key = "model.layers.1.self_attn.k_proj"
+    changes = {"quantization_config": COMPRESSED_DYNAMIC | {"ignore": ["lm_head", "re:.*down_proj", key]}}
+    kept = {name: tensors[name] for name in tensors if "down_proj" in name or name.startswith(key)}
+    mixed = quantized(tensors, per_row=True) | kept
+    layer = load_for_cuda(write_checkpoint(tmp_path, mixed, changes), device, dtype_on(device)).layers[1]
+    types = [type(linear) for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+    assert types == [ParallelLinear, Fp8Linear, Fp8Linear, ParallelLinear]
     expected = torch.cat([dequantized(mixed)[f"model.layers.1.self_attn.{part}.weight"] for part in FUSED["qkv"]])
-    assert torch.equal(layer.qkv.weight, expected)
-    assert isinstance(layer.mlp.gate_up, Fp8Linear)
+    assert torch.equal(layer.qkv.weight.cpu(), expected.to(layer.qkv.weight.dtype))
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
