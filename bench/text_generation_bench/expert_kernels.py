@@ -28,7 +28,7 @@ LAYERS = 2
 """Layers whose weights alternate: together more than the L2 cache, at any number of rows."""
 LAUNCHES = 8
 
-OURS = partial(kernels.compute_experts, product=kernels.grouped_product)
+OURS = partial(kernels.experts, product=kernels.grouped_product)
 Layer = tuple[ExpertLinear, ExpertLinear]
 
 

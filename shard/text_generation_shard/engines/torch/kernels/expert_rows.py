@@ -1,4 +1,4 @@
-"""The kernels around the products of a mixture of experts: gather, gated activation, weighted sum."""
+"""The kernels around the products of a mixture of experts: gather and weighted sum; see activation.py for that between them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.activation import launch_activation
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups
-from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 
 _COLUMNS = 1024
 """Columns per program."""
@@ -22,13 +20,6 @@ def gathered(x: Tensor, groups: ExpertGroups, each: int) -> Tensor:
     _gather_kernel[grid](
         x, groups.order, out, x.stride(0), HIDDEN=hidden, EXPERTS_EACH=each, COLUMNS=_COLUMNS, num_warps=4
     )
-    return out
-
-
-def activate_rows(products: Tensor, bias: Tensor | None, groups: ExpertGroups, activation: GatedActivation) -> Tensor:
-    """Return the gated activation [rows, inner] of `products` [rows, 2 · inner] + `bias` [experts, 2 · inner], contiguous."""
-    out = products.new_empty(len(products), products.shape[1] // 2)
-    launch_activation(products, bias, groups.ends, out, activation)
     return out
 
 

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.kernels.activation import gated
+from text_generation_shard.engines.torch.kernels.activation import gated, launch_activation
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
-from text_generation_shard.engines.torch.kernels.expert_rows import activate_rows, gathered, weighted_sum
+from text_generation_shard.engines.torch.kernels.expert_rows import gathered, weighted_sum
 from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
@@ -73,19 +73,6 @@ def tiling_for(groups: ExpertGroups, columns: int, inputs: int, dtype: torch.dty
     return ExpertTiling(rows, block_n, 32 if dtype == torch.float32 else 64, num_warps=4, num_stages=4)
 
 
-def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, activation: GatedActivation
-) -> Tensor:
-    """Return the weighted sum over the k experts of each token, [tokens, hidden], in the dtype of `x` [tokens, hidden].
-
-    `ids` (an integer type) and `weights` (float32) are [tokens, k], contiguous. Products are summed in float32; the results of the
-    gated activation and of each expert are rounded to the dtype of x.
-    """
-    by_library = gate_up.packed_product is not None or _has_grouped_mm(x, gate_up, down)
-    product = grouped_mm if by_library else grouped_product
-    return compute_experts(x, ids, weights, gate_up, down, activation, product)
-
-
 class GroupedProduct(Protocol):
     """The product of rows with the weights of their experts."""
 
@@ -99,16 +86,23 @@ class GroupedProduct(Protocol):
         ...
 
 
-def compute_experts(
+def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
     gate_up: ExpertWeights,
     down: ExpertWeights,
     activation: GatedActivation,
-    product: GroupedProduct,
+    product: GroupedProduct | None = None,
 ) -> Tensor:
-    """Do what `experts` says by one of the products."""
+    """Return the weighted sum over the k experts of each token, [tokens, hidden], in the dtype of `x` [tokens, hidden].
+
+    `ids` (an integer type) and `weights` (float32) are [tokens, k], contiguous. Products are summed in float32; the results of the
+    gated activation and of each expert are rounded to the dtype of x. `product` replaces the fastest one.
+    """
+    if product is None:
+        by_library = gate_up.packed_product is not None or _has_grouped_mm(x, gate_up, down)
+        product = grouped_mm if by_library else grouped_product
     k, num_experts = ids.shape[1], len(gate_up.weight)
     groups = group_by_expert(ids, num_experts, block_rows(ids.numel(), num_experts, gate_up.weight.dtype))
     inner = product(x, gate_up, groups, each=k, activation=activation)
@@ -136,7 +130,11 @@ def grouped_mm(
         products = functional.grouped_mm(x, linear.weight.transpose(1, 2), offs=groups.ends)
     else:
         products = linear.packed_product(x, groups.offsets)
-    return products if activation is None else activate_rows(products, linear.bias, groups, activation)
+    if activation is None:
+        return products
+    out = products.new_empty(len(products), products.shape[1] // 2)
+    launch_activation(products, linear.bias, groups.ends, out, activation)
+    return out
 
 
 def grouped_product(

@@ -13,18 +13,14 @@ from torch.nn import functional
 from triton_interpreter import allow_computed_bounds
 
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
-from text_generation_shard.engines.torch.kernels.experts import compute_experts, grouped_mm, grouped_product
+from text_generation_shard.engines.torch.kernels.experts import experts, grouped_mm, grouped_product
 from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 from text_generation_shard.engines.torch.kernels.routing import route
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SILU = GatedActivation("silu")
-COMPUTE = (
-    experts_by_loop,
-    partial(compute_experts, product=grouped_product),
-    partial(compute_experts, product=grouped_mm),
-)
+COMPUTE = (experts_by_loop, partial(experts, product=grouped_product), partial(experts, product=grouped_mm))
 GPT_OSS = GatedActivation("clamped_swiglu", interleaved=True, limit=1.5)
 
 

@@ -1,4 +1,4 @@
-"""Products of the CUDA path: fused projections with and without bias, and the LM head."""
+"""Products of the CUDA path: fused projections with and without bias."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference_ops import relative_error as error
 
-from text_generation_shard.engines.torch.layers.linear import DenseLinear, ParallelLinear, Projection
+from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Projection
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 
@@ -52,14 +52,3 @@ def test_the_output_is_new_or_the_given_tensor(
         assert error(product, reference(linear, x)) < limit
     assert linear(x, buffer[:5]).data_ptr() == buffer.data_ptr()
     assert buffer[5:].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_logits_are_float32(device: torch.device, dtype: torch.dtype) -> None:
-    head = DenseLinear(torch.randn(51, 64, device=device).to(dtype), None, torch.float32)
-    x = torch.randn(3, 64, device=device).to(dtype)
-    reference = x.double() @ head.weight.double().t()
-    out = torch.full((3, 51), float("nan"), device=device)
-    for logits in (head(x), head(x, out), out):
-        assert logits.dtype == torch.float32
-        assert error(logits, reference) < 1e-5

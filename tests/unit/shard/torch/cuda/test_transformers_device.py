@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,16 @@ from text_generation_shard.engines.torch.build.prepare import engine_info
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
+from text_generation_shard.engines.torch.layers.ops import Ops
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.models.huggingface.check import WINDOW, check_model
 from text_generation_shard.engines.torch.models.huggingface.config import read_config
 from text_generation_shard.engines.torch.models.huggingface.find_decoder import find_decoder
 from text_generation_shard.engines.torch.models.huggingface.load import load_model
-from text_generation_shard.engines.torch.models.huggingface.model import LibraryDecoder, TransformersModel
+from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
+from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
@@ -62,7 +66,7 @@ class Served:
         )
         self.model.record()
 
-    def found_decoder(self) -> LibraryDecoder | None:
+    def found_decoder(self) -> Callable[[Ops], Decoder] | None:
         """Search the native decoder, with the precision of a GPU."""
         precision = Precision.of(self.library.config.hidden_size, self.model.dtype)
         return find_decoder(self.model, self.info.max_sequence_length, ALONE, precision)
@@ -151,5 +155,5 @@ def test_a_narrow_model_in_16_bits_has_the_precision_of_a_native_one(tmp_path: P
     served.model.record()
     found = served.model.decoder = served.found_decoder()
     assert found is not None
-    assert found.weights.precision == Precision(torch.bfloat16, torch.float32, torch.float16)
+    assert found(CpuOps(ALONE))._weights.precision == Precision(torch.bfloat16, torch.float32, torch.float16)
     served.check()

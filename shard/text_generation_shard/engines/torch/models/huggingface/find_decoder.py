@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -23,16 +24,12 @@ from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, float32_product
 from text_generation_shard.engines.torch.layers.mlp import GatedMLP
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
+from text_generation_shard.engines.torch.layers.ops import Ops
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.models.huggingface.attention import AttentionCall, StepAttention, handled_by
 from text_generation_shard.engines.torch.models.huggingface.library import LibraryModule
-from text_generation_shard.engines.torch.models.huggingface.model import (
-    LibraryDecoder,
-    LibraryLayer,
-    LibraryMLP,
-    TransformersModel,
-)
+from text_generation_shard.engines.torch.models.huggingface.model import LibraryLayer, LibraryMLP, TransformersModel
 from text_generation_shard.engines.torch.models.huggingface.probe import (
     LayerInput,
     LoneTokens,
@@ -69,8 +66,8 @@ log = structlog.get_logger()
 @torch.inference_mode()
 def find_decoder(
     model: TransformersModel, max_sequence_length: int, group: ParallelGroup, precision: Precision
-) -> LibraryDecoder | None:
-    """Return the decoder that computes the same as `model`, which has been recorded; None if there is none.
+) -> Callable[[Ops], Decoder] | None:
+    """Return a function of the decoder that computes the same as `model`, which has been recorded; None if there is none.
 
     All ranks of `group` search at the same time, each with its part of the weights, and find the same.
     """
@@ -102,7 +99,7 @@ class _Finder:
         self._scale, self._softcap = _only(set(model.rules), "scales of attention")
         self._residual_scale = float(getattr(self._config, "residual_multiplier", 1.0))
 
-    def find(self) -> LibraryDecoder:
+    def find(self) -> Callable[[Ops], Decoder]:
         base, modules = self._model.base, self._layer_modules()
         ids = torch.arange(3, 3 + len(self._positions), device=self._embedding.device) % len(self._embedding)
         run = run_without_layers(base, modules, self._positions, input_ids=ids.unsqueeze(0))
@@ -123,7 +120,7 @@ class _Finder:
             head=head,
             precision=self._final_precision(layers, norm, head),
         )
-        return LibraryDecoder(self._numbers(embedding_scale, divisor, final_softcap), weights, self._group)
+        return partial(Decoder, self._numbers(embedding_scale, divisor, final_softcap), weights, group=self._group)
 
     def _numbers(self, embedding_scale: float, divisor: float, final_softcap: float | None) -> DecoderNumbers:
         vocab_size, hidden_size = self._embedding.shape

@@ -36,9 +36,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
     use_attention,
 )
 from text_generation_shard.engines.torch.models.huggingface.states import SlotStates
-from text_generation_shard.engines.torch.models.native.config import DecoderNumbers
-from text_generation_shard.engines.torch.models.native.decoder import Decoder, DecoderLayer, DecoderWeights
-from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.models.native.decoder import Decoder, DecoderLayer
 
 
 class LibraryMLP:
@@ -67,20 +65,6 @@ class LibraryLayer(DecoderLayer):
         return [
             each for each in (self.input_norm, self.after_attention, self.mlp_norm, self.after_mlp) if each is not None
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryDecoder:
-    """The native decoder of a model of the library, without its operations."""
-
-    numbers: DecoderNumbers
-    weights: DecoderWeights
-    group: ParallelGroup
-    """The ranks over which the weights are divided."""
-
-    def with_ops(self, ops: Ops) -> Decoder:
-        """Return the decoder of these weights."""
-        return Decoder(self.numbers, self.weights, ops, self.group)
 
 
 RECORDED_TOKENS = 4
@@ -115,12 +99,12 @@ class TransformersModel:
         """Shapes of the layers of the KV cache."""
         self.rules: list[tuple[float, float | None]] = []
         """Scale and softcap of the scores in each of them."""
-        self.decoder: LibraryDecoder | None = None
-        """The native decoder that computes the same, if one was found."""
+        self.decoder: Callable[[Ops], Decoder] | None = None
+        """Returns the native decoder that computes the same, if one was found."""
 
     def with_ops(self, ops: Ops) -> Model:
         """Return the native decoder with `ops` if one was found, else this model."""
-        return self if self.decoder is None else self.decoder.with_ops(ops)
+        return self if self.decoder is None else self.decoder(ops)
 
     @property
     def keeps_states(self) -> bool:
