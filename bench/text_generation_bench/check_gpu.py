@@ -131,13 +131,12 @@ class Recorder:
 
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         launched = self.inner.launch(rows, greedy=greedy)
-        for row, ranges in launched.prefills:
+        for row, offset in launched.prefills:
             prompt = tuple(row.sequence.tokens[: row.start + row.length])
-            for offset, first, length in ranges:
-                for at in range(0, length, POSITIONS_AT_ONCE):
-                    count = min(POSITIONS_AT_ONCE, length - at)
-                    logits = self.inner.logits(launched.hidden, offset + at, offset + at + count)
-                    self.seen.add(self.reference, self.by_prompt[prompt], first + at, logits.float())
+            for at in range(0, row.length, POSITIONS_AT_ONCE):
+                count = min(POSITIONS_AT_ONCE, row.length - at)
+                logits = self.inner.logits(launched.hidden, offset + at, offset + at + count)
+                self.seen.add(self.reference, self.by_prompt[prompt], row.start + at, logits.float())
         return launched
 
 

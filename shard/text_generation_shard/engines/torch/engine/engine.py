@@ -205,9 +205,9 @@ class TorchEngine(SynchronousEngine):
         """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
-        for row, ranges in launched.prefills:
+        for row, offset in launched.prefills:
             if (scores := row.sequence.prompt_scores) is not None:
-                step.scores += start_scores(row.sequence, scores, ranges, launched.hidden, self._executor.logits)
+                step.scores += start_scores(row, scores, offset, launched.hidden, self._executor.logits)
         packed = launched.sampled
         if launched.logits is not None and packed is None:
             rows, first = step.rows.sampling, step.rows.num_persistent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ class Launched:
 
     hidden: Tensor
     """[tokens, hidden]: hidden states of all tokens, as `Executor.logits` expects them."""
-    prefills: list[tuple[StepRow, list[tuple[int, int, int]]]]
-    """Rows that prefill and the location of their tokens: (offset in `hidden`, first position, number of tokens)."""
+    prefills: list[tuple[StepRow, int]]
+    """Rows that prefill, and the offset of their first token in `hidden`."""
     logits: Tensor | None
     """[rows that sample, vocabulary], in order, persistent rows first; None if no row samples."""
     sampled: Tensor | None
@@ -160,11 +161,6 @@ class Executor:
             self._group.leader.broadcast(kind, payload)
 
 
-def _prefills(rows: StepRows) -> list[tuple[StepRow, list[tuple[int, int, int]]]]:
-    prefills: list[tuple[StepRow, list[tuple[int, int, int]]]] = []
-    at = rows.num_persistent
-    for row in rows.others:
-        if row.prefills:
-            prefills.append((row, [(at, row.start, row.length)]))
-        at += row.length
-    return prefills
+def _prefills(rows: StepRows) -> list[tuple[StepRow, int]]:
+    offsets = accumulate((row.length for row in rows.others), initial=rows.num_persistent)
+    return [(row, offset) for row, offset in zip(rows.others, offsets, strict=False) if row.prefills]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from text_generation_shard.engine import PromptScores
 from text_generation_shard.engines.torch.device.copies import download, upload
-from text_generation_shard.step.sequence import Sequence
+from text_generation_shard.step.sequence import Sequence, StepRow
 
 POSITIONS_AT_ONCE = 64
 """Positions whose logits are held at once: the logits of a whole prompt would take gigabytes."""
@@ -38,24 +38,19 @@ class PendingScores:
 
 
 def start_scores(
-    sequence: Sequence,
-    scores: PromptScores,
-    ranges: list[tuple[int, int, int]],
-    hidden: Tensor,
-    logits: Callable[[Tensor, int, int], Tensor],
+    row: StepRow, scores: PromptScores, offset: int, hidden: Tensor, logits: Callable[[Tensor, int, int], Tensor]
 ) -> list[PendingScores]:
-    """Launch the scoring of the prompt tokens that a step's hidden states predict; `ranges` as in `Launched.prefills`.
+    """Launch the scoring of the prompt tokens that a row's hidden states predict; `offset` as in `Launched.prefills`.
 
     `logits(hidden, first, end)` returns the logits of rows first <= row < end of the hidden states, without any sampling
     transformation. Position i predicts token i + 1.
     """
     pending: list[PendingScores] = []
-    for offset, first, length in ranges:
-        last = min(first + length, len(scores.logprobs) - 1)
-        for start in range(first, last, POSITIONS_AT_ONCE):
-            end = min(start + POSITIONS_AT_ONCE, last)
-            predicting = logits(hidden, offset + start - first, offset + end - first)
-            pending.append(_start(sequence, scores, start + 1, predicting))
+    last = min(row.start + row.length, len(scores.logprobs) - 1)
+    for start in range(row.start, last, POSITIONS_AT_ONCE):
+        end = min(start + POSITIONS_AT_ONCE, last)
+        predicting = logits(hidden, offset + start - row.start, offset + end - row.start)
+        pending.append(_start(row.sequence, scores, start + 1, predicting))
     return pending
 
 

@@ -57,15 +57,15 @@ class LowLatencyCollectives:
 
         `addresses`: the address of each rank's inbox in this process, including this rank's own; multiples of 16.
         """
-        _, _, self._capacity = inbox.shape
+        _, _, self.capacity = inbox.shape
         self._rank = rank
         self._inbox = inbox
         self._addresses = tuple(addresses)
-        self._epochs = torch.ones(self._capacity // BLOCK, dtype=torch.int64, device=inbox.device)
+        self._epochs = torch.ones(self.capacity // BLOCK, dtype=torch.int64, device=inbox.device)
 
     def supports(self, tensor: Tensor) -> bool:
         """Return True if `tensor`, contiguous, can be sent."""
-        return tensor.dtype == torch.float32 and tensor.numel() <= self._capacity
+        return tensor.dtype == torch.float32 and tensor.numel() <= self.capacity
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor`, contiguous, over the ranks, in place. Adds in rank order, so all ranks get the same bits."""
@@ -83,7 +83,7 @@ class LowLatencyCollectives:
             self._epochs,
             tensor.numel(),
             *others,
-            CAPACITY=self._capacity,
+            CAPACITY=self.capacity,
             RANK=self._rank,
             SIZE=len(self._addresses),
             USE_PDL=use_pdl,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from text_generation_shard.engines.torch.parallel.symmetric import all_succeed, allocate_symmetric, rendezvous
+from text_generation_shard.engines.torch.parallel.symmetric import allocate_symmetric, rendezvous, succeed_together
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.low_latency import LowLatencyCollectives
@@ -81,16 +81,16 @@ def _one_shot(tensor: Tensor, buffer: Tensor) -> None:
 
 def _set_up(device: torch.device) -> dict[torch.dtype, Tensor]:
     """Return the symmetric buffer, viewed as each supported dtype; empty if any rank cannot have it."""
-    buffers: dict[torch.dtype, Tensor] = {}
 
-    def allocate() -> None:
+    def allocate(_: None) -> dict[torch.dtype, Tensor]:
         memory = allocate_symmetric(MAX_ONE_SHOT_BYTES, torch.uint8, device)
-        buffers.update({dtype: memory.view(dtype) for dtype in ONE_SHOT_DTYPES})
+        return {dtype: memory.view(dtype) for dtype in ONE_SHOT_DTYPES}
 
-    def connect() -> None:
+    def connect(buffers: dict[torch.dtype, Tensor]) -> dict[torch.dtype, Tensor]:
         rendezvous(buffers[torch.float32])
+        return buffers
 
-    def verify() -> None:
+    def verify(buffers: dict[torch.dtype, Tensor]) -> dict[torch.dtype, Tensor]:
         # Check both dtypes before raising: a rank that stopped early would leave its peers waiting.
         size, wrong = dist.get_world_size(), 0
         for buffer in buffers.values():
@@ -99,7 +99,6 @@ def _set_up(device: torch.device) -> dict[torch.dtype, Tensor]:
             wrong += not bool((tensor == size * (size + 1) / 2).all())
         if wrong:
             raise RuntimeError("an all-reduce over symmetric memory gave a wrong result")
+        return buffers
 
-    if not all_succeed((allocate, connect, verify), device, "NCCL is used for small all-reduces"):
-        return {}
-    return buffers
+    return succeed_together((allocate, connect, verify), device, "NCCL is used for small all-reduces") or {}

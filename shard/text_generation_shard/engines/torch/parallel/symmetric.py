@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -49,50 +49,48 @@ def rendezvous(memory: Tensor) -> list[int]:
     return symm_mem.rendezvous(memory, dist.group.WORLD.group_name).buffer_ptrs
 
 
-def all_succeed(stages: Sequence[Callable[[], None]], device: torch.device, otherwise: str) -> bool:
-    """Run the stages; return True if all succeeded on all ranks, else log `otherwise`. A collective.
+def succeed_together(stages: Sequence[Callable[[Any], Any]], device: torch.device, otherwise: str) -> Any:  # noqa: ANN401
+    """Run the stages, each with the result of the one before; return the last result if all succeeded on all ranks. A collective.
 
-    When a stage begins, all ranks have finished the previous one, including its kernels.
+    Otherwise log `otherwise` and return None. When a stage begins, all ranks have finished the previous one, including its kernels.
     """
+    result = None
     for stage in stages:
         problem = None
         try:
-            stage()
+            result = stage(result)
         except Exception as error:  # noqa: BLE001 – NCCL works without it
             problem = typed_line(error, 300)
         agreed = torch.tensor([0 if problem else 1], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         if not agreed.item():
             log.warning(otherwise, reason=problem or "another rank failed")
-            return False
-    return True
+            return None
+    return result
 
 
 def create_low_latency_collectives(device: torch.device) -> LowLatencyCollectives | None:
     """Create the low-latency collectives of the default process group; None if any rank cannot. A collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    inboxes: list[Tensor] = []
-    created: list[LowLatencyCollectives] = []
 
-    def allocate() -> None:
+    def allocate(_: None) -> Tensor:
         from text_generation_shard.engines.torch.kernels.low_latency import BLOCK, inbox_shape
 
         shape = inbox_shape(size, MAX_GATHERED_ROW // size // BLOCK * BLOCK)
-        inboxes.append(allocate_symmetric(prod(shape), torch.int64, device).zero_().view(shape))
+        return allocate_symmetric(prod(shape), torch.int64, device).zero_().view(shape)
 
-    def connect() -> None:
+    def connect(inbox: Tensor) -> LowLatencyCollectives:
         from text_generation_shard.engines.torch.kernels.low_latency import BLOCK, LowLatencyCollectives
 
-        low_latency = LowLatencyCollectives(rank, inboxes[0], rendezvous(inboxes[0]))
+        low_latency = LowLatencyCollectives(rank, inbox, rendezvous(inbox))
         # Launches nothing, but compiles: a rank that failed in the next stage would leave its peers waiting.
         low_latency.all_reduce(torch.empty(0, device=device))
         low_latency.all_gather(torch.empty(0, BLOCK, device=device), torch.empty(0, size * BLOCK, device=device))
-        created.append(low_latency)
+        return low_latency
 
-    def verify() -> None:
+    def verify(low_latency: LowLatencyCollectives) -> LowLatencyCollectives:
         # All rounds before raising: a rank that stopped early would leave its peers waiting.
-        (low_latency,), capacity = created, inboxes[0].shape[2]
-        wrong = 0
+        wrong, capacity = 0, low_latency.capacity
         numbers = torch.arange(size * capacity, dtype=torch.float32, device=device).view(1, -1)
         for _ in range(3):
             summed, gathered = numbers * (rank + 1), torch.empty_like(numbers)
@@ -102,7 +100,8 @@ def create_low_latency_collectives(device: torch.device) -> LowLatencyCollective
             wrong += not (torch.equal(summed[:, :capacity], expected) and torch.equal(gathered, numbers))
         if wrong:
             raise RuntimeError("a low-latency collective over symmetric memory gave a wrong result")
+        return low_latency
 
-    if not all_succeed((allocate, connect, verify), device, "torch is used for small all-reduces and all-gathers"):
-        return None
-    return created[0]
+    otherwise = "torch is used for small all-reduces and all-gathers"
+    created: LowLatencyCollectives | None = succeed_together((allocate, connect, verify), device, otherwise)
+    return created

@@ -75,15 +75,10 @@ class Checkpoint:
             names_of.setdefault(self._files[name], []).append(name)
         tensors: dict[str, Tensor] = {}
         for path, some in names_of.items():
-            stored = _mapped(path, [self._stored.get(name, name) for name in some])
-            found = {name: stored[self._stored.get(name, name)] for name in some}
+            with _opened(path) as file:
+                found = {name: file.get_tensor(self._stored.get(name, name)) for name in some}
             tensors |= sorted(found.items(), key=lambda item: item[1].data_ptr())
         return tensors
-
-
-def _mapped(path: Path, names: list[str]) -> dict[str, Tensor]:
-    with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in names}
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -22,7 +22,7 @@ MEMBER = """
 import os, sys, torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.parallel.group import join_group
-from text_generation_shard.engines.torch.parallel.symmetric import all_succeed
+from text_generation_shard.engines.torch.parallel.symmetric import succeed_together
 rank, size, address, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], torch.device(sys.argv[4])
 group = join_group(ShardConfig(rank=rank, world_size=size, group_address=address), device)
 assert (group.tp.rank, group.tp.world_size) == (rank, size)
@@ -52,11 +52,12 @@ expect(tensor, [7.0] * 4)
 
 # If a stage fails on one rank, all ranks stop.
 stages = []
-def fail():
+def fail(_):
     if rank == 1:
         raise RuntimeError("not available")
-steps = (lambda: stages.append("first"), fail, lambda: stages.append("last"))
-assert not all_succeed(steps, device, "done without") and stages == ["first"]
+steps = (lambda _: stages.append("first"), fail, lambda _: stages.append("last"))
+assert succeed_together(steps, device, "done without") is None and stages == ["first"]
+assert succeed_together((lambda _: 1, lambda one: one + 1), device, "done without") == 2
 
 if device.type == "cuda":
     assert group._all_reduce.is_one_shot and group._low_latency is not None

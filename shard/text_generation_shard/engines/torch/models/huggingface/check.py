@@ -9,8 +9,8 @@ In a group, all ranks check at the same time, each with the executor of a single
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import structlog
 import torch
@@ -20,7 +20,7 @@ from text_generation_proto.values import Stopping
 from text_generation_shard.engine import EngineError, NewSequence
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.engine.executor import Executor
-from text_generation_shard.engines.torch.models.huggingface.library import LibraryConfig, LibraryModel
+from text_generation_shard.engines.torch.models.huggingface.library import LibraryConfig, LibraryModel, changed
 from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.step import sequence as step
@@ -69,24 +69,19 @@ def check_model(
     log.info("attention checked", architecture=model.architecture, difference=f"{difference:.0e}")
 
 
-@contextmanager
-def small_windows(model: LibraryModel, names: Sequence[str], longest: int) -> Iterator[None]:
+def small_windows(model: LibraryModel, names: Sequence[str], longest: int) -> AbstractContextManager[None]:
     """Make the sliding windows of a model so small that they matter in a short text; those that never matter stay."""
-    changed: list[tuple[object, str, int]] = []
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
-    for holder in (*model.modules(), *configs.values()):
-        for name in names:
-            window = vars(holder).get(name)
-            if isinstance(window, int) and not isinstance(window, bool) and SMALL_WINDOW < window < longest:
-                changed.append((holder, name, window))
-                setattr(holder, name, SMALL_WINDOW)
-    try:
-        yield
-    finally:
-        for holder, name, window in changed:
-            setattr(holder, name, window)
+    places = [(holder, name) for holder in (*model.modules(), *configs.values()) for name in names]
+    windows = [(holder, name, vars(holder).get(name)) for holder, name in places]
+    large = [
+        (holder, name)
+        for holder, name, window in windows
+        if isinstance(window, int) and not isinstance(window, bool) and SMALL_WINDOW < window < longest
+    ]
+    return changed(large, SMALL_WINDOW)
 
 
 def _random_ids(config: LibraryConfig, vocab_size: int) -> Tensor:
@@ -126,10 +121,8 @@ def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, gr
         )
         launched = executor.launch(rows, greedy=False)
         _check_ranks(model, launched.hidden, group)
-        for row, places in launched.prefills:
-            parts[row.sequence.slot] += [
-                executor.logits(launched.hidden, offset, offset + count).clone() for offset, _, count in places
-            ]
+        for row, offset in launched.prefills:
+            parts[row.sequence.slot].append(executor.logits(launched.hidden, offset, offset + row.length).clone())
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     executor.store_sampled_tokens(rows, ids[:, -1].int().to(launched.hidden.device))
     for sequence, token in zip(sequences, ids[:, -1].tolist(), strict=True):

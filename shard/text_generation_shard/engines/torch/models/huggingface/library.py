@@ -6,7 +6,8 @@ No code of a model folder is run: configs and classes are those of the library, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeAlias
@@ -169,6 +170,22 @@ def use_attention(model: LibraryModel, name: str) -> None:
     for module in model.modules():
         if (config := getattr(module, "config", None)) is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
+
+
+@contextmanager
+def changed(places: Sequence[tuple[LibraryModule | LibraryConfig, str]], value: Any) -> Iterator[None]:  # noqa: ANN401 – of an attribute
+    """Give attributes of objects another value for a time; those that only the class has are removed again."""
+    before = [holder.__dict__.get(name) for holder, name in places]
+    for holder, name in places:
+        holder.__dict__[name] = value
+    try:
+        yield
+    finally:
+        for (holder, name), own in zip(places, before, strict=True):
+            if own is None:
+                del holder.__dict__[name]
+            else:
+                holder.__dict__[name] = own
 
 
 def _as_known(value: Any) -> Any:  # noqa: ANN401 – JSON

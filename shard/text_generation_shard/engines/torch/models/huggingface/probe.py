@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.rope import NO_ROPE, Rope, RotaryEmbedding, head_order
-from text_generation_shard.engines.torch.models.huggingface.library import LibraryModule
+from text_generation_shard.engines.torch.models.huggingface.library import LibraryModule, changed
 
 TABLE_CHUNK = 4096
 """Positions whose rotations are computed at once."""
@@ -120,29 +119,13 @@ def run_without_layers(base: Module, layers: Sequence[Module], positions: Tensor
 
     ran: list[Module] = []
     hooks = [child.register_forward_hook(lambda child, *_: ran.append(child)) for child in base.children()]
-    with _replaced(layers, pass_on):
+    with changed([(layer, "forward") for layer in layers], pass_on):
         output = base(position_ids=positions.unsqueeze(0), use_cache=False, **inputs).last_hidden_state
     for hook in hooks:
         hook.remove()
     if len(recorded) != len(layers) or not ran:
         raise UnusualError("layers do not run once each")
     return BaseRun(recorded, ran[-1], output)
-
-
-@contextmanager
-def _replaced(layers: Sequence[Module], forward: Any) -> Iterator[None]:  # noqa: ANN401 – a module's forward
-    """Replace the forward functions of modules for a time."""
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        vars(layer)["forward"] = forward
-    try:
-        yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            if own is None:
-                del vars(layer)["forward"]
-            else:
-                vars(layer)["forward"] = own
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class LoadingPlan:
         self._checkpoint = checkpoint
         self._parts = parts
         self._scheme = scheme
+        self._online = scheme is not None and scheme.online
         self._dequantized: Counter[tuple[str, torch.dtype]] = Counter()
 
     def transfers(self) -> list[Transfer]:
@@ -63,10 +64,6 @@ class LoadingPlan:
             else:
                 raise self._error(stored, f"{name} is {type_name(tensor.dtype)}, a quantized checkpoint")
         return [transfer for some in transfers.values() for transfer in some] + self._dequantizations(formats)
-
-    @property
-    def _online(self) -> bool:
-        return self._scheme is not None and self._scheme.online
 
     def _format_of(self, name: str) -> WeightFormat | None:
         for suffix in (WEIGHT, *OTHER_NAMES):
