@@ -25,9 +25,9 @@ from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, De
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.expert_linear import experts_by_loop, softmax_top_k
-from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
-from text_generation_shard.engines.torch.models.native.parameters import empty_weights
+from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
@@ -35,6 +35,7 @@ from text_generation_shard.engines.torch.weights.load import load
 from text_generation_shard.grammar import Grammars
 
 CPU = torch.device("cpu")
+ALONE = ParallelGroup(TensorParallelRank())
 
 
 class ReferenceKernels:
@@ -236,18 +237,24 @@ def attend(
     return result.flatten(1)
 
 
+def reference_decoder(
+    config: ModelConfig, weights: ModelWeights, dtype: torch.dtype
+) -> tuple[ReferenceKernels, Decoder]:
+    """Return the decoder of a GPU with reference kernels, and these."""
+    kernels = ReferenceKernels(config.attention_scale, config.attention_softcap)
+    return kernels, Decoder(config, weights, DeviceOps(kernels, ALONE, dtype), ALONE)
+
+
 def reference_engine(config: ShardConfig, info: EngineInfo, grammars: Grammars | None = None) -> TorchEngine:
     """Return the engine of a GPU for a native model, on a CPU."""
-    folder, group = Path(config.model_path), ParallelGroup(TensorParallelRank())
-    model, dtype = read_model_config(folder), getattr(torch, info.dtype)
+    model, dtype = read_model_config(Path(config.model_path)), getattr(torch, info.dtype)
     with torch.inference_mode():
-        weights = empty_weights(model, group.tp, CPU, dtype, on_cpu=False)
+        weights = empty_weights(model, ALONE.tp, CPU, dtype, on_cpu=False)
         load(config, weights.named_parameters(), model.quantization)
         weights.process_weights_after_loading()
-        kernels = ReferenceKernels(model.attention_scale, model.attention_softcap)
-        decoder = Decoder(model, weights, DeviceOps(kernels, group, dtype), group)
+        kernels, decoder = reference_decoder(model, weights, dtype)
         shape = CacheShape(weights.layer_shapes, CPU, dtype)
-        runner = DeviceRunner(decoder, kernels, group, shape, info.max_slots, info.max_sequence_length)
-        executor = Executor(runner, DeviceMemory(CPU, 0.4), group, runs_ahead=True)
+        runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
+        executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
         return TorchEngine(info, executor, grammars, trace)

@@ -7,7 +7,6 @@ import torch
 from full_grid import full
 from reference_kernels import attend
 from reference_ops import relative_error
-from triton_interpreter import allow_computed_bounds
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.batch.step_plan import PlanSizes, StepPlan, pageable_memory
@@ -16,12 +15,6 @@ from text_generation_shard.engines.torch.kernels.chunk_attention import ChunkTil
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 LENGTHS = ((1, 1), (5, 5), (3, 60), (40, 75))
 """Tokens of each chunk, and the length of its sequence after it."""
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    if device.type == "cpu":
-        allow_computed_bounds(monkeypatch)
 
 
 @pytest.mark.parametrize("window", [None, 21])

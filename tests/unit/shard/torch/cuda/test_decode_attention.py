@@ -11,7 +11,6 @@ from full_grid import full
 from reference_kernels import attend
 from reference_ops import relative_error as error
 from torch import Tensor
-from triton_interpreter import allow_computed_bounds
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
@@ -20,12 +19,6 @@ from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 H200_MULTIPROCESSORS = 132
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    if device.type == "cpu":
-        allow_computed_bounds(monkeypatch)
 
 
 class Shape(NamedTuple):
@@ -95,16 +88,12 @@ def a_case(
     return Case(shape, qkv.to(device), cache.to(device), step)
 
 
-def an_attention(shape: Shape, rows: int, device: torch.device, config: LaunchConfig) -> DecodeAttention:
-    return DecodeAttention(*shape, rows, device, config=config)
-
-
 @pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
 def test_capped_scores_and_sinks(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
     case = a_case(SMOL, [1, 16, 70, 17], device, dtype)
     case = replace(case, step=replace(case.step, softcap=1.5))
     sinks = torch.linspace(-2, 3, SMOL.heads, dtype=torch.float64, device=device)
-    out = case.run(an_attention(SMOL, 4, device, replace(SPLIT, merge=merge)), sinks=sinks.float())
+    out = case.run(DecodeAttention(*SMOL, 4, device, config=replace(SPLIT, merge=merge)), sinks=sinks.float())
     assert error(out, case.expected(None, sinks)) < TOLERANCES[dtype]
 
 
@@ -127,7 +116,7 @@ def test_rows_of_different_lengths_match_the_formula(
     shape: Shape, window: int | None, merge: Merge, device: torch.device, dtype: torch.dtype
 ) -> None:
     case = a_case(shape, [1, 16, 70, 17], device, dtype, window)
-    attention = an_attention(shape, 4, device, replace(SPLIT, merge=merge))
+    attention = DecodeAttention(*shape, 4, device, config=replace(SPLIT, merge=merge))
     for other in (case, a_case(shape, [20, 40, 3, 90], device, dtype, window)):  # other numbers of parts
         assert error(other.run(attention, window), other.expected(window)) < TOLERANCES[dtype]
 
@@ -138,7 +127,7 @@ def test_a_single_long_row_is_split_into_many_parts(merge: Merge, device: torch.
     config = config_for(1, *shape, H200_MULTIPROCESSORS)
     assert config.splits == MAX_SPLITS
     case = a_case(shape, [700], device, dtype)
-    attention = an_attention(shape, 1, device, replace(config, merge=merge))
+    attention = DecodeAttention(*shape, 1, device, config=replace(config, merge=merge))
     first, second = case.run(attention), case.run(attention)
     assert error(first, case.expected(None)) < TOLERANCES[dtype]
     assert torch.equal(first, second)
@@ -149,15 +138,15 @@ def test_short_rows_are_not_split_in_large_batches(device: torch.device, dtype: 
     assert config.splits > 1
     config = replace(config, min_blocks=config.min_blocks // 32)
     case = a_case(SMOL, [32, 33], device, dtype)
-    result = case.run(an_attention(SMOL, 2, device, config), out_dtype=torch.float32)
-    unsplit = case.run(an_attention(SMOL, 2, device, replace(config, splits=1)), out_dtype=torch.float32)
+    result = case.run(DecodeAttention(*SMOL, 2, device, config=config), out_dtype=torch.float32)
+    unsplit = case.run(DecodeAttention(*SMOL, 2, device, config=replace(config, splits=1)), out_dtype=torch.float32)
     assert error(result, case.expected(None)) < TOLERANCES[dtype]
     assert [torch.equal(row, other) for row, other in zip(result, unsplit, strict=True)] == [True, False]
 
 
 def test_a_row_does_not_depend_on_the_lengths_of_other_rows(device: torch.device, dtype: torch.dtype) -> None:
     case = a_case(LLAMA, [90, 50], device, dtype)
-    attention = an_attention(LLAMA, 2, device, SPLIT)  # its arrival counters are reset after each run
+    attention = DecodeAttention(*LLAMA, 2, device, config=SPLIT)  # its arrival counters are reset after each run
     shorter = replace(case.step, positions=torch.tensor([89, 3], dtype=torch.int32, device=device))
     assert torch.equal(case.run(attention)[0], replace(case, step=shorter).run(attention)[0])
 
@@ -168,7 +157,7 @@ def test_several_rows_may_use_the_dummy_slot(device: torch.device, dtype: torch.
     padded = replace(
         case, qkv=case.qkv[[0, 1, 1]], step=replace(case.step, slots=slots, positions=case.step.positions[[0, 1, 1]])
     )
-    assert error(padded.run(an_attention(SMOL, 3, device, SPLIT)), padded.expected(None)) < TOLERANCES[dtype]
+    assert error(padded.run(DecodeAttention(*SMOL, 3, device, config=SPLIT)), padded.expected(None)) < TOLERANCES[dtype]
 
 
 def test_a_second_kernel_merges_if_there_are_few_programs() -> None:

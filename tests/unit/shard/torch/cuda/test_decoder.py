@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference_kernels import ReferenceKernels
+from reference_kernels import ALONE, ReferenceKernels
 from tiny_checkpoint import load_for_cuda, random_tensors, write_checkpoint
 
 from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
@@ -14,8 +14,6 @@ from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
-from text_generation_shard.engines.torch.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 FUSED = ["matvec", "rotate_and_append", "decode_attention", "matvec", "matvec", "matvec"]
 SEPARATE = ["rotate_and_append", "decode_attention", "rms_norm", "activate", "rms_norm"]
@@ -48,8 +46,8 @@ class RecordingKernels:
 def test_a_step_launches_no_more_kernels_than_needed(tmp_path: Path, tokens: int, kernels: list[str]) -> None:
     folder = write_checkpoint(tmp_path, random_tensors())
     config, weights = read_model_config(folder), load_for_cuda(folder, torch.device("cpu"), torch.float32)
-    recording, group = RecordingKernels(config.attention_scale), ParallelGroup(TensorParallelRank())
-    decoder = Decoder(config, weights, DeviceOps(recording, group, torch.float32), group)
+    recording = RecordingKernels(config.attention_scale)
+    decoder = Decoder(config, weights, DeviceOps(recording, ALONE, torch.float32), ALONE)
     cache = [torch.zeros(tokens, 2, each.num_kv_heads, BLOCK_SIZE, each.head_dim) for each in config.layers]
     slots = torch.arange(tokens, dtype=torch.int32)
     context = StepContext(recording, cache, config.layers, slots.unsqueeze(1), torch.zeros_like(slots))

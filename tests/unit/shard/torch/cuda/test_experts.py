@@ -10,7 +10,6 @@ from full_grid import full
 from reference_ops import relative_error
 from torch import Tensor
 from torch.nn import functional
-from triton_interpreter import allow_computed_bounds
 
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
 from text_generation_shard.engines.torch.kernels.experts import experts, grouped_mm, grouped_product
@@ -22,12 +21,6 @@ ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SILU = GatedActivation("silu")
 COMPUTE = (experts_by_loop, partial(experts, product=grouped_product), partial(experts, product=grouped_mm))
 GPT_OSS = GatedActivation("clamped_swiglu", interleaved=True, limit=1.5)
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    if device.type == "cpu":
-        allow_computed_bounds(monkeypatch)
 
 
 def formula(

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from reference_kernels import ReferenceKernels
+from reference_kernels import ALONE, ReferenceKernels, reference_decoder
 from reference_ops import relative_error as error
 from tiny_checkpoint import CONFIG, load_for_cuda, random_tensors, write_checkpoint
 from tiny_transformers import random_model, save
@@ -32,14 +32,10 @@ from text_generation_shard.engines.torch.batch.step_plan import (
 )
 from text_generation_shard.engines.torch.build.prepare import engine_info
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model
-from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.models.huggingface.config import read_config
 from text_generation_shard.engines.torch.models.huggingface.load import load_model
 from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.models.native.config import read_model_config
-from text_generation_shard.engines.torch.models.native.decoder import Decoder
-from text_generation_shard.engines.torch.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.runner.decode_graphs import GraphPool, wanted_sizes
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
 from text_generation_shard.engines.torch.runner.piecewise_graphs import (
@@ -173,14 +169,13 @@ def native(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float
     config = read_model_config(folder)
     weights = load_for_cuda(folder, device, torch.float32)
     shape = CacheShape(weights.layer_shapes, device, torch.float32)
-    kernels, group = ReferenceKernels(config.attention_scale), ParallelGroup(TensorParallelRank())
-    return Decoder(config, weights, DeviceOps(kernels, group, torch.float32), group), shape, config.attention_scale
+    return reference_decoder(config, weights, torch.float32)[1], shape, config.attention_scale
 
 
 def from_library(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
     """Do the same with the modules of transformers."""
-    config, group = ShardConfig(model_path=str(folder)), ParallelGroup(TensorParallelRank())
-    model = TransformersModel(load_model(config, read_config(folder), group, device, torch.float32))
+    config = ShardConfig(model_path=str(folder))
+    model = TransformersModel(load_model(config, read_config(folder), ALONE, device, torch.float32))
     model.record()
     return model, CacheShape(tuple(model.layers), device, torch.float32), model.rules[0][0]
 
@@ -210,8 +205,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) ->
     model, shape, scale = request.param(folder, device)
 
     def runner() -> DeviceRunner:
-        group = ParallelGroup(TensorParallelRank())
-        built = DeviceRunner(model, ReferenceKernels(scale), group, shape, SLOTS, MAX_LENGTH)
+        built = DeviceRunner(model, ReferenceKernels(scale), ALONE, shape, SLOTS, MAX_LENGTH)
         built.allocate(BLOCKS)
         return built
 

@@ -9,25 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from reference_kernels import ReferenceKernels
+from reference_kernels import ALONE, CPU, reference_decoder
 from structlog.testing import capture_logs
 from tiny_checkpoint import COMPRESSED_DYNAMIC, load_for_cuda, random_tensors, write_checkpoint
 from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.precision import MAX_NARROW_HIDDEN_SIZE, Precision
 from text_generation_shard.engines.torch.models.native.config import read_model_config
-from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.models.native.parameters import LayerWeights, empty_weights
-from text_generation_shard.engines.torch.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FINE = Precision(model=BF16, products=FP32, normed=FP16)
 SEQUENCES, TOKENS = 8, 10
-CPU = torch.device("cpu")
 LAYER = "model.layers.1."
 CHANGES: dict[str, Any] = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
 
@@ -44,9 +39,7 @@ class Model:
     def __post_init__(self) -> None:
         self.config = read_model_config(self.folder)
         self.weights = load_for_cuda(self.folder, CPU, self.dtype)
-        self.kernels, group = ReferenceKernels(self.config.attention_scale), ParallelGroup(TensorParallelRank())
-        ops = DeviceOps(self.kernels, group, self.dtype)
-        self.decoder = Decoder(self.config, self.weights, ops, group)
+        self.kernels, self.decoder = reference_decoder(self.config, self.weights, self.dtype)
 
     def context(self) -> StepContext:
         """Return a KV cache with one block per sequence."""
@@ -134,7 +127,7 @@ def test_wide_and_fp8_models_keep_their_dtype(tmp_path: Path) -> None:
     assert Precision.of(MAX_NARROW_HIDDEN_SIZE + 1, BF16) == unchanged
     assert unchanged.after_loading([torch.ones(4)], [torch.ones(4, 4)]) == unchanged
     fp8 = read_model_config(write_checkpoint(tmp_path, {}, {"quantization_config": COMPRESSED_DYNAMIC}))
-    assert empty_weights(fp8, TensorParallelRank(), CPU, BF16, on_cpu=False).precision == unchanged
+    assert empty_weights(fp8, ALONE.tp, CPU, BF16, on_cpu=False).precision == unchanged
 
 
 def scaled(ending: str | tuple[str, ...], factor: float) -> Edit:

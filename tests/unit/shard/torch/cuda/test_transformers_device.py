@@ -11,7 +11,7 @@ import torch
 from engine_driver import Driver
 from full_grid import full
 from model_families import FAMILIES, random_model, tiny_config, write_model
-from reference_kernels import ReferenceKernels
+from reference_kernels import ALONE, CPU, ReferenceKernels
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from text_generation_proto.values import WarmUpLimits
@@ -31,12 +31,8 @@ from text_generation_shard.engines.torch.models.huggingface.find_decoder import 
 from text_generation_shard.engines.torch.models.huggingface.load import load_model
 from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
-from text_generation_shard.engines.torch.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
 
-CPU = torch.device("cpu")
-ALONE = ParallelGroup(TensorParallelRank())
 HEAD_DIMS = (64, 128)
 """Wider than the heads of the tiny models, which have to be padded."""
 
