@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineInfo
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.build.prepare import engine_info
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
@@ -245,9 +245,11 @@ def reference_decoder(
     return kernels, Decoder(config, weights, DeviceOps(kernels, ALONE, dtype), ALONE)
 
 
-def reference_engine(config: ShardConfig, info: EngineInfo, grammars: Grammars | None = None) -> TorchEngine:
+def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> TorchEngine:
     """Return the engine of a GPU for a native model, on a CPU."""
-    model, dtype = read_model_config(Path(config.model_path)), getattr(torch, info.dtype)
+    model = read_model_config(Path(config.model_path))
+    info = engine_info(config, model, CPU, grammars)
+    dtype = getattr(torch, info.dtype)
     with torch.inference_mode():
         weights = empty_weights(model, ALONE.tp, CPU, dtype, on_cpu=False)
         load(config, weights.named_parameters(), model.quantization)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.build.prepare import engine_info
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
-from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
 
 NEW_TOKENS = 16
@@ -65,9 +62,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = random_model(CONFIGS[request.param])
     folder = save(model, tmp_path_factory.mktemp("checkpoint"))
     config = ShardConfig(model_path=folder, device="cpu", max_batch_size=16)
-    engine, model_config = build_engine(config), read_model_config(Path(folder))
-    info = engine_info(config, model_config, torch.device("cpu"), None)
-    on_device = reference_engine(config, info)
+    engine, on_device = build_engine(config), reference_engine(config)
     prompts = [tuple(torch.randint(0, SHAPE["vocab_size"], (length,)).tolist()) for length in LENGTHS]
     reference = []
     with torch.inference_mode():

@@ -42,13 +42,8 @@ class HeadNorms:
         self.rows = torch.empty(0)
         """[query heads + key heads, head_dim], after loading: one weight row per head, so that all are normed at once."""
 
-    def process_weights_after_loading(self, num_heads: int, num_kv_heads: int, order: list[int] | None) -> None:
-        """Process both norms and fill `rows`; `order` is that of the dimensions of a head: see `head_order`."""
-        for norm in (self.query, self.key):
-            norm.process_weights_after_loading()
-            norm.weight = norm.weight if order is None else norm.weight[order]
-        self.fill_rows(num_heads, num_kv_heads)
-
-    def fill_rows(self, num_heads: int, num_kv_heads: int) -> None:
-        """Fill `rows` from the weights of the norms."""
+    def fill_rows(self, num_heads: int, num_kv_heads: int, order: list[int] | None) -> None:
+        """Fill `rows` from the processed weights, after reordering their dimensions: see `head_order`."""
+        if order is not None:
+            self.query.weight, self.key.weight = self.query.weight[order], self.key.weight[order]
         self.rows = torch.cat((self.query.weight.expand(num_heads, -1), self.key.weight.expand(num_kv_heads, -1)))

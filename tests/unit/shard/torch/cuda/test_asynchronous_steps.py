@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from engine_driver import Driver, Stream
 from full_grid import full
 from poisoned_checkpoint import POISON, write_poisoned_checkpoint
@@ -22,8 +21,6 @@ from text_generation_proto.values import FailureCode, FinishReason, Sampling, St
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Orders
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.build.prepare import engine_info
-from text_generation_shard.engines.torch.models.native.config import read_model_config
 
 SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, output_presence_penalty=0.5)
 
@@ -40,10 +37,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = write_poisoned_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     trace = tmp_path_factory.mktemp("trace") / "steps.jsonl"
     config = ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8, trace_steps=str(trace))
-    shape = read_model_config(folder)
-    info = engine_info(config, shape, torch.device("cpu"), None)
     synchronous = build_engine(config.model_copy(update={"trace_steps": ""}))
-    engines = Engines(synchronous, reference_engine(config, info), trace)
+    engines = Engines(synchronous, reference_engine(config), trace)
     yield engines
     engines.asynchronous.close()
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from byte_tokenizer import END, write_tokenizer
 from engine_driver import Driver, Stream
 from full_grid import full
@@ -24,8 +23,6 @@ from text_generation_shard import grammar
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.build.prepare import engine_info
-from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.grammar import load_grammars
 from text_generation_shard.step import masks
 
@@ -44,8 +41,7 @@ def on_a_gpu(folder: Path) -> Engine:
     """Build the engine of a GPU, on a CPU."""
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"vocab_size": 300, "eos_token_id": [END]}))
     config = ShardConfig(model_path=str(folder), load_format="dummy", device="cpu", max_batch_size=8)
-    shape, tokens = read_model_config(folder), load_grammars(str(folder), [END])
-    return reference_engine(config, engine_info(config, shape, torch.device("cpu"), tokens), tokens)
+    return reference_engine(config, load_grammars(str(folder), [END]))
 
 
 def with_states(folder: Path) -> Engine:

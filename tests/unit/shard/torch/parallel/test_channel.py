@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -120,36 +117,6 @@ def test_lost_reports_the_lost_process(path: Path) -> None:
         leader.close()  # its goodbye is not read
         assert first.lost(SOON) == "rank 0 is gone"
         assert leader.lost(SOON) is None
-
-
-FOLLOWER = """
-import sys
-from text_generation_common.shard_access import ShardAccess
-from text_generation_shard.engines.torch.parallel.meeting import connect_to_leader
-follower = connect_to_leader(f"unix://{sys.argv[1]}", 1, 2, 30, ShardAccess.of())
-while True:
-    kind, payload = follower.receive()
-    follower.answer(len(payload))
-"""
-
-
-def test_a_killed_process_is_detected_by_watch_and_by_gather(path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", FOLLOWER, str(path)])
-    try:
-        leader = accept(path, 2)
-        gone: queue.SimpleQueue[str] = queue.SimpleQueue()
-        leader.watch(gone.put)
-        leader.broadcast(1, b"12345")
-        assert leader.gather() == [5]
-        assert gone.empty()
-        process.kill()
-        assert gone.get(timeout=SOON) == "rank 1 is gone"
-        with pytest.raises(GroupBroken, match=r"^rank 1 is gone"):
-            leader.gather()
-        leader.close()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def watches() -> list[threading.Thread]:

@@ -23,13 +23,13 @@ from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, float32_product
 from text_generation_shard.engines.torch.layers.mlp import GatedMLP
-from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
+from text_generation_shard.engines.torch.layers.norm import HeadNorms
 from text_generation_shard.engines.torch.layers.ops import Ops
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.models.huggingface.attention import AttentionCall, StepAttention, handled_by
 from text_generation_shard.engines.torch.models.huggingface.library import LibraryModule
-from text_generation_shard.engines.torch.models.huggingface.model import LibraryLayer, LibraryMLP, TransformersModel
+from text_generation_shard.engines.torch.models.huggingface.model import LibraryMLP, TransformersModel
 from text_generation_shard.engines.torch.models.huggingface.probe import (
     LayerInput,
     LoneTokens,
@@ -43,7 +43,7 @@ from text_generation_shard.engines.torch.models.huggingface.probe import (
     run_without_layers,
 )
 from text_generation_shard.engines.torch.models.native.config import DecoderNumbers
-from text_generation_shard.engines.torch.models.native.decoder import Decoder, DecoderWeights
+from text_generation_shard.engines.torch.models.native.decoder import Decoder, DecoderLayer, DecoderWeights
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
@@ -109,7 +109,8 @@ class _Finder:
         if norm is None or not is_same(run.last_norm(hidden), run.output):
             raise UnusualError("the last norm is another")
         layers, rotary = self._layers(modules)
-        if len({each.eps for layer in layers for each in layer.norms} | {norm.eps}) > 1:
+        norms = [(each.input_norm, each.after_attention, each.mlp_norm, each.after_mlp) for each in layers]
+        if len({each.eps for some in norms for each in some if each is not None} | {norm.eps}) > 1:
             raise UnusualError("norms have several eps")
         head, divisor, final_softcap = self._head()
         weights = DecoderWeights(
@@ -118,8 +119,10 @@ class _Finder:
             rotary=rotary,
             norm=norm,
             head=head,
-            precision=self._final_precision(layers, norm, head),
+            precision=self._precision,
         )
+        if not any(isinstance(layer.mlp, LibraryMLP) for layer in layers):
+            weights.convert()
         return partial(Decoder, self._numbers(embedding_scale, divisor, final_softcap), weights, group=self._group)
 
     def _numbers(self, embedding_scale: float, divisor: float, final_softcap: float | None) -> DecoderNumbers:
@@ -136,14 +139,6 @@ class _Finder:
             final_softcap=final_softcap,
         )
 
-    def _final_precision(self, layers: Sequence[LibraryLayer], norm: RMSNorm, head: DenseLinear) -> Precision:
-        """Return the precision for these weights, which are converted to it."""
-        if any(isinstance(layer.mlp, LibraryMLP) for layer in layers):
-            return self._precision
-        norms = [norm, *(norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm))]
-        linears = [head, *(linear for layer in layers for linear in layer.after_norm)]
-        return self._precision.after_loading(norms, linears)
-
     def _layer_modules(self) -> Sequence[Any]:
         calls = self._model.calls
         if calls != [AttentionCall(index, is_first=True) for index in range(len(calls))]:
@@ -151,12 +146,12 @@ class _Finder:
         lists = [each for each in self._model.base.children() if isinstance(each, ModuleList)]
         return list(_only([each for each in lists if len(each) == len(calls)], "lists of layers"))
 
-    def _layers(self, modules: Sequence[Any]) -> tuple[list[LibraryLayer], list[RotaryEmbedding]]:
+    def _layers(self, modules: Sequence[Any]) -> tuple[list[DecoderLayer], list[RotaryEmbedding]]:
         base, head_dim = self._model.base, self._head_dim
         probe = PROBE_SIZE * random_like(self._embedding.float(), 1, len(self._positions), self._embedding.shape[1])
         inputs = run_without_layers(base, modules, self._positions, inputs_embeds=probe).inputs
         rotations = layer_rotations(base, modules, head_dim, self._max_sequence_length, self._embedding)
-        layers: list[LibraryLayer] = []
+        layers: list[DecoderLayer] = []
         rotary: list[RotaryEmbedding] = []
         for index, (module, given) in enumerate(zip(modules, inputs, strict=True)):
             wide = _with_random_norms(copy.deepcopy(module).float())
@@ -189,7 +184,7 @@ class _Finder:
             hook.remove()
         return called, (output[0] if isinstance(output, tuple) else output)[0]
 
-    def _run_own(self, layer: LibraryLayer, rotation: Rotation, probe: Tensor) -> Tensor:
+    def _run_own(self, layer: DecoderLayer, rotation: Rotation, probe: Tensor) -> Tensor:
         """Return the output of our layer for the same input."""
         weights = DecoderWeights(
             embedding=probe,
@@ -204,7 +199,7 @@ class _Finder:
         decoder.forward(step)
         return step.residual
 
-    def _layer(self, module: LibraryModule, names: list[str], rotation: Rotation, shape: LayerShape) -> LibraryLayer:
+    def _layer(self, module: LibraryModule, names: list[str], rotation: Rotation, shape: LayerShape) -> DecoderLayer:
         parts = [getattr(module, name) for name in names]
         norms = [norm_of(part) for part in parts]
         match = USUAL.fullmatch("".join("x" if norm is None else "n" for norm in norms))
@@ -216,12 +211,12 @@ class _Finder:
         after_attention = next(found) if match[1] else None
         mlp_norm = next(found)
         after_mlp = next(found) if match[2] else None
-        own_mlp, *gate_up = self._mlp(mlp)
+        own_mlp = self._mlp(mlp)
         if isinstance(own_mlp, LibraryMLP) and self._group.tp.world_size > 1:
             raise UnusualError("an MLP of another form is divided")  # it sums its output over the ranks itself
         sinks = getattr(attention, "sinks", None)
         qkv = self._qkv(attention, rotation.order, shape)
-        return LibraryLayer(
+        return DecoderLayer(
             input_norm=input_norm,
             qkv=qkv,
             qkv_width=len(qkv.weight),
@@ -232,7 +227,6 @@ class _Finder:
             mlp_norm=mlp_norm,
             mlp=own_mlp,
             after_mlp=after_mlp,
-            after_norm=(qkv, *gate_up),
             shape=shape,
         )
 
@@ -250,13 +244,12 @@ class _Finder:
         weight, bias = _fused(linears)
         return self._product(weight[rows], None if bias is None else bias[rows])
 
-    def _mlp(self, module: LibraryModule) -> tuple[LibraryMLP] | tuple[GatedMLP, DenseLinear]:
-        """Return an MLP, and its product of normed hidden states."""
+    def _mlp(self, module: LibraryModule) -> LibraryMLP | GatedMLP:
         kind = activation_of(module)
         if kind is None:
-            return (LibraryMLP(module),)
+            return LibraryMLP(module)
         gate_up = self._linear(_linears(module, GATE_UP_NAMES))
-        return GatedMLP(gate_up, self._linear(_linears(module, DOWN_NAMES)), kind), gate_up
+        return GatedMLP(gate_up, self._linear(_linears(module, DOWN_NAMES)), kind)
 
     def _linear(self, linears: Sequence[Any]) -> DenseLinear:
         """Return several linear layers with one input as one, whose rows take the place of their own weights."""
@@ -276,10 +269,8 @@ class _Finder:
                 query, key = (norm_of(getattr(attention, name)) for name in names)
                 if query is None or key is None or query.eps != key.eps or len(query.weight) != self._head_dim:
                     raise UnusualError("queries and keys have other norms")
-                if order is not None:
-                    query.weight, key.weight = query.weight[order], key.weight[order]
                 norms = HeadNorms(query, key)
-                norms.fill_rows(shape.num_heads, shape.num_kv_heads)
+                norms.fill_rows(shape.num_heads, shape.num_kv_heads, order)
                 return norms
         return None
 

@@ -6,7 +6,6 @@ find_decoder.py finds the decoder, for layers of the usual form.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.step import Step
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.engine.runner import Model
-from text_generation_shard.engines.torch.layers.linear import DenseLinear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.models.huggingface.attention import (
@@ -36,7 +34,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
     use_attention,
 )
 from text_generation_shard.engines.torch.models.huggingface.states import SlotStates
-from text_generation_shard.engines.torch.models.native.decoder import Decoder, DecoderLayer
+from text_generation_shard.engines.torch.models.native.decoder import Decoder
 
 
 class LibraryMLP:
@@ -50,21 +48,6 @@ class LibraryMLP:
         output = self._module(normed.unsqueeze(0))
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         ops.add(stream, hidden.view(normed.shape), after)
-
-
-@dataclass(eq=False, kw_only=True)
-class LibraryLayer(DecoderLayer):
-    """The weights of a layer of the library."""
-
-    after_norm: Sequence[DenseLinear]
-    """The products of normed hidden states, without those inside a LibraryMLP."""
-
-    @property
-    def norms(self) -> list[RMSNorm]:
-        """The norms of hidden states."""
-        return [
-            each for each in (self.input_norm, self.after_attention, self.mlp_norm, self.after_mlp) if each is not None
-        ]
 
 
 RECORDED_TOKENS = 4

@@ -15,7 +15,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.attention.step import ScoreRules, Step
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, Linear
-from text_generation_shard.engines.torch.layers.mlp import LayerMLP
+from text_generation_shard.engines.torch.layers.mlp import GatedMLP, LayerMLP
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.layers.precision import Precision
@@ -59,6 +59,13 @@ class DecoderWeights:
     head: DenseLinear
     """This rank's rows of the LM head; the weight may be a view of the embedding."""
     precision: Precision
+
+    def convert(self) -> None:
+        """Convert weights of products with normed hidden states to the final precision: see `Precision.after_loading`."""
+        norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
+        mlps = [layer.mlp.gate_up for layer in self.layers if isinstance(layer.mlp, GatedMLP)]
+        after_norms = [self.head, *(layer.qkv for layer in self.layers), *mlps]
+        self.precision = self.precision.after_loading(norms, after_norms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,9 +136,9 @@ class LayerWeights(DecoderLayer):
         for norm in self._norms.values():
             norm.process_weights_after_loading()
         if self.head_norms is not None:
-            self.head_norms.process_weights_after_loading(
-                self.shape.num_heads, self.shape.num_kv_heads, self._head_order
-            )
+            for norm in (self.head_norms.query, self.head_norms.key):
+                norm.process_weights_after_loading()
+            self.head_norms.fill_rows(self.shape.num_heads, self.shape.num_kv_heads, self._head_order)
         if self._scalar is not None:
             self.scale = float(self._scalar)
         if self._head_order is not None and isinstance(self.qkv, ParallelLinear):
@@ -248,11 +248,8 @@ class ModelWeights(DecoderWeights):
         self.norm.process_weights_after_loading()
         for layer in self.layers:
             layer.process_weights_after_loading()
-        norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
         # The weights of experts count as rounded, so the precision of a model that has any does not change.
-        mlps = [layer.mlp.gate_up for layer in self.layers if isinstance(layer.mlp, DenseMLP)]
-        after_norms = [self.head, *(layer.qkv for layer in self.layers), *mlps]
-        self.precision = self.precision.after_loading(norms, after_norms)
+        self.convert()
 
     def pack(self) -> None:
         """Reorder all weights for products on a CPU: see `Linear.pack`."""
