@@ -56,15 +56,6 @@ def test_transformers_predicts_each_token(demo_model: Path, quarter: Prompts, to
         assert len(tokens) == NEW_TOKENS
 
 
-def test_alone(engine: TorchEngine, quarter: Prompts, together: list[list[int]]) -> None:
-    driver = warm(engine)
-    # Every third prompt only, because running alone is slowest.
-    for prompt, tokens in list(zip(quarter, together, strict=True))[::3]:
-        stream = driver.admit(prompt, NEW_TOKENS)
-        driver.run()
-        assert stream.tokens == tokens
-
-
 def test_staggered_in_chunks_and_preempted(engine: TorchEngine, quarter: Prompts, together: list[list[int]]) -> None:
     driver = warm(engine)
     streams = []

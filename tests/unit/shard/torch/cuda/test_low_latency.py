@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,8 +24,8 @@ CAPACITY = 3 * BLOCK
 SIZES = [1, BLOCK, 2 * BLOCK + 1, 5, CAPACITY, BLOCK + 1, CAPACITY - 1]
 # (rows, columns): rows that begin within a region; one row; exactly one region.
 SHAPES = [(3, 200), (1, 2 * BLOCK + 1), (4, 64), (2, 1)]
-GROUPS = [3, 2]
-"""World sizes, one after the other; the last rank of the first group exits then."""
+SIZE = 3
+"""Ranks. A group of two is that of `test_symmetric`."""
 LATE_TURNS = 2
 """Consecutive collectives in which one rank is late."""
 EDGE_TURNS = 5
@@ -46,22 +45,21 @@ def draw(rank: int, turn: int, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Member:
-    """One of the processes: a rank of a group."""
+    """One of the processes: a rank of the group."""
 
     rank: int
-    size: int
     folder: Path
 
     def low_latency(self, name: str, epoch: int = 1) -> LowLatencyCollectives:
         """Create the collectives on the inbox files of this name, with the given next epoch."""
-        inboxes = [self._map(f"{name} of {self.size}: {rank}") for rank in range(self.size)]
+        inboxes = [self._map(f"{name}: {rank}") for rank in range(SIZE)]
         MAPPED.extend(inboxes)
         low_latency = LowLatencyCollectives(self.rank, inboxes[self.rank], [inbox.data_ptr() for inbox in inboxes])
         low_latency._epochs.fill_(epoch)
         return low_latency
 
     def _map(self, name: str) -> Tensor:
-        shape = inbox_shape(self.size, CAPACITY)
+        shape = inbox_shape(SIZE, CAPACITY)
         return torch.from_file(str(self.folder / name), shared=True, size=prod(shape), dtype=torch.int64).view(shape)
 
     def summed(self, low_latency: LowLatencyCollectives, turn: int, elements: int) -> Tensor:
@@ -71,7 +69,7 @@ class Member:
 
     def gathered(self, low_latency: LowLatencyCollectives, turn: int, rows: int, columns: int) -> Tensor:
         # The padding of rows must not be written.
-        out = torch.full((rows, self.size * columns + 3), -1.0)
+        out = torch.full((rows, SIZE * columns + 3), -1.0)
         low_latency.all_gather(draw(self.rank, turn, rows, columns), out[:, :-3])
         return out
 
@@ -82,7 +80,7 @@ class Member:
             "gathers": [self.gathered(gathers, turn, *shape) for turn, shape in enumerate(SHAPES)],
             "uneven": [],
         }
-        for turn in range(LATE_TURNS * self.size):
+        for turn in range(LATE_TURNS * SIZE):
             # The ranks are late in turn; the others run ahead as far as they can.
             for _ in range(10 if turn // LATE_TURNS == self.rank else 0):
                 draw(0, turn, 100_000)
@@ -97,73 +95,62 @@ MAPPED: list[Tensor] = []
 """Keeps the inboxes mapped: the collectives hold only their addresses."""
 
 
-@dataclass(frozen=True)
-class Ranks:
-    size: int
-    results: list[Results]
-    """By rank."""
-
-    def draws(self, turn: int, *shape: int) -> list[Tensor]:
-        return [draw(rank, turn, *shape) for rank in range(self.size)]
-
-    def total(self, turn: int, elements: int) -> Tensor:
-        """Return the float32 sum in rank order."""
-        first, *others = self.draws(turn, elements)
-        for other in others:
-            first += other
-        return first
-
-    def expect(self, name: str, expected: list[Tensor]) -> None:
-        for results in self.results:
-            for found, wanted in zip(results[name], expected, strict=True):
-                assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
-
-
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """Run all ranks of all groups; the folder holds their results."""
+def results() -> list[Results]:
+    """Run all ranks; return their results."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
-        for size in GROUPS:
-            for name in ("sums", "gathers", "uneven", *(f"edge {edge}" for edge in EDGES)):
-                for rank in range(size):
-                    with Path(folder, f"{name} of {size}: {rank}").open("wb") as inbox:
-                        inbox.truncate(8 * prod(inbox_shape(size, CAPACITY)))
+        for name in ("sums", "gathers", "uneven", *(f"edge {edge}" for edge in EDGES)):
+            for rank in range(SIZE):
+                with Path(folder, f"{name}: {rank}").open("wb") as inbox:
+                    inbox.truncate(8 * prod(inbox_shape(SIZE, CAPACITY)))
         members = [
             subprocess.Popen(
                 [sys.executable, __file__, str(rank), folder],
                 env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
             )
-            for rank in range(max(GROUPS))
+            for rank in range(SIZE)
         ]
         try:
-            assert [member.wait(60) for member in members] == [0] * len(members)
+            assert [member.wait(60) for member in members] == [0] * SIZE
         finally:
             for member in members:
                 member.kill()
                 member.wait()
-        yield Path(folder)
+        return [torch.load(f"{folder}/results: {rank}") for rank in range(SIZE)]
 
 
-@pytest.fixture(params=GROUPS)
-def group(request: pytest.FixtureRequest, folder: Path) -> Ranks:
-    size: int = request.param
-    return Ranks(size, [torch.load(folder / f"results of {size}: {rank}") for rank in range(size)])
+def draws(turn: int, *shape: int) -> list[Tensor]:
+    return [draw(rank, turn, *shape) for rank in range(SIZE)]
 
 
-def test_all_reduce_adds_in_rank_order_with_the_same_bits_on_all_ranks(group: Ranks) -> None:
-    group.expect("sums", [group.total(turn, elements) for turn, elements in enumerate(SIZES)])
+def total(turn: int, elements: int) -> Tensor:
+    """Return the float32 sum in rank order."""
+    first, *others = draws(turn, elements)
+    for other in others:
+        first += other
+    return first
+
+
+def check(results: list[Results], name: str, expected: list[Tensor]) -> None:
+    for own in results:
+        for found, wanted in zip(own[name], expected, strict=True):
+            assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_all_reduce_adds_in_rank_order_with_the_same_bits_on_all_ranks(results: list[Results]) -> None:
+    check(results, "sums", [total(turn, elements) for turn, elements in enumerate(SIZES)])
     # A late rank gets all values.
-    group.expect("uneven", [group.total(turn, BLOCK) for turn in range(LATE_TURNS * group.size)])
+    check(results, "uneven", [total(turn, BLOCK) for turn in range(LATE_TURNS * SIZE)])
     for edge in EDGES:  # epochs may exceed 32 bits
-        group.expect(f"edge {edge}", [group.total(turn, BLOCK) for turn in range(EDGE_TURNS)])
+        check(results, f"edge {edge}", [total(turn, BLOCK) for turn in range(EDGE_TURNS)])
 
 
-def test_all_gather_concatenates_and_leaves_the_padding_alone(group: Ranks) -> None:
+def test_all_gather_concatenates_and_leaves_the_padding_alone(results: list[Results]) -> None:
     expected = [
-        torch.cat([*group.draws(turn, rows, columns), torch.full((rows, 3), -1.0)], dim=1)
+        torch.cat([*draws(turn, rows, columns), torch.full((rows, 3), -1.0)], dim=1)
         for turn, (rows, columns) in enumerate(SHAPES)
     ]
-    group.expect("gathers", expected)
+    check(results, "gathers", expected)
 
 
 def test_a_peer_may_be_one_collective_ahead(device: torch.device) -> None:
@@ -185,8 +172,5 @@ def message(values: Tensor, epoch: int) -> Tensor:
 
 
 if __name__ == "__main__":
-    rank, folder_name = int(sys.argv[1]), sys.argv[2]
-    for group_size in GROUPS:
-        if rank < group_size:
-            member = Member(rank, group_size, Path(folder_name))
-            torch.save(member.results(), member.folder / f"results of {group_size}: {rank}")
+    member = Member(int(sys.argv[1]), Path(sys.argv[2]))
+    torch.save(member.results(), member.folder / f"results: {member.rank}")

@@ -38,8 +38,8 @@ class Experts:
         config, hidden = model.experts, model.hidden_size
         assert config is not None
         self._config = config
-        interleaved = config.family.clamped
-        self._activation = GatedActivation(config.activation, interleaved, config.alpha, config.limit)
+        biased = config.family.clamped
+        self._activation = GatedActivation(config.activation, config.family.clamped, config.alpha, config.limit)
         module = config.family.module
         self._prefix = f"{layer}{module}." if module else layer
         self._fused = f"{layer}{FUSED_MODULE}." if module else layer
@@ -49,7 +49,6 @@ class Experts:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        biased = config.family.clamped
         # Rounded logits would choose other experts: they are float32 in any precision.
         self._router = DenseLinear(empty(config.count, hidden), empty(config.count) if biased else None, torch.float32)
         self._shared_gate = None if shared is None else DenseLinear(empty(1, hidden), None, torch.float32)

@@ -106,11 +106,7 @@ def check_bits(method: str, bits: object) -> int:
 
 def check_group_size(method: str, size: object) -> int:
     """Return the size of a group if it is a positive multiple of 8, or -1."""
-    if (
-        not isinstance(size, int)
-        or isinstance(size, bool)
-        or (size != -1 and (not 8 <= size <= MAX_GROUP_SIZE or size % 8))
-    ):
+    if type(size) is not int or (size != -1 and (not 8 <= size <= MAX_GROUP_SIZE or size % 8)):
         raise UnsupportedSchemeError(
             f"{method}: group_size {str(size)[:50]} is not supported, only -1 and multiples of 8"
         )
