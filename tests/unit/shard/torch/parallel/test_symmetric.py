@@ -47,7 +47,7 @@ def test_all_ranks_create_the_collectives_or_none() -> None:
             for rank in range(2)
         ]
         try:
-            outputs = [member.communicate(timeout=60)[0] for member in members]
+            outputs = [member.communicate(timeout=100)[0] for member in members]
         finally:
             for member in members:
                 member.kill()
