@@ -138,7 +138,7 @@ class StateKeeper:
         if (replica := self._cluster.scheduler.replicas.get(member.number)) is None:
             return shown
         return shown | {
-            "uptime": round(now - connection.since),
+            "uptime": int(now - connection.since),
             "batch": replica.occupied_slots,
             "slots": replica.spec.num_slots,
             "kv_used": replica.cache.used * replica.spec.block_size,
