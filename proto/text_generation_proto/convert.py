@@ -97,13 +97,23 @@ def stopping_from_pb(message: pb.Stopping) -> Stopping:
 def logprobs_to_pb(options: LogprobOptions) -> pb.LogprobOptions:
     """Return the message."""
     return pb.LogprobOptions(
-        top_n=options.top_n, prompt=options.prompt, prompt_top_n=options.prompt_top_n, no_tokens=not options.tokens
+        top_n=options.top_n,
+        prompt=options.prompt,
+        prompt_top_n=options.prompt_top_n,
+        no_tokens=not options.tokens,
+        generated=options.generated,
     )
 
 
 def logprobs_from_pb(message: pb.LogprobOptions) -> LogprobOptions:
     """Return the value."""
-    return LogprobOptions(message.top_n, message.prompt, message.prompt_top_n, tokens=not message.no_tokens)
+    return LogprobOptions(
+        message.top_n,
+        message.prompt,
+        message.prompt_top_n,
+        tokens=not message.no_tokens,
+        generated=message.generated,
+    )
 
 
 def grammar_to_pb(grammar: Grammar) -> pb.Grammar:

@@ -144,6 +144,8 @@ class LogprobOptions:
     """With `prompt`: the most probable tokens of each prompt position to report."""
     tokens: bool = parameter(False, openai="logprobs", responses="`include` of message.output_text.logprobs")  # noqa: FBT003
     """Report the log-probabilities of the chosen tokens. Some engines do more work for them."""
+    generated: bool = False
+    """Score the tokens generated before, at the end of the prompt: a replay. No client asks for it."""
 
     def without_prompt(self) -> LogprobOptions:
         """Return the options without those for the prompt."""

@@ -103,6 +103,13 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
             scored.top_counts.append(len(token_ids))
             scored.top_token_ids.extend(token_ids)
             scored.top_logprobs.extend(logprobs)
+    for replayed in report.generated_scores:
+        message.generated_scores.add(
+            slot=replayed.slot,
+            logprobs=replayed.logprobs,
+            drawn_ids=replayed.drawn_ids,
+            drawn_logprobs=replayed.drawn_logprobs,
+        )
     return message
 
 
@@ -118,5 +125,6 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         rank=rank,
         world_size=world_size,
         shares_prompts=True,
+        scores_generated=info.scores_generated,
         version=version("text-generation-trtllm"),
     )

@@ -86,6 +86,8 @@ class EngineInfo:
     """Prompt tokens in a step beside as many decoding sequences as prompts that wait; 0: as many as without decoding."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that sequences may have."""
+    scores_generated: bool = False
+    """Sequences may be replays: LogprobOptions.generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,17 @@ class PromptScores:
     """If requested: ids and logprobs of the most probable tokens of each position, best first; empty where NaN."""
 
 
+@dataclass(slots=True)
+class TokenScores:
+    """The scores of the generated tokens of a replay, in columns; NaN where none was computed."""
+
+    slot: int
+    logprobs: list[float]
+    drawn_ids: list[int]
+    """The token that (seed, position) draws in the place of each."""
+    drawn_logprobs: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """Counts of speculative decoding."""
@@ -184,6 +197,7 @@ class StepResult:
     failed: list[Failure] = field(default_factory=list)
     top_tokens: list[TopTokens] = field(default_factory=list)
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
+    generated_scores: list[TokenScores] = field(default_factory=list)
     cached: list[tuple[int, int]] = field(default_factory=list)
     """(slot, prompt tokens found in the prefix cache of a self-scheduling engine)."""
     drafting: Drafting | None = None
@@ -284,7 +298,7 @@ def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     """Return the first problem of a new sequence, or None."""
     return (
         _prompt_problem(sequence, info)
-        or _stopping_problem(sequence.stopping)
+        or _stopping_problem(sequence)
         or _options_problem(sequence, info)
         or _range_problem(sequence.sampling)
         or _logit_bias_problem(sequence.sampling, info.vocab_size)
@@ -317,10 +331,11 @@ def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     return None
 
 
-def _stopping_problem(stopping: Stopping) -> str | None:
+def _stopping_problem(sequence: NewSequence) -> str | None:
+    stopping = sequence.stopping
     if stopping.max_new_tokens < 1:
         return "max_new_tokens must be at least 1"
-    if stopping.min_new_tokens > stopping.max_new_tokens:
+    if stopping.min_new_tokens > stopping.max_new_tokens and not sequence.logprobs.generated:
         return "min_new_tokens must be at most max_new_tokens"
     return None
 
@@ -332,6 +347,8 @@ def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return f"prompt_top_n is at most {info.max_top_n_tokens}"
     if sequence.logprobs.prompt_top_n and not sequence.logprobs.prompt:
         return "prompt_top_n comes with prompt logprobs only"
+    if sequence.logprobs.generated and not info.scores_generated:
+        return "the engine does not score generated tokens"
     if sequence.grammar is not None and not info.grammar_kinds:
         return "the engine serves no grammars"
     if sequence.adapter and sequence.adapter not in info.adapters:

@@ -105,7 +105,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
                     if gpus := owner.take_gpus():
                         message.gpus.extend(gpus)
                     # Nothing else in a report is large; to measure each would cost time.
-                    for part in split(message) if report.prompt_logprobs else (message,):
+                    for part in split(message) if report.prompt_logprobs or report.generated_scores else (message,):
                         await context.write(part)
                 if owner.stopping and not owner.crashed.is_set():
                     # A router that wrote to a closed stream would see a broken pipe, and wait for a restart.

@@ -83,7 +83,8 @@ class EngineSession:
         if sequence.grammar is None or grammars is None:
             return sequence
         first = len(sequence.prompt) - sequence.generated_tokens
-        matcher = grammars.build(sequence.grammar, sequence.prompt[first:])
+        generated = () if sequence.logprobs.generated else sequence.prompt[first:]
+        matcher = grammars.build(sequence.grammar, generated)
         # The engine may have nothing to compute until the matcher exists.
         matcher.add_done_callback(lambda _: self._put(None))
         return replace(sequence, matcher=matcher)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, Sampling, Stopping
 from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, PromptScores, StepResult, TopTokens
 
-_LOGPROBS = {"top_n": "top_n", "prompt_logprobs": "prompt", "prompt_top_n": "prompt_top_n"}
+_LOGPROBS = {"top_n": "top_n", "prompt_logprobs": "prompt", "prompt_top_n": "prompt_top_n", "replayed": "generated"}
 """Arguments of `Driver.placements` → fields of LogprobOptions."""
 
 
@@ -82,7 +82,7 @@ class Driver:
         stream = Stream(slot, tuple(prompt), stopping, sampling, blocks, len(prompt) - computed, chunk, grammar=grammar)
         self.streams[slot] = stream
         if grammar is not None and self.engine.grammars is not None:
-            generated = admission.get("generated_tokens", 0)
+            generated = 0 if admission.get("replayed") else admission.get("generated_tokens", 0)
             assert isinstance(generated, int)
             matcher = self.engine.grammars.build(grammar, stream.prompt[len(prompt) - generated :])
             wait([matcher])

@@ -189,6 +189,7 @@ class InfoResponse(google.protobuf.message.Message):
     SUGGESTED_CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     SHARES_PROMPTS_FIELD_NUMBER: builtins.int
+    SCORES_GENERATED_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -223,6 +224,8 @@ class InfoResponse(google.protobuf.message.Message):
     """A prefill budget beside as many decoding sequences as prompts that wait; 0: suggested_prefill_tokens."""
     shares_prompts: builtins.bool
     """NewSequence.prompt_of is understood"""
+    scores_generated: builtins.bool
+    """LogprobOptions.generated is understood"""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -263,8 +266,9 @@ class InfoResponse(google.protobuf.message.Message):
         suggested_chunk_tokens: builtins.int = ...,
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
         shares_prompts: builtins.bool = ...,
+        scores_generated: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 
@@ -647,6 +651,7 @@ class LogprobOptions(google.protobuf.message.Message):
     PROMPT_FIELD_NUMBER: builtins.int
     PROMPT_TOP_N_FIELD_NUMBER: builtins.int
     NO_TOKENS_FIELD_NUMBER: builtins.int
+    GENERATED_FIELD_NUMBER: builtins.int
     top_n: builtins.int
     """also report the n most probable tokens of each position, and all ties with the nth"""
     prompt: builtins.bool
@@ -655,6 +660,10 @@ class LogprobOptions(google.protobuf.message.Message):
     """with `prompt`: also the n most probable tokens at each position, without ties"""
     no_tokens: builtins.bool
     """the log-probabilities of the chosen tokens are not needed"""
+    generated: builtins.bool
+    """A replay: score the generated_tokens at the end of the prompt, each as if it were to be chosen now. Grammar and
+    min_new_tokens hold for these tokens, and for no new one. Only with InfoResponse.scores_generated.
+    """
     def __init__(
         self,
         *,
@@ -662,8 +671,9 @@ class LogprobOptions(google.protobuf.message.Message):
         prompt: builtins.bool = ...,
         prompt_top_n: builtins.int = ...,
         no_tokens: builtins.bool = ...,
+        generated: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["no_tokens", b"no_tokens", "prompt", b"prompt", "prompt_top_n", b"prompt_top_n", "top_n", b"top_n"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generated", b"generated", "no_tokens", b"no_tokens", "prompt", b"prompt", "prompt_top_n", b"prompt_top_n", "top_n", b"top_n"]) -> None: ...
 
 Global___LogprobOptions: typing_extensions.TypeAlias = LogprobOptions
 
@@ -699,6 +709,7 @@ class StepReport(google.protobuf.message.Message):
     CACHED_SLOTS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     DRAFTING_FIELD_NUMBER: builtins.int
+    GENERATED_SCORES_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges orders"""
@@ -763,6 +774,10 @@ class StepReport(google.protobuf.message.Message):
         """Speculative decoding in the steps since the previous report, as far as the engine has told."""
 
     @property
+    def generated_scores(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenScores]:
+        """of a replay, with its first new token"""
+
+    @property
     def gpus(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GpuState]:
         """The replica's GPUs on the shard's host, read about once a second; then also in a report without a step."""
 
@@ -793,10 +808,11 @@ class StepReport(google.protobuf.message.Message):
         cached_slots: collections.abc.Iterable[builtins.int] | None = ...,
         cached_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         drafting: Global___Drafting | None = ...,
+        generated_scores: collections.abc.Iterable[Global___TokenScores] | None = ...,
         gpus: collections.abc.Iterable[Global___GpuState] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["drafting", b"drafting"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "drafting", b"drafting", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "gpus", b"gpus", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "drafting", b"drafting", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "generated_scores", b"generated_scores", "gpus", b"gpus", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 
@@ -955,6 +971,37 @@ class TopTokens(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["index", b"index", "logprobs", b"logprobs", "slot", b"slot", "token_ids", b"token_ids"]) -> None: ...
 
 Global___TopTokens: typing_extensions.TypeAlias = TopTokens
+
+@typing.final
+class TokenScores(google.protobuf.message.Message):
+    """Of each generated token: its log-probability, from the processed logits of its position; the token that (seed, position)
+    draws there, and the log-probability of that one. NaN: not known, as for tokens computed before a grammar was compiled.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    DRAWN_IDS_FIELD_NUMBER: builtins.int
+    DRAWN_LOGPROBS_FIELD_NUMBER: builtins.int
+    slot: builtins.int
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def drawn_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def drawn_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        slot: builtins.int = ...,
+        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        drawn_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        drawn_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drawn_ids", b"drawn_ids", "drawn_logprobs", b"drawn_logprobs", "logprobs", b"logprobs", "slot", b"slot"]) -> None: ...
+
+Global___TokenScores: typing_extensions.TypeAlias = TokenScores
 
 @typing.final
 class PromptLogprobs(google.protobuf.message.Message):

@@ -8,6 +8,7 @@ it supports grammars: it ends as soon as allowed, closes what is open, and echoe
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Self
@@ -71,6 +72,7 @@ class EchoEngine(SynchronousEngine):
             max_top_n_tokens=20,
             grammar_kinds=grammars.kinds if grammars is not None else (),
             adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
+            scores_generated=True,
         )
         return cls(
             info=info,
@@ -111,6 +113,7 @@ class EchoEngine(SynchronousEngine):
         output = self.sample(sampling, masks)
         for row in rows:
             self._score_prompt(row)
+            self._score_generated(row)
         self.table.begin(step)
         self.table.retract(sampling[index] for index in output.late)
         result = self.table.advance(step, output)
@@ -174,6 +177,18 @@ class EchoEngine(SynchronousEngine):
             scores.logprobs[position] = LOGPROB
             if scores.tops is not None:
                 scores.tops[position] = _neighbours(row.sequence.tokens[position], row.sequence.prompt_top_n)
+
+    def _score_generated(self, row: StepRow) -> None:
+        if (replay := row.sequence.replay) is None:
+            return
+        for position in replay.predicted(row.start, row.length):
+            index, walker, mask = position - replay.first, replay.walker, replay.mask(self._masks)
+            if mask is None or mask.failure is None:
+                (drawn,) = self.sample([walker], {} if mask is None else {walker.slot: mask}).token_ids
+                scores = replay.scores
+                scores.logprobs[index] = LOGPROB if drawn == replay.tokens[position] else -math.inf
+                scores.drawn_ids[index], scores.drawn_logprobs[index] = drawn, LOGPROB
+            replay.advance()
 
     def _add_top_tokens(self, rows: list[StepRow], result: StepResult) -> None:
         wanted = {row.sequence.slot: row.sequence.top_n for row in rows if row.sequence.top_n}

@@ -111,14 +111,24 @@ class TokenMasks:
             for row, (_, matcher) in enumerate(constrained):
                 if matcher.beside is not None:
                     packed[row], matcher.beside = matcher.beside.result(), None
-        unpacked = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self._known).view(np.bool_)
-        allowed = np.zeros((len(constrained), self._vocab_size), dtype=np.bool_)
-        allowed[:, : self._known] = unpacked
+        allowed = self._unpack(packed)
         return {
             sequence.slot: self._finish(allowed[row], sequence, matcher)
             for row, (sequence, matcher) in enumerate(constrained)
             if matcher.beside is None
         }
+
+    def now(self, sequence: Sequence, matcher: Matcher) -> Mask:
+        """Return the mask of one sequence, computed on this thread."""
+        ready, matcher.beside = matcher.beside, None
+        packed = matcher.compute(self._words) if ready is None else ready.result()
+        return self._finish(self._unpack(packed[np.newaxis])[0], sequence, matcher)
+
+    def _unpack(self, packed: NDArray[np.int32]) -> Bits:
+        unpacked = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self._known).view(np.bool_)
+        allowed = np.zeros((len(packed), self._vocab_size), dtype=np.bool_)
+        allowed[:, : self._known] = unpacked
+        return allowed
 
     def _compute_beside(self, matcher: Matcher) -> None:
         if matcher.beside is None:

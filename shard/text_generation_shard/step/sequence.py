@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping
 from text_generation_shard.engine import NewSequence, PromptScores
 from text_generation_shard.grammar import Matcher
+
+if TYPE_CHECKING:
+    from text_generation_shard.step.replay import Replay
 
 Ints = NDArray[np.int32]
 
@@ -59,6 +63,8 @@ class Sequence:
     adapter: str = ""
     allowed: NDArray[np.bool_] | None = None
     """By token: True for those of `sampling.allowed_token_ids`; made with the first token."""
+    replay: Replay | None = None
+    """The scores of the generated tokens at the end of its prompt; None if not requested."""
     end: int = 0
     """First position that its blocks or its maximum length exclude; see `update_end`."""
 

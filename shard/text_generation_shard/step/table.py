@@ -27,6 +27,7 @@ from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult, sequence_problem
 from text_generation_shard.grammar import GrammarError
 from text_generation_shard.step.persistent_batch import PersistentBatch
+from text_generation_shard.step.replay import Replay
 from text_generation_shard.step.sequence import (
     PersistentRows,
     SamplerOutput,
@@ -188,6 +189,9 @@ class SequenceTable:
             if sequence.prompt_scores is not None:
                 result.prompt_logprobs.append(sequence.prompt_scores)
                 sequence.prompt_scores = None
+            if sequence.replay is not None:
+                result.generated_scores.append(sequence.replay.scores)
+                sequence.replay = None
             token_id = token_ids[index]
             sequence.tokens.append(token_id)
             sequence.generated = generated = sequence.generated + 1
@@ -238,7 +242,8 @@ class SequenceTable:
         )
 
     def _place(self, new: NewSequence) -> None:
-        sequence = self.sequences[new.slot] = self._others[new.slot] = Sequence.of(new)
+        sequence = Replay.begin(new) if new.logprobs.generated else Sequence.of(new)
+        self.sequences[new.slot] = self._others[new.slot] = sequence
         sequence.update_end(self.info.block_size)
         if sequence.pending_matcher is not None:
             self._without_matcher.append(sequence)
@@ -299,7 +304,8 @@ class SequenceTable:
                 message = str(error) if isinstance(error, GrammarError) else "the grammar cannot be read"
                 failed.append(self._drop(sequence, FailureCode.GRAMMAR, message))
             else:
-                sequence.matcher, sequence.pending_matcher = future.result(), None
+                constrained = sequence if sequence.replay is None else sequence.replay.walker
+                constrained.matcher, sequence.pending_matcher = future.result(), None
         return failed
 
     def _new_sequence_problem(self, new: NewSequence) -> str | None:

@@ -47,7 +47,7 @@ class SelfSchedulingEcho(SynchronousEngine):
 
     def __init__(self, engine: CheckedEcho, tokens_per_report: int) -> None:
         self._engine = engine
-        self._info = replace(engine.info, scheduling=Scheduling.SELF)
+        self._info = replace(engine.info, scheduling=Scheduling.SELF, scores_generated=False)
         self._coalescer = _Coalescer(tokens_per_report)
         self._num_blocks = 0
         self._max_running = 0

@@ -123,6 +123,19 @@ def test_a_schema_gives_one_line_of_json_that_validates(driver: Driver, tokenize
     assert json.dumps(value, ensure_ascii=False) == written or "\\" in written
 
 
+@pytest.mark.parametrize("chunk", [7, 1 << 30])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED])
+def test_a_replay_follows_the_grammar_from_its_start(driver: Driver, sampling: Sampling, chunk: int) -> None:
+    served = driver.admit(PROMPT, stopping=stopping(), sampling=sampling, grammar=JSON)
+    driver.run()
+    prompt = [*PROMPT, *served.tokens]
+    options = {"stopping": stopping(1), "generated_tokens": len(served.tokens), "replayed": True}
+    driver.admit(prompt, sampling=sampling, grammar=JSON, chunk=chunk, **options)
+    (scores,) = (scores for result in iter(driver.step, None) for scores in result.generated_scores)
+    assert scores.drawn_ids == served.tokens
+    assert scores.logprobs == pytest.approx(served.logprobs, abs=1e-5)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, Sampling(greedy=False, top_k=1, min_p=0.5, typical_p=0.5)])
 def test_a_regex_matches_the_whole_text(driver: Driver, tokenizer: Tokenizer, sampling: Sampling) -> None:
     stream = driver.admit(PROMPT, stopping=stopping(), sampling=sampling, grammar=REGEX)

@@ -138,6 +138,7 @@ def engine_info(
         suggested_chunk_tokens=CPU_CHUNK_TOKENS if device.type == "cpu" else 0,
         max_top_n_tokens=MAX_TOP_N_TOKENS,
         grammar_kinds=grammars.kinds if grammars is not None else (),
+        scores_generated=True,
     )
 
 

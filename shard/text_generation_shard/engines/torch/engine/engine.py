@@ -37,14 +37,20 @@ from text_generation_shard.engine import (
 )
 from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers
 from text_generation_shard.engines.torch.engine.executor import Executor, Launched
-from text_generation_shard.engines.torch.engine.scoring import PendingScores, start_scores
+from text_generation_shard.engines.torch.engine.scoring import (
+    PendingScores,
+    PendingTokenScores,
+    sampling_row,
+    start_scores,
+    start_token_scores,
+)
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.warm_up import pool_blocks, worst_step
 from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
 from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
 from text_generation_shard.grammar import Grammars
-from text_generation_shard.step.masks import Mask, TokenMasks, choice_of_tokens
+from text_generation_shard.step.masks import Mask, TokenMasks
 from text_generation_shard.step.sequence import GREEDY, SamplerOutput, Sequence, StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
 
@@ -71,7 +77,7 @@ class _Step:
     """Sequences whose mask is not ready, by index."""
     sampled: Tensor | None = None
     """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
-    scores: list[PendingScores] = field(default_factory=list)
+    scores: list[PendingScores | PendingTokenScores] = field(default_factory=list)
     top_token_rows: list[tuple[int, StepRow]] = field(default_factory=list)
     """Sampling rows that asked for top tokens, with their index in the step; `tops` holds their candidates."""
     tops: TopCandidates | None = None
@@ -208,6 +214,8 @@ class TorchEngine(SynchronousEngine):
         for row, offset in launched.prefills:
             if (scores := row.sequence.prompt_scores) is not None:
                 step.scores += start_scores(row, scores, offset, launched.hidden, self._executor.logits)
+            if (replay := row.sequence.replay) is not None:
+                step.scores += start_token_scores(row, replay, offset, launched.hidden, self._executor, self._masks)
         packed = launched.sampled
         if launched.logits is not None and packed is None:
             rows, first = step.rows.sampling, step.rows.num_persistent
@@ -277,17 +285,8 @@ class TorchEngine(SynchronousEngine):
 
     def _sampling_row(self, row: StepRow, masks: Masks) -> SamplingRow:
         sequence = row.sequence
-        sampling = sequence.sampling
-        allowed, suppressed = choice_of_tokens(sequence, masks.get(sequence.slot), self.info.vocab_size)
-        return SamplingRow(
-            sampling=sampling,
-            position=len(sequence.tokens),
-            last_token=sequence.tokens[-1],
-            history=self._histories.tokens(sequence) if needs_history(sampling) else None,
-            generated=sequence.generated_before + sequence.generated,
-            suppressed=suppressed,
-            allowed=None if allowed is None else torch.from_numpy(allowed),
-        )
+        history = self._histories.tokens(sequence) if needs_history(sequence.sampling) else None
+        return sampling_row(sequence, masks.get(sequence.slot), history, self.info.vocab_size)
 
 
 def _is_greedy(row: StepRow) -> bool:

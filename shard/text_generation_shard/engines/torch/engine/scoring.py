@@ -1,4 +1,8 @@
-"""Prompt log-probabilities: the logprob of each prompt token given the tokens before it."""
+"""Scores of tokens that are known, given the tokens before them.
+
+Prompt log-probabilities are those of the raw logits. The tokens of a replay are scored as they were chosen, from the processed
+logits: several rows of one sequence at consecutive positions, by the code that samples.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,11 @@ from torch import Tensor
 
 from text_generation_shard.engine import PromptScores
 from text_generation_shard.engines.torch.device.copies import download, upload
+from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
+from text_generation_shard.engines.torch.sampling.sampler import sample
+from text_generation_shard.step.masks import Mask, TokenMasks, choice_of_tokens
+from text_generation_shard.step.replay import Replay
 from text_generation_shard.step.sequence import Sequence, StepRow
 
 POSITIONS_AT_ONCE = 64
@@ -66,4 +75,67 @@ def _start(sequence: Sequence, scores: PromptScores, first: int, logits: Tensor)
         logprobs=download(logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)),
         top_ids=download(best.indices),
         top_logprobs=download(best.values),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokenScores:
+    """Scores of the generated tokens [first, first + n) of a replay, being copied to the host."""
+
+    replay: Replay
+    first: int
+    known: list[bool]
+    """False where the grammar is not known."""
+    drawn: Tensor
+    """[n] token ids."""
+    logprobs: Tensor
+    """[2, n]: of the tokens of the replay, and of those drawn."""
+
+    def finish(self) -> None:
+        """Write the scores to those of the replay; the device must have finished the copies."""
+        scores, at = self.replay.scores, self.first
+        for known, drawn, logprob, best in zip(self.known, self.drawn.tolist(), *self.logprobs.tolist(), strict=True):
+            if known:
+                scores.logprobs[at], scores.drawn_ids[at], scores.drawn_logprobs[at] = logprob, drawn, best
+            at += 1
+
+
+def start_token_scores(
+    row: StepRow, replay: Replay, offset: int, hidden: Tensor, executor: Executor, masks: TokenMasks | None
+) -> list[PendingTokenScores]:
+    """Launch the scoring of the generated tokens that a row's hidden states predict; `offset` as in `Launched.prefills`."""
+    pending: list[PendingTokenScores] = []
+    tokens, walker = replay.tokens, replay.walker
+    predicted = replay.predicted(row.start, row.length)
+    history = upload(tokens, torch.int32, hidden.device) if predicted and needs_history(walker.sampling) else None
+    for start in range(predicted.start, predicted.stop, POSITIONS_AT_ONCE):
+        end = min(start + POSITIONS_AT_ONCE, predicted.stop)
+        logits = executor.logits(hidden, offset + start - 1 - row.start, offset + end - 1 - row.start)
+        rows: list[SamplingRow] = []
+        known: list[bool] = []
+        for position in range(start, end):
+            mask = replay.mask(masks)
+            known.append(mask is None or mask.failure is None)
+            before = None if history is None else history[:position]
+            rows.append(sampling_row(walker, mask, before, logits.shape[1]))
+            replay.advance()
+        sampled = sample(logits, rows, executor.threshold_search)
+        targets = upload(tokens[start:end], torch.int64, logits.device).unsqueeze(1)
+        logprobs = sampled.scores.gather(1, targets).squeeze(1) - sampled.normalizers
+        drawn, both = download(sampled.token_ids), download(torch.stack((logprobs, sampled.logprobs)))
+        pending.append(PendingTokenScores(replay, start - replay.first, known, drawn, both))
+    return pending
+
+
+def sampling_row(sequence: Sequence, mask: Mask | None, history: Tensor | None, vocab_size: int) -> SamplingRow:
+    """Return the row that chooses the next token of `sequence`; `history` are its tokens, for the penalties."""
+    allowed, suppressed = choice_of_tokens(sequence, mask, vocab_size)
+    return SamplingRow(
+        sampling=sequence.sampling,
+        position=len(sequence.tokens),
+        last_token=sequence.tokens[-1],
+        history=history,
+        generated=sequence.generated_before + sequence.generated,
+        suppressed=suppressed,
+        allowed=None if allowed is None else torch.from_numpy(allowed),
     )
