@@ -18,6 +18,7 @@ class Topic(Enum):
     QUEUE = "Queue and overload"
     BATCHING = "Batching and KV cache"
     TENSORRT_LLM = "TensorRT-LLM"
+    AUDITS = "Audits"
     TRACES = "Traces and metrics"
     LOGS = "Logs and debugging"
     ECHO = "Echo engine (tests)"

@@ -108,6 +108,7 @@ class RouterSettings(SharedSettings, ShardAccess):
         "trust_caller_headers validation_workers",
         Topic.BATCHING: "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms waiting_served_ratio "
         "max_waiting_tokens prefix_caching prefix_cache_per_tenant",
+        Topic.AUDITS: "audit_share audit_busy audit_action audit_folder",
         Topic.TRACES: "metric_names",
     }
 
@@ -238,6 +239,17 @@ class RouterSettings(SharedSettings, ShardAccess):
     the part of one that is gone. Default: this router drives them all."""
     peer_name: str = ""
     """Address of this router among its peers, HOST:PORT. Default: the peer at --port of an address of this machine."""
+    audit_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of finished requests that are computed again, in idle time, and compared: docs/audits.md. 0: none. Default: 0.001
+    on GPUs, 0 elsewhere."""
+    audit_busy: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Busy share of the replicas, as text_generation_busy_ratio shows it, above which no request is audited."""
+    audit_action: Literal["log", "isolate"] = "log"
+    """What follows a text that differs: a line in the log, or, after three that share one feature and nothing else, this feature
+    (the reuse of prefixes, a replica) is not used any more."""
+    audit_folder: str = ""
+    """Folder for a JSON file of each text that differs, for `text-generation-launcher replay`. It holds token ids of prompt and
+    answer. Default: none is written."""
     shards: str = ""
     """Shards that come and go: addresses with commas between, dns://name:port, file:///path.yaml (a list of addresses) or
     kubernetes://namespace/service:port. The router serves from the first one that joins."""

@@ -86,6 +86,8 @@ class Request:
     """Times at which the tokenizing of the prompt began and ended, in seconds of the monotonic clock."""
     trace: TraceContext | None = None
     """For the spans of the shard."""
+    replayed: int = 0
+    """Tokens at the end of the prompt that were served before and are to be scored: a replay; 0 for a client's request."""
 
 
 class Moves(NamedTuple):

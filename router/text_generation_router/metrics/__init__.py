@@ -23,6 +23,9 @@ from typing import Any
 
 from text_generation_common.logs import dropped_lines
 from text_generation_router.admission_queue import PendingWork
+from text_generation_router.audit.auditor import Auditor
+from text_generation_router.audit.served import FEATURES
+from text_generation_router.audit.verdict import Verdict
 from text_generation_router.metrics.connections import ConnectionMetrics
 from text_generation_router.metrics.errors import RecentErrors
 from text_generation_router.metrics.further import add_further_names
@@ -103,6 +106,31 @@ class Metrics(HttpMetrics):
         self._registry.add(
             Reading(
                 "text_generation_shards_known", "Shards that the source lists, those of other routers included", known
+            )
+        )
+
+    def add_audits(self, auditor: Auditor) -> None:
+        """Add the metrics of audits."""
+        verdicts, features = [verdict.value for verdict in Verdict], [*FEATURES, "none"]
+        self._registry.add(
+            Readings(
+                "text_generation_audits_total",
+                "Audited requests, by verdict",
+                *("verdict", verdicts, lambda: auditor.verdicts, "counter"),
+            )
+        )
+        self._registry.add(
+            Readings(
+                "text_generation_audit_mismatch_total",
+                "Served texts that differ from their replay, by the feature that is the likely cause",
+                *("feature", features, lambda: auditor.mismatches, "counter"),
+            )
+        )
+        self._registry.add(
+            Reading(
+                "text_generation_audits_waiting",
+                "Requests chosen for an audit that run or wait for their replay",
+                lambda: auditor.waiting,
             )
         )
 

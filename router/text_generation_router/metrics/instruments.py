@@ -274,12 +274,18 @@ class Reading:
 
 
 class Readings:
-    """Gauges with a label whose values are kept elsewhere and read at each scrape."""
+    """Gauges, or counters, with a label whose values are kept elsewhere and read at each scrape."""
 
     def __init__(
-        self, name: str, documentation: str, label: str, values: Sequence[str], read: Callable[[], Mapping[str, float]]
+        self,
+        name: str,
+        documentation: str,
+        label: str,
+        values: Sequence[str],
+        read: Callable[[], Mapping[str, float]],
+        kind: str = "gauge",
     ) -> None:
-        self._head = head_text(name, documentation, "gauge")
+        self._head = head_text(name, documentation, kind)
         self._prefixes = {value: f"{name}{labels_text({label: value})} " for value in values}
         self._read = read
 

@@ -50,6 +50,10 @@ class KVCache:
     def used(self) -> int:
         return self.num_blocks - self.available
 
+    def stop_caching(self) -> None:
+        """Reuse no cached prefix and keep none from now on. What sequences share already stays."""
+        self._caching = False
+
     def cached_tokens(self, sequence: ScheduledSequence) -> int:
         """Return the leading tokens of `sequence` that are cached. At least one token is left to compute."""
         if not self._may_reuse(sequence):
@@ -80,7 +84,7 @@ class KVCache:
         """Move the full blocks of the first `computed` tokens, whose KV is computed, to the prefix tree."""
         # A self-scheduling engine may have computed more than the blocks planned for it here hold.
         full, known = min(computed // self.block_size, len(sequence.blocks)), sequence.committed_blocks
-        if not self._caching or sequence.prefix_lock is None:
+        if not self._caching or sequence.prefix_lock is None or sequence.request.replayed:
             return
         tenant = sequence.request.qos.tenant
         if full <= known:
@@ -109,7 +113,8 @@ class KVCache:
 
     def _may_reuse(self, sequence: ScheduledSequence) -> bool:
         # Prompt log-probabilities need the whole prompt computed. They arrive with the first new token.
-        return self._caching and (not sequence.request.logprobs.prompt or bool(sequence.generated))
+        request = sequence.request
+        return self._caching and not request.replayed and (not request.logprobs.prompt or bool(sequence.generated))
 
     def _reusable_key(self, sequence: ScheduledSequence) -> bytes:
         bytes_of_all_but_one = (sequence.length - 1) * TOKEN_BYTES

@@ -35,6 +35,8 @@ class ReplicaSpec:
     """The model has states beside KV blocks: no prefix is reused."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that it holds."""
+    scores_generated: bool = False
+    """It computes replays."""
 
     def holds(self, adapter: str) -> bool:
         """Return True if it computes sequences with this adapter; "" is the model alone."""

@@ -173,7 +173,7 @@ class ReplicaScheduler:
 
     def _preempt(self) -> None:
         if victim := choose_victim(self._running.values(), self_scheduling=self.spec.self_scheduling):
-            self.preemptions += 1
+            self.preemptions += not victim.request.replayed
             self._release(victim, State.PREEMPTED)
 
     def _start(self, sequence: ScheduledSequence) -> Placement:
@@ -236,15 +236,17 @@ class ReplicaScheduler:
         self.promised_tokens -= sequence.max_length + 1
         sequence.leave_replica(state)
 
-    def update(self, output: StepOutput, deliveries: Deliveries) -> tuple[int, list[ScheduledSequence]]:
-        """Record the results of a step, and add tokens and errors to `deliveries`.
+    def update(
+        self, output: StepOutput, deliveries: Deliveries, *, measured: bool = True
+    ) -> tuple[int, list[ScheduledSequence]]:
+        """Record the results of a step, and add tokens and errors to `deliveries`; `measured`: its time counts.
 
         Return the prompt and new tokens computed for running sequences that did not fail, and the sequences that left:
         FINISHED, FAILED, CANCELLED, or WAITING after a preemption.
         """
         left: list[ScheduledSequence] = []
         served = 0
-        if output.step_s and self._policy.target_itl_s is not None:
+        if measured and output.step_s and self._policy.target_itl_s is not None:
             prefill_tokens = sum(chunk for _, chunk in output.prefilled)
             self._chunk_sizer.update(prefill_tokens, len(output.slots), output.step_s / output.steps, output.steps)
         for slot, tokens in output.cached:

@@ -42,6 +42,7 @@ from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
+from text_generation_router.scheduling.replays import Replays
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
@@ -94,6 +95,7 @@ class Scheduler:
         self._capacity = Capacity()
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
+        self.replays = Replays(self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
         self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("deadline"))
         self._lengths = OutputLengths()
@@ -201,13 +203,14 @@ class Scheduler:
         deliveries = Deliveries()
         scheduler = self.replicas[replica]
         assert scheduler is not None, "a lost replica makes no steps"
-        served, left = scheduler.update(output, deliveries)
+        measured = not self.replays or not self.replays.computed_in(replica, output)
+        served, left = scheduler.update(output, deliveries, measured=measured)
         for request_id, _ in deliveries.cached:
             count_hits(self._sequences[request_id], scheduler, self.queue)
-        if output.step_s:
+        if measured and output.step_s:
             share = 1.0 if output.prefilled else scheduler.room_in_use
             self._throughputs[replica].record(now, served, output.step_s, queued=len(self.queue) > 0, share=share)
-        for sequence in left:
+        for sequence in self.replays.forget(left):
             if sequence.state is State.WAITING:
                 self._requeue(sequence)
                 continue
@@ -266,14 +269,12 @@ class Scheduler:
         deliveries = Deliveries()
         for sequence in queued:
             left = sequence.request.max_new_tokens - len(sequence.generated)
-            if problem := self._cannot_move(sequence):
-                deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
-            elif not self._capacity.may_fit(sequence.length, left, sequence.request.adapter):
+            problem = self._cannot_move(sequence)
+            if problem is None and not self._capacity.may_fit(sequence.length, left, sequence.request.adapter):
                 problem = "no replica can hold this request any more"
+            if problem is not None:
                 deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
-            else:
-                continue
-            self._forget(sequence)
+                self._forget(sequence)
         return deliveries
 
     def _cannot_move(self, sequence: ScheduledSequence) -> str | None:
@@ -289,7 +290,7 @@ class Scheduler:
         self._lost_preemptions += lost.preemptions
         self._lost_prompt_tokens += lost.prompt_tokens
         self._lost_hit_tokens += lost.hit_tokens
-        for sequence in lost.close():
+        for sequence in self.replays.forget(lost.close()):
             if sequence.state is State.CANCELLED:
                 self._forget(sequence)
                 continue
@@ -392,7 +393,9 @@ class Scheduler:
         sequences = self._sequences.values()
         assert set(self.queue) == {each for each in sequences if each.state is State.WAITING}
         on_replicas = sum(replica.occupied_slots for replica in self.serving)
-        assert len(sequences) == len(self.queue) + on_replicas, "each sequence waits or has one slot"
+        assert len(sequences) + len(self.replays) == len(self.queue) + on_replicas, (
+            "each sequence waits or has one slot"
+        )
         self._dispatcher.check_invariants()
         self.queue.check_invariants()
         for replica in self.serving:

@@ -27,7 +27,7 @@ async def serve_alone(config: RouterConfig) -> ExitCode:
     stats = OwnStats(metrics, cluster)
 
     async def run() -> None:
-        async with background(stats.run()):
+        async with background(stats.run(), shards.audit(stats.state.events)):
             await shards.drive(cluster)
 
     backend = Backend(cluster, permits, RateLimits(), stats, run)

@@ -53,7 +53,8 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
         if signals.stop.is_set():
             return ExitCode.STOPPED
         try:
-            async with link_server.listening(Path(config.worker_socket)), background(stats.run()):
+            audited = shards.audit(stats.state.events)
+            async with link_server.listening(Path(config.worker_socket)), background(stats.run(), audited):
                 log.info("ready for HTTP workers", socket=config.worker_socket)
                 configure_collector()
                 if not config.peers:

@@ -8,11 +8,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from text_generation_common.exit_codes import CannotServe
 from text_generation_common.stop_signals import StopSignals
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
+from text_generation_router.audit.auditor import Auditor, AuditSettings
 from text_generation_router.config import RouterConfig
+from text_generation_router.dashboard.events import EventLog
 from text_generation_router.discovery.parse import parse_source
 from text_generation_router.discovery.source import Address, Source, StaticSource, known
 from text_generation_router.metrics import Metrics
@@ -28,6 +32,8 @@ from text_generation_router.waiting import unless_stopped
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
 
+log = structlog.get_logger()
+
 
 class Shards:
     """The shards that the settings name, and the routers to share them with."""
@@ -40,6 +46,7 @@ class Shards:
             raise CannotServe("--peers is for routers that share the shards of --shards: it is missing")
         self._peers = _source("peers", config.peers) if config.peers else None
         self._joined: Mapping[Address, ReplicaInfo | None] = {}
+        self._auditor: Auditor | None = None
         self.reached = False
         """True once a shard has answered, also if another router with other limits drives it."""
         self.known = 0
@@ -85,9 +92,21 @@ class Shards:
         scheduler = Scheduler(policy_of(config, model.info), replicas=0)
         metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
         metrics.add_names(config.metric_names, config.model_id or config.model_path)
-        cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
+        if settings := _audits(config, model.info):
+            auditor = self._auditor = Auditor(scheduler, metrics.steps, settings, model.info)
+            cluster = auditor.cluster = Cluster(scheduler, auditor, config.hang_timeout, delivery)
+            cluster.watcher = auditor
+            metrics.add_audits(auditor)
+        else:
+            cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
         metrics.add_shards(cluster, lambda: self.known)
         return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
+
+    async def audit(self, events: EventLog) -> None:
+        """Run audits until cancelled, if there are any, with their findings among the events of the dashboard."""
+        if self._auditor is not None:
+            self._auditor.on_finding = events.add
+            await self._auditor.run()
 
     async def drive(self, cluster: Cluster[Any]) -> None:
         """Drive all shards, or those that are assigned to this router."""
@@ -107,6 +126,19 @@ class Shards:
 def reached_file(config: RouterConfig) -> Path:
     """Return the file that tells HTTP workers, before they have a link, that a shard has answered."""
     return Path(f"{config.worker_socket}-reached")
+
+
+def _audits(config: RouterConfig, info: pb.InfoResponse) -> AuditSettings | None:
+    """Return the settings of audits; None if no request is audited."""
+    if not config.audit_share:
+        return None
+    if not info.scores_generated:
+        log.warning("no audits: the engine does not score generated tokens", engine=info.engine)
+        return None
+    asks_logprobs = config.token_logprobs != "never"
+    return AuditSettings(
+        config.audit_share, config.audit_busy, config.audit_action, config.audit_folder, asks_logprobs
+    )
 
 
 def token_limits(config: RouterConfig, model: ReplicaInfo) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStat
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Listeners, Receiver
 from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
-from text_generation_router.shards.observer import StepObserver
+from text_generation_router.shards.observer import RequestWatcher, StepObserver
 from text_generation_router.shards.replica import ClusterContext
 from text_generation_router.waiting import holds_for
 
@@ -60,6 +60,8 @@ class ClusterInfo:
 
     stats: SchedulerStats
     members: Sequence[MemberInfo]
+    isolated: Sequence[str] = ()
+    """Features that are not used any more after audits."""
 
 
 class Cluster(Generic[Receiver]):
@@ -79,6 +81,9 @@ class Cluster(Generic[Receiver]):
         self.scheduler = scheduler
         self.stopping = self.draining = False
         self.ids: Iterator[RequestId] = map(RequestId, count(1))
+        self.watcher: RequestWatcher | None = None
+        self.isolated: list[str] = []
+        """Features, and replicas, that are not used any more after audits."""
         listeners = cast("Delivery[Receiver]", Listeners(partial(self.cancel, satisfied=True)))
         self._listeners = listeners if delivery is None else delivery
         self._context = ClusterContext(
@@ -111,6 +116,8 @@ class Cluster(Generic[Receiver]):
             raise Unhealthy("no shard serves now")
         elif not self.connected and self._without_replica_since is None:
             self._without_replica_since = now
+        if self.watcher is not None:
+            request = self.watcher.on_submit(request, progress)
         self._listeners.add(request.id, listener)
         self._listeners.failures(self.scheduler.submit(request, now, progress).failed)
         if request.qos.end_by is not None or request.qos.queue_by is not None or not self.connected:
@@ -132,10 +139,23 @@ class Cluster(Generic[Receiver]):
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
         """Cancel a request; no-op if it is unknown or ended. `satisfied`: its listener wants no more tokens."""
         if self._listeners.remove(request_id):
+            if self.watcher is not None:
+                self.watcher.on_cancel(request_id, satisfied=satisfied)
             self.scheduler.cancel(request_id, satisfied=satisfied)
             self._wake()
             # A request that was placed but not sent leaves room at once, and no report follows.
             self.dispatch()
+
+    def wake(self, replica: int) -> None:
+        """Send the orders of a replica that has some."""
+        self._by_number[replica].connection.wake()
+
+    def release_replica(self, replica: int) -> bool:
+        """Give a replica no new requests any more; return False if it is the last one."""
+        if all(each.replica == replica for each in self.scheduler.available) or replica not in self._by_number:
+            return False
+        self._by_number[replica].connection.want(wanted=False)
+        return True
 
     def estimated_permit_wait(self, tenant: TenantId) -> float | None:
         """Return the seconds until a request of `tenant` may get a permit, while all are held; None if unknown."""
@@ -178,7 +198,7 @@ class Cluster(Generic[Receiver]):
 
     async def info(self) -> ClusterInfo:
         members = (MemberInfo(each.number, each.address, each.state.value, each.reason) for each in self.members)
-        return ClusterInfo(self.scheduler.stats(), list(members))
+        return ClusterInfo(self.scheduler.stats(), list(members), list(self.isolated))
 
     @property
     def members(self) -> Collection[ShardMember]:

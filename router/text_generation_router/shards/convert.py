@@ -61,7 +61,7 @@ def _new_sequence(
         slot=placement.slot,
         prompt=() if prompt_of else request.prompt + placement.generated,
         prompt_of=prompt_of,
-        generated_tokens=generated,
+        generated_tokens=request.replayed or generated,
         blocks=placement.blocks,
         computed_tokens=placement.cached_tokens,
         sampling=convert.sampling_to_pb(request.sampling),
@@ -103,6 +103,7 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int, unsent
     finished = {item.slot for item in report.finished}
     topped = {item.slot for item in report.top_tokens}
     others = {item.slot for item in report.failed} | {item.slot for item in report.prompt_logprobs}
+    others |= {item.slot for item in report.generated_scores}
     slots = set(report.slots)
     named = slots.union(report.prefilled_slots, report.cached_slots, others)
     if (

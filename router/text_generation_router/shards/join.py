@@ -44,6 +44,7 @@ class ReplicaInfo:
             reserves_max_length=self.info.reserves_max_length,
             keeps_states=self.info.keeps_states,
             adapters=tuple(self.info.adapters),
+            scores_generated=self.info.scores_generated,
         )
 
     @property

@@ -135,4 +135,5 @@ def info_to_json(info: ClusterInfo) -> bytes:
 
 def info_from_json(body: bytes) -> ClusterInfo:
     info = orjson.loads(body)
-    return ClusterInfo(SchedulerStats(**info["stats"]), [MemberInfo(**member) for member in info["members"]])
+    members = [MemberInfo(**member) for member in info["members"]]
+    return ClusterInfo(SchedulerStats(**info["stats"]), members, info["isolated"])

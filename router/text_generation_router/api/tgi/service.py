@@ -135,6 +135,8 @@ class InfoAnswer(ResponseBody):
     replicas_serving: int
     shards: list[ShardAnswer]
     prefix_cache: PrefixCacheAnswer
+    isolated: list[str]
+    """Features and replicas that are not used any more after audits: see --audit-action."""
 
 
 # --------------------------------------------------------------------------------------------------------------- handlers
@@ -233,6 +235,7 @@ class InfoRoutes:
                 "hit_rate": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
                 "cached_tokens": stats.cached_blocks * stats.block_size,
             },
+            "isolated": list(cluster.isolated),
         }
         return json_response(answer)
 

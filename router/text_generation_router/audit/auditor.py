@@ -1,0 +1,320 @@
+"""Auditor: chooses requests, watches what they get and use, replays them while there is room, and reports what differs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import count
+from typing import Any, Literal
+
+import structlog
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.audit.findings import Findings
+from text_generation_router.audit.isolation import isolate
+from text_generation_router.audit.records import RecordWriter, record_of, scores_of, used
+from text_generation_router.audit.served import MAX_TRIES, KeptRequests, Served
+from text_generation_router.audit.verdict import Judgement, Verdict, bounds_of, judge
+from text_generation_router.request import Request, RequestId, RequestProgress
+from text_generation_router.scheduling.messages import SchedulerOutput
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.observer import StepObserver, StepRecord
+
+RETRY_S = 0.05
+"""Seconds between two looks for room while requests wait for their replay."""
+SWEEP = 256
+"""Watched requests from which on those that ended otherwise are looked for."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class AuditSettings:
+    """The operator's choices."""
+
+    share: float
+    """Share of the requests that are replayed, 0 to 1."""
+    busy: float = 1.0
+    """Busy share of the replicas from which on none is replayed."""
+    action: Literal["log", "isolate"] = "log"
+    folder: str = ""
+    """Folder for records of findings; "": none are written."""
+    asks_logprobs: bool = True
+    """Ask the engine for the log-probabilities of the requests chosen."""
+
+
+def is_chosen(request_id: RequestId, share: float) -> bool:
+    """Return True for a `share` of all ids; always the same for one id."""
+    digest = blake2b(request_id.to_bytes(8, "little"), digest_size=8, person=b"audit").digest()
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+@dataclass(slots=True)
+class _Replay:
+    """A replay under way."""
+
+    id: RequestId
+    served: Served
+    slot: int = -1
+
+
+class Auditor:
+    """A StepObserver before that of the metrics, which learns nothing of replays, and the RequestWatcher of its cluster."""
+
+    def __init__(
+        self, scheduler: Scheduler, observer: StepObserver, settings: AuditSettings, info: pb.InfoResponse
+    ) -> None:
+        self.cluster: Cluster[Any]
+        """Set before the first request."""
+        self.on_finding: Callable[[str, str, str], object] = _ignore
+        """Called with the kind, text and reason of an event for operators."""
+        self.verdicts = Counter[str]()
+        self.mismatches = Counter[str]()
+        """Findings by the feature that they are likely due to."""
+        self.largest = 0.0
+        """Largest difference of a log-probability in a text that was confirmed."""
+        self.kept = KeptRequests()
+        self._scheduler = scheduler
+        self._observer = observer
+        self._settings = settings
+        self._info = info
+        self._bounds = bounds_of(info.engine, info.dtype)
+        self._findings = Findings()
+        self._records = RecordWriter(settings.folder)
+        self._unwritten: list[tuple[int, bytes]] = []
+        self._watched: dict[RequestId, Served] = {}
+        """Requests that were chosen and run or wait."""
+        self._replays: dict[int, _Replay] = {}
+        """By replica; also those that gave way, until their slot is free."""
+        self._ids = map(RequestId, count(-1, -1))
+        """Replays have negative numbers, requests positive ones."""
+        self._look = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are watched, wait for their replay, or are being replayed."""
+        return len(self._watched) + len(self.kept) + len(self._replays)
+
+    # ------------------------------------------------------------------------------------------------ clients' requests
+
+    def on_submit(self, request: Request, progress: RequestProgress | None) -> Request:
+        """Choose a request, or not. Replays give way to each."""
+        if self._replays:
+            self._give_way()
+        if not is_chosen(request.id, self._settings.share):
+            return request
+        if len(self._watched) >= SWEEP and len(self._watched) > 2 * len(self._scheduler.requests):
+            self._watched = {each: it for each, it in self._watched.items() if each in self._scheduler.requests}
+        self._watched[request.id] = served = Served(request)
+        if progress is not None:
+            served.tokens.extend(progress.generated)
+            served.logprobs.extend([float("nan")] * len(progress.generated))
+            served.moves = progress.moves.total
+        if not self._settings.asks_logprobs:
+            return request
+        return replace(request, logprobs=replace(request.logprobs, tokens=True))
+
+    def on_cancel(self, request_id: RequestId, *, satisfied: bool) -> None:
+        """Stop watching a request; one that is `satisfied` has its whole text."""
+        if (served := self._watched.pop(request_id, None)) is not None and satisfied:
+            self._keep(served)
+
+    def _keep(self, served: Served) -> None:
+        if served.tokens:
+            served.ended()
+            self._count(self.kept.put(served), Verdict.DROPPED)
+            self._look.set()
+
+    # ------------------------------------------------------------------------------------------------------- observing
+
+    def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
+        if self._watched or self._replays:
+            for placement in orders.placements:
+                if placement.request.replayed:
+                    for replay in self._replays.values():
+                        if replay.id == placement.request.id:
+                            replay.slot = placement.slot
+                elif (served := self._watched.get(placement.request.id)) is not None:
+                    replica = self._scheduler.requests[placement.request.id].replica
+                    served.placed(replica, placement.slot, placement.cached_tokens)
+            if any(placement.request.replayed for placement in orders.placements):
+                clients = tuple(each for each in orders.placements if not each.request.replayed)
+                orders = replace(orders, placements=clients, join_reason=orders.join_reason if clients else None)
+        self._observer.on_orders(orders, seconds)
+
+    def on_report(self, record: StepRecord) -> None:
+        if self._watched:
+            self._watch(record)
+        if self._replays and (replay := self._replays.get(record.replica)) is not None:
+            record = self._take_replay(record, replay)
+        self._observer.on_report(record)
+
+    def on_loss(self, replica: int) -> None:
+        for served in self._watched.values():
+            if served.replica == replica:
+                served.lost()
+        self._look.set()  # the scheduler learns of it next
+        self._observer.on_loss(replica)
+
+    def _watch(self, record: StepRecord) -> None:
+        """Record what the watched requests got in a step."""
+        watched, report = self._watched, record.report
+        if report.prefilled_slots:
+            for served in watched.values():
+                if served.replica == record.replica and served.slot in report.prefilled_slots:
+                    served.chunks += 1
+        for request_id, start, end, reason in record.deliveries.tokens:
+            if (served := watched.get(request_id)) is not None:
+                served.got(report, start, end)
+                if reason is not None:
+                    del watched[request_id]
+                    self._keep(served)
+        for failed in record.deliveries.failed:
+            watched.pop(failed.request_id, None)
+
+    # --------------------------------------------------------------------------------------------------------- replays
+
+    async def run(self) -> None:
+        """Replay requests while there is room, until cancelled."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S if len(self.kept) else None):
+                    await self._look.wait()
+            self._look.clear()
+            self._forget_replays()
+            for request_id, record in self._take_unwritten():
+                try:
+                    if path := await self._records.write(request_id, record):
+                        log.info("audit record written", path=path)
+                except OSError as error:
+                    log.warning("audit record cannot be written", reason=str(error))
+            while self._start():
+                pass
+
+    def _start(self) -> bool:
+        """Start the next replay if there is room."""
+        cluster, scheduler = self.cluster, self._scheduler
+        if (
+            not len(self.kept)
+            or len(scheduler.queue)
+            or not scheduler.available
+            or cluster.draining
+            or cluster.stopping
+        ):
+            return False
+        if scheduler.stats(time.monotonic()).busy_ratio > self._settings.busy:
+            return False
+        served = self.kept.take()
+        replay = _Replay(next(self._ids), served)
+        most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
+        request = served.replay(replay.id, most)
+        if request.replayed < 1:
+            self._count([served], Verdict.UNJUDGED)
+            return True
+        number = scheduler.replays.start(request, served.replica)
+        if number is None:
+            self._count(self.kept.put(served, first=True), Verdict.DROPPED)
+            return False
+        self._replays[number] = replay
+        cluster.wake(number)
+        return True
+
+    def _give_way(self) -> None:
+        for number in self._scheduler.replays.cancel():
+            self.cluster.wake(number)
+        self._forget_replays()
+
+    def _forget_replays(self) -> None:
+        """Forget the replays whose slot is free. Those without a verdict are tried again."""
+        for number, replay in list(self._replays.items()):
+            if replay.id in self._scheduler.replays:
+                continue
+            del self._replays[number]
+            self._look.set()
+            served = replay.served
+            served.tries += 1
+            if served.tries >= MAX_TRIES:
+                self._count([served], Verdict.DROPPED)
+            else:
+                self._count(self.kept.put(served, first=True), Verdict.DROPPED)
+
+    def _take_replay(self, record: StepRecord, replay: _Replay) -> StepRecord:
+        """Take the results of a replay out of a record."""
+        report, number = record.report, record.replica
+        failed = any(each.request_id == replay.id for each in record.deliveries.failed)
+        if failed or report.generated_scores:
+            del self._replays[number]
+            self._look.set()
+            if failed:
+                self._count([replay.served], Verdict.FAILED)
+            else:
+                self._judge(replay.served, report.generated_scores[0])
+        self._forget_replays()
+        return _without(record, replay)
+
+    def _judge(self, served: Served, message: pb.TokenScores) -> None:
+        scores, features = scores_of(message), served.features
+        judgement = judge(served.tokens, served.logprobs, scores, served.request.sampling, self._bounds)
+        self._count([served], judgement.verdict)
+        if judgement.verdict is Verdict.SAME:
+            self.largest = max(self.largest, judgement.largest)
+            self._findings.confirm(features)
+        elif judgement.verdict is Verdict.DIFFERENT:
+            suspect = self._findings.add(features)
+            self.mismatches[suspect] += 1
+            self._report(served, judgement, suspect)
+            self._unwritten.append((served.request.id, record_of(served, judgement, scores, self._info, suspect)))
+            if self._settings.action == "isolate" and (shared := self._findings.shared) is not None:
+                self._isolate(shared)
+
+    def _report(self, served: Served, judgement: Judgement, suspect: str) -> None:
+        text = f"An audit of request {served.request.id} found another text; likely cause: {suspect}"
+        log.error(
+            "audit found another text",
+            request_id=served.request.id,
+            position=judgement.position,
+            served=judgement.served,
+            drawn=judgement.drawn,
+            difference=judgement.difference,
+            suspect=suspect,
+            **used(served),
+        )
+        self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {used(served)}")
+
+    def _isolate(self, feature: str) -> None:
+        """Switch off what the last findings have in common, once."""
+        if feature not in self.cluster.isolated and (done := isolate(self.cluster, feature)):
+            self.cluster.isolated.append(feature)
+            log.error("isolated after audits", feature=feature, action=done)
+            self.on_finding("isolated", f"After audits: {done}", "")
+
+    def _count(self, some: Iterable[Served], verdict: Verdict) -> None:
+        self.verdicts[verdict.value] += len(list(some))
+
+    def _take_unwritten(self) -> list[tuple[int, bytes]]:
+        taken, self._unwritten = self._unwritten, []
+        return taken
+
+
+def _without(record: StepRecord, replay: _Replay) -> StepRecord:
+    """Return a record as it were without the replay."""
+    deliveries = record.deliveries
+    deliveries.tokens = [each for each in deliveries.tokens if each[0] != replay.id]
+    report = pb.StepReport()
+    report.CopyFrom(record.report)
+    columns = zip(record.report.prefilled_slots, record.report.prefilled_tokens, strict=True)
+    prefilled = [each for each in columns if each[0] != replay.slot]
+    report.prefilled_slots[:] = [slot for slot, _ in prefilled]
+    report.prefilled_tokens[:] = [tokens for _, tokens in prefilled]
+    others = bool(prefilled or deliveries.tokens or record.report.failed)
+    return record._replace(report=report, steps=record.steps if others else 0)
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""

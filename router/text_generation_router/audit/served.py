@@ -1,0 +1,155 @@
+"""What requests were served and what they used: recorded while they run, kept until they are replayed."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import nan
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import LogprobOptions
+from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
+
+MAX_KEPT_BYTES = 32 << 20
+MAX_TRIES = 8
+"""Replays of a request that gave way to clients, after which it is dropped."""
+REQUEST_BYTES = 2048
+"""Upper estimate of a kept request without its tokens and lists."""
+FEATURES = ("move", "preemption", "adapter", "grammar", "prefix", "chunks", "batch", "decode")
+"""What a request may use that its replay does not, or in another form; the rarest first."""
+REPLAY_SALT = "\0replay"
+"""The salt of replays: no request waits for the prefix of one."""
+
+
+@dataclass(slots=True)
+class Served:
+    """A request and what it has got."""
+
+    request: Request
+    """Without its prompt once it is kept."""
+    prompt: array[int] = field(default_factory=lambda: array("I"))
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """NaN where none was reported."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache, in all placements."""
+    preemptions: int = 0
+    moves: int = 0
+    chunks: int = 0
+    rows: int = 0
+    """Sequences in the largest step that gave it a token."""
+    replica: int = -1
+    slot: int = -1
+    tries: int = 0
+
+    def placed(self, replica: int, slot: int, cached_tokens: int) -> None:
+        """Record that it began on a replica, or goes on there."""
+        if self.replica >= 0:  # it did not lose it
+            self.preemptions += 1
+        self.replica, self.slot = replica, slot
+        self.cached_tokens += cached_tokens
+
+    def lost(self) -> None:
+        """Record the loss of its replica."""
+        self.moves += 1
+        self.replica = -1
+
+    def got(self, report: pb.StepReport, start: int, end: int) -> None:
+        """Record the tokens of a step."""
+        self.tokens.extend(report.token_ids[start:end])
+        self.logprobs.extend(report.logprobs[start:end] or [nan] * (end - start))
+        self.rows = max(self.rows, len(report.slots))
+
+    def ended(self) -> None:
+        """Make it small, to be kept."""
+        self.prompt = array("I", self.request.prompt)
+        self.request = replace(self.request, prompt=())
+
+    @property
+    def bytes(self) -> int:
+        """Upper estimate of its memory."""
+        request = self.request
+        listed = len(request.sampling.logit_bias_ids) * 2 + len(request.sampling.allowed_token_ids)
+        listed += sum(map(len, request.sampling.bad_words)) + len(request.stop_token_ids)
+        text = 0 if request.grammar is None else len(request.grammar.text)
+        return REQUEST_BYTES + 4 * (len(self.prompt) + 2 * len(self.tokens)) + 4 * text + 64 * listed
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features that it used, and its replica."""
+        used = {
+            "move": self.moves,
+            "preemption": self.preemptions,
+            "adapter": self.request.adapter,
+            "grammar": self.request.grammar,
+            "prefix": self.cached_tokens,
+            "chunks": self.chunks > 1 + self.preemptions + self.moves,
+            "batch": self.rows > 1,
+            "decode": len(self.tokens) > 1,
+        }
+        return frozenset(name for name in FEATURES if used[name]) | {f"replica {self.replica}"}
+
+    def replay(self, request_id: RequestId, most_tokens: int) -> Request:
+        """Return the replay of all its tokens, or of all but the last if one more does not fit `most_tokens`."""
+        known = self.prompt + self.tokens
+        if len(known) >= most_tokens:
+            del known[most_tokens - 1 :]
+        return replace(
+            self.request,
+            id=request_id,
+            prompt=tuple(known),
+            max_new_tokens=1,
+            stop_sequences=(),
+            logprobs=LogprobOptions(generated=True),
+            qos=QualityOfService(self.request.qos.tenant, Priority.BULK, salt=REPLAY_SALT),
+            trace=None,
+            replayed=len(known) - len(self.prompt),
+        )
+
+
+class KeptRequests:
+    """Served requests that wait for their replay: by tenant, so that none crowds out those of another, in bounded memory."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._queues: dict[TenantId, deque[Served]] = {}
+        """Tenants in the order of their turns."""
+        self._bytes: dict[TenantId, int] = {}
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def put(self, served: Served, *, first: bool = False) -> Sequence[Served]:
+        """Keep a request, `first` if it was taken before. Return those dropped for it: the oldest of the largest tenants."""
+        tenant = served.request.qos.tenant
+        queue = self._queues.setdefault(tenant, deque())
+        (queue.appendleft if first else queue.append)(served)
+        self._count(tenant, served.bytes)
+        dropped: list[Served] = []
+        while self.bytes > self._max_bytes:
+            largest = max(self._bytes, key=self._bytes.__getitem__)
+            dropped.append(self._take(largest))
+        return dropped
+
+    def take(self) -> Served:
+        """Take the oldest request of the tenant whose turn it is. There must be one."""
+        tenant = next(iter(self._queues))
+        served = self._take(tenant)
+        if tenant in self._queues:
+            self._queues[tenant] = self._queues.pop(tenant)
+        return served
+
+    def _take(self, tenant: TenantId) -> Served:
+        queue = self._queues[tenant]
+        served = queue.popleft()
+        self._count(tenant, -served.bytes)
+        if not queue:
+            del self._queues[tenant], self._bytes[tenant]
+        return served
+
+    def _count(self, tenant: TenantId, size: int) -> None:
+        self._bytes[tenant] = self._bytes.get(tenant, 0) + size
+        self.bytes += size

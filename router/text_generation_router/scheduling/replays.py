@@ -1,0 +1,79 @@
+"""Replays: sequences that compute served texts again, beside the queue: no tenant pays for one, and none waits behind one.
+
+A replay leaves as soon as it is cancelled, preempted, or its replica is lost; it is never requeued. It reuses no cached prefix
+and leaves nothing in the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from itertools import count
+
+from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.messages import StepOutput
+from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
+from text_generation_router.scheduling.sequence import ScheduledSequence, State
+
+FIRST_ARRIVAL = 1 << 60
+"""Later than all requests: of the lowest priority, a replay is the first to be preempted."""
+
+
+class Replays:
+    """The replays that have a slot: at most one on each replica. `replicas` and `draining` are the scheduler's."""
+
+    def __init__(self, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]) -> None:
+        self._replicas = replicas
+        self._draining = draining
+        self._sequences: dict[RequestId, ScheduledSequence] = {}
+        self._arrivals = count(FIRST_ARRIVAL)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def start(self, request: Request, served_by: int) -> int | None:
+        """Place a replay on a replica that can score it and has room, on `served_by` only if no other has.
+
+        Return the replica; None if there is none.
+        """
+        taken = {sequence.replica for sequence in self._sequences.values()}
+        sequence = ScheduledSequence(request, next(self._arrivals), 0.0, 1)
+        able = (
+            replica
+            for number, replica in self._replicas.items()
+            if replica is not None and replica.spec.scores_generated and number not in taken | self._draining
+        )
+        for replica in sorted(able, key=lambda each: (each.replica == served_by, each.occupied_slots)):
+            if replica.may_place(1) and replica.has_prefill_room and replica.place(sequence):
+                self._sequences[request.id] = sequence
+                return replica.replica
+        return None
+
+    def cancel(self) -> list[int]:
+        """Cancel all replays. Return their replicas: a slot is free once its release was applied."""
+        numbers: list[int] = []
+        for sequence in list(self._sequences.values()):
+            if sequence.state is State.CANCELLED:
+                continue
+            numbers.append(sequence.replica)
+            replica = self._replicas[sequence.replica]
+            assert replica is not None, "a lost replica has no replays"
+            replica.drop(sequence)
+            if sequence.slot < 0:  # it was not sent
+                del self._sequences[sequence.id]
+        return numbers
+
+    def forget(self, left: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
+        """Forget the replays among the sequences that left a replica; return the others."""
+        if not self._sequences:
+            return left
+        for sequence in left:
+            self._sequences.pop(sequence.id, None)
+        return [sequence for sequence in left if not sequence.request.replayed]
+
+    def computed_in(self, replica: int, output: StepOutput) -> bool:
+        """Return True if a step computed a part of a replay: its time says nothing about the requests of clients."""
+        slots = [sequence.slot for sequence in self._sequences.values() if sequence.replica == replica]
+        return any(slot in slots for slot, _ in output.prefilled) if slots else False
