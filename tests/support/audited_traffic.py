@@ -39,6 +39,7 @@ class Audited:
     shards: Sequence[ServedShard]
     random: random.Random
     grammars: bool
+    vocab_size: int
     submitted: list[Listener] = field(default_factory=list)
     events: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -51,8 +52,9 @@ class Audited:
     def request(self, tenant: int, new: int) -> Request:
         """Return a request of one of a few kinds, with the tenant's own beginning of the prompt or one of its own."""
         draw = self.random
-        begin = range(1000 + 2000 * tenant, 1000 + 2000 * tenant + 40) if draw.random() < 0.4 else ()
-        prompt = (*begin, *(draw.randrange(1000, 20000) for _ in range(draw.randrange(20, 50))))
+        first, vocab = 5 + 50 * tenant, self.vocab_size
+        begin = range(first, first + 40) if draw.random() < 0.4 else ()
+        prompt = (*begin, *(draw.randrange(vocab // 10, vocab // 2) for _ in range(draw.randrange(20, 50))))
         kinds = (
             Sampling(),
             Sampling(greedy=False, seed=draw.randrange(1 << 30), temperature=0.9),
@@ -64,20 +66,34 @@ class Audited:
         sampling = draw.choice(kinds)
         return Request(next(self.cluster.ids), prompt, new, sampling, grammar=grammar, qos=qos)
 
-    async def burst(self, size: int, new: int = 24) -> None:
-        """Serve some requests together, one alone, and two of one token, and wait for their audits."""
+    async def burst(self, size: int, new: int = 24, *, loses: int | None = None) -> None:
+        """Serve some requests together, one alone, and two of one token, and wait for their audits.
+
+        Lose the shard `loses` after the first of them has some tokens.
+        """
         together = [self.submit(self.request(number % 2, new)) for number in range(size)]
+        if loses is not None:
+            async with asyncio.timeout(60):
+                while len(together[0].tokens) < new // 4:  # noqa: ASYNC110 - a token has no event
+                    await asyncio.sleep(0.001)
+            self.shards[loses].end_session()
         await _all(together)
         await _all([self.submit(self.request(0, new // 2))])
+        await self.idle()
         for _ in range(2):
             await _all([self.submit(self.request(1, 1))])
-        await self.idle()
+            await self.idle()
 
     async def idle(self) -> None:
         """Wait until all audits are done."""
         async with asyncio.timeout(120):
             while self.auditor.waiting:  # noqa: ASYNC110 - they have no event
                 await asyncio.sleep(0.001)
+
+    @property
+    def suspect(self) -> str:
+        """The likely cause that the last finding names."""
+        return self.events[-1][1].rpartition(": ")[2]
 
     @property
     def audited(self) -> int:
@@ -118,7 +134,7 @@ async def audited(
         cluster.watcher = auditor
         metrics.add_audits(auditor)
         grammars = bool(info.grammar_kinds)
-        result = Audited(cluster, auditor, metrics, shards, random.Random(seed), grammars)
+        result = Audited(cluster, auditor, metrics, shards, random.Random(seed), grammars, info.vocab_size)
         auditor.on_finding = lambda *event: result.events.append(event)
         source = StaticSource(addresses)
         await stack.enter_async_context(running(cluster, partial(cluster.run, source.members(), joined, limits)))

@@ -169,12 +169,13 @@ class Auditor:
             for served in watched.values():
                 if served.replica == record.replica and served.slot in report.prefilled_slots:
                     served.chunks += 1
+        rows = len(record.deliveries.tokens) - len(report.generated_scores)
         for request_id, start, end, reason in record.deliveries.tokens:
-            if (served := watched.get(request_id)) is not None:
-                served.got(report, start, end)
+            if (got := watched.get(request_id)) is not None:
+                got.got(report, start, end, rows)
                 if reason is not None:
                     del watched[request_id]
-                    self._keep(served)
+                    self._keep(got)
         for failed in record.deliveries.failed:
             watched.pop(failed.request_id, None)
 
@@ -295,7 +296,7 @@ class Auditor:
             self.on_finding("isolated", f"After audits: {done}", "")
 
     def _count(self, some: Iterable[Served], verdict: Verdict) -> None:
-        self.verdicts[verdict.value] += len(list(some))
+        self.verdicts.update(verdict.value for _ in some)
 
     def _take_unwritten(self) -> list[tuple[int, bytes]]:
         taken, self._unwritten = self._unwritten, []

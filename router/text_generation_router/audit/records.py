@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from text_generation_proto import convert
 from text_generation_proto.client import ShardClient
@@ -62,7 +62,7 @@ def read_record(path: Path) -> Mapping[str, Any]:
         record: dict[str, Any] = orjson.loads(path.read_bytes())
         record["order"] = ParseDict(record["order"], pb.NewSequence())
         record["served_logprobs"] = [nan if each is None else float(each) for each in record["served_logprobs"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ParseError) as error:
         raise BadRecord(f"{path} is no record of an audit: {error}") from error
     return record
 

@@ -56,11 +56,11 @@ class Served:
         self.moves += 1
         self.replica = -1
 
-    def got(self, report: pb.StepReport, start: int, end: int) -> None:
-        """Record the tokens of a step."""
+    def got(self, report: pb.StepReport, start: int, end: int, rows: int) -> None:
+        """Record the tokens of a step that gave some to `rows` sequences."""
         self.tokens.extend(report.token_ids[start:end])
         self.logprobs.extend(report.logprobs[start:end] or [nan] * (end - start))
-        self.rows = max(self.rows, len(report.slots))
+        self.rows = max(self.rows, rows)
 
     def ended(self) -> None:
         """Make it small, to be kept."""

@@ -1,0 +1,248 @@
+"""Audits over real gRPC with echo engines: when requests are replayed, who notices, and what follows a finding."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from audited_traffic import ALL, Audited, audited
+from cluster_listener import Listener
+from shard_server import serve_engine
+from structlog.testing import capture_logs
+
+from text_generation_proto.client import ShardClient
+from text_generation_router.audit.records import BadRecord, read_record, replay_record
+from text_generation_router.audit.verdict import Verdict
+from text_generation_router.request import QualityOfService, Request, RequestProgress, TenantId
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Failure, Orders
+from text_generation_shard.engines.echo import EchoEngine
+from text_generation_shard.step.masks import Mask
+from text_generation_shard.step.sequence import SamplerOutput
+from text_generation_shard.step.sequence import Sequence as StepSequence
+
+PROMPT = tuple(range(100, 180))
+
+
+class WrongEcho(EchoEngine):
+    """Serves wrong tokens on a cached prefix, or everywhere."""
+
+    everywhere = False
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        wrong = getattr(self, "_wrong", set[int]())
+        for new in orders.placements:
+            hit = self.everywhere or new.computed_tokens > 0
+            (wrong.add if hit and not new.logprobs.generated else wrong.discard)(new.slot)
+        self._wrong = wrong
+        return super().apply(orders)
+
+    def sample(self, sequences: list[StepSequence], masks: dict[int, Mask]) -> SamplerOutput:
+        output = super().sample(sequences, masks)
+        for index, sequence in enumerate(sequences):
+            output.token_ids[index] += sequence.slot in self._wrong
+        return output
+
+
+def echo(kind: type[EchoEngine] = EchoEngine, **options: float) -> EchoEngine:
+    return kind.build(ShardConfig(engine="echo", **options))  # type: ignore[arg-type]
+
+
+def request(server: Audited, new: int = 8, prompt: Sequence[int] = PROMPT, tenant: str = "") -> Request:
+    return Request(next(server.cluster.ids), tuple(prompt), new, qos=QualityOfService(TenantId(tenant), salt=tenant))
+
+
+async def serve(server: Audited, *requests: Request) -> list[list[int]]:
+    listeners = [server.submit(each) for each in requests]
+    for listener in listeners:
+        await listener.over.wait()
+        assert listener.error is None
+    return [listener.tokens for listener in listeners]
+
+
+async def test_requests_are_replayed_on_the_other_replica_and_no_metric_counts_it(tmp_path: Path) -> None:
+    async with audited([echo(), echo()], tmp_path) as server:
+        tokens = await serve(server, *(request(server) for _ in range(6)))
+        assert tokens == [list(PROMPT[:8])] * 6
+        await server.idle()
+        steps = server.metrics.steps
+        before = steps.new_tokens.counts[""], steps.prompt_tokens.counts[""], sum(steps.token_gaps.of().counts)
+        started: list[tuple[int, int | None]] = []
+        start = server.cluster.scheduler.replays.start
+
+        def watch(replay: Request, served_by: int) -> int | None:
+            started.append((served_by, start(replay, served_by)))
+            return started[-1][1]
+
+        server.cluster.scheduler.replays.start = watch  # type: ignore[method-assign]
+        await serve(server, request(server))
+        await server.idle()
+        assert {served_by != by for served_by, by in started if by is not None} == {True}
+        assert server.auditor.verdicts == {"same": 7}
+        assert (steps.new_tokens.counts[""], sum(steps.token_gaps.of().counts)) == (before[0] + 8, before[2] + 7)
+        assert steps.prompt_tokens.counts[""] <= before[1] + len(PROMPT)
+        stats = server.cluster.scheduler.stats()
+        assert (stats.prompt_tokens, stats.cancellations, stats.running) == (7 * len(PROMPT), 0, 0)
+        assert not next(iter(server.cluster.scheduler.queue.tenants)).running
+        text = server.metrics.exposition().decode()
+        assert 'text_generation_audits_total{verdict="same"} 7.0' in text
+        assert "text_generation_audits_waiting 0.0" in text
+
+
+async def test_a_replay_leaves_no_prefix_and_reuses_none(tmp_path: Path) -> None:
+    async with audited([echo()], tmp_path) as server:
+        await serve(server, request(server, 40))
+        cached = server.cluster.scheduler.stats().cached_blocks
+        await server.idle()
+        assert server.cluster.scheduler.stats().cached_blocks == cached
+        assert server.auditor.verdicts == {"same": 1}
+
+
+async def test_a_replay_gives_way_to_a_request_and_is_tried_again(tmp_path: Path) -> None:
+    async with audited([echo(echo_prefill_us=2000)], tmp_path) as server:
+        await serve(server, request(server))
+        async with asyncio.timeout(20):
+            while not len(server.cluster.scheduler.replays):  # noqa: ASYNC110 - a start has no event
+                await asyncio.sleep(0)
+        await serve(server, request(server, prompt=range(300, 310)))
+        await server.idle()
+        assert server.auditor.verdicts == {"same": 2}
+
+
+async def test_a_request_that_never_has_room_is_dropped(tmp_path: Path) -> None:
+    async with audited([echo(echo_prefill_us=500)], tmp_path) as server:
+        await serve(server, request(server))
+        while not server.auditor.verdicts["dropped"]:
+            async with asyncio.timeout(20):
+                while not len(server.cluster.scheduler.replays):  # noqa: ASYNC110 - a start has no event
+                    await asyncio.sleep(0)
+            comes = request(server, 1, range(300, 310))
+            server.submit(comes)
+            server.cluster.cancel(comes.id)
+        assert server.auditor.verdicts == {"dropped": 1}
+        await server.idle()
+
+
+async def test_no_replay_starts_while_requests_wait_or_the_replicas_are_busy(tmp_path: Path) -> None:
+    settings = replace(ALL, busy=0.0)
+    async with audited([echo(echo_step_ms=1)], tmp_path, settings=settings) as server:
+        await serve(server, request(server))
+        assert not server.auditor._start()
+        assert server.auditor.waiting == 1
+
+
+async def test_a_text_that_ended_at_a_stop_string_is_audited_and_a_cancelled_one_is_not(tmp_path: Path) -> None:
+    async with audited([echo(echo_step_ms=1)], tmp_path) as server:
+        for satisfied in (True, False):
+            listener = server.submit(request(server, 1000))
+            async with asyncio.timeout(20):
+                while len(listener.tokens) < 5:  # noqa: ASYNC110 - a token has no event
+                    await asyncio.sleep(0)
+            (request_id,) = [each for each in server.cluster.scheduler.requests if each in server.auditor._watched]
+            server.cluster.cancel(request_id, satisfied=satisfied)
+        await server.idle()
+        assert server.auditor.verdicts == {"same": 1}
+
+
+async def test_a_request_that_comes_again_from_a_worker_has_its_first_tokens(tmp_path: Path) -> None:
+    async with audited([echo()], tmp_path) as server:
+        listener = Listener()
+        server.cluster.submit(request(server, 6), listener, RequestProgress(PROMPT[:2]))
+        await listener.over.wait()
+        await server.idle()
+        assert listener.tokens == list(PROMPT[2:6])
+        assert server.auditor.verdicts == {"same": 1}
+
+
+async def test_a_finding_is_logged_counted_and_written_and_can_be_replayed(tmp_path: Path) -> None:
+    settings = replace(ALL, folder=str(tmp_path / "records"))
+    with capture_logs() as logs:
+        async with audited([echo(WrongEcho)], tmp_path, settings=settings) as server:
+            for _ in range(2):
+                await serve(server, request(server, tenant="someone"))
+                await server.idle()
+            async with asyncio.timeout(20):
+                while not any(each["event"] == "audit record written" for each in logs):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            text = server.metrics.exposition().decode()
+    assert 'text_generation_audit_mismatch_total{feature="prefix"} 1.0' in text
+    (line,) = (each for each in logs if each["event"] == "audit found another text")
+    assert (line["request_id"], line["position"], line["served"], line["drawn"]) == (2, 0, 101, 100)
+    assert (line["suspect"], line["cached_tokens"], line["replica"]) == ("prefix", 64, 0)
+    assert [kind for kind, _, _ in server.events] == ["audit"]
+    (path,) = (tmp_path / "records").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "someone" not in path.read_text()
+    for kind, verdict in ((EchoEngine, Verdict.DIFFERENT), (WrongEcho, Verdict.DIFFERENT)):
+        address = f"unix://{tmp_path}/fresh"
+        async with serve_engine(echo(kind), address), ShardClient.connect(address) as client:
+            judgement = await replay_record(read_record(path), client)
+            assert (judgement.verdict, judgement.position, judgement.drawn) == (verdict, 0, 100)
+
+
+async def test_a_record_of_a_sound_text_is_the_same_on_a_fresh_shard(tmp_path: Path) -> None:
+    settings = replace(ALL, folder=str(tmp_path / "records"))
+    async with audited([echo(WrongEcho)], tmp_path, settings=settings) as server:
+        for _ in range(2):
+            await serve(server, request(server, 20))
+            await server.idle()
+        async with asyncio.timeout(20):
+            while not list(tmp_path.glob("records/*.json")):  # noqa: ASYNC110, ASYNC240
+                await asyncio.sleep(0.001)
+    (path,) = tmp_path.glob("records/*.json")  # noqa: ASYNC240
+    content = json.loads(path.read_text())
+    count = content["order"]["generated_tokens"]
+    content["order"]["prompt"][-count:] = content["drawn_ids"]
+    path.write_text(json.dumps(content))
+    address = f"unix://{tmp_path}/fresh"
+    async with serve_engine(echo(), address), ShardClient.connect(address) as client:
+        assert (await replay_record(read_record(path), client)).verdict is Verdict.SAME
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
+    for content in ("", "[]", '{"order": 1}', '{"order": {"prompt": "x"}, "served_logprobs": []}'):
+        (tmp_path / "a").write_text(content)
+        with pytest.raises(BadRecord, match="is no record"):
+            read_record(tmp_path / "a")
+
+
+async def test_the_reuse_of_prefixes_is_switched_off_after_three_findings(tmp_path: Path) -> None:
+    settings = replace(ALL, action="isolate")
+    async with audited([echo(WrongEcho)], tmp_path, settings=settings) as server:
+        for number in range(8):  # sound texts, so that what is usual is known
+            await serve(server, request(server, prompt=range(1000 * number, 1000 * number + 40)))
+            await server.idle()
+        for _ in range(4):
+            await serve(server, request(server))
+            await server.idle()
+        assert server.auditor.mismatches == {"prefix": 3}
+        assert server.cluster.isolated == ["prefix"]
+        assert (await server.cluster.info()).isolated == ["prefix"]
+        assert not server.cluster.scheduler.policy.prefix_caching
+        assert await serve(server, request(server)) == [list(PROMPT[:8])]
+        assert [kind for kind, _, _ in server.events] == ["audit"] * 3 + ["isolated"]
+
+
+async def test_a_replica_that_serves_wrong_text_gets_no_requests_any_more(tmp_path: Path) -> None:
+    settings = replace(ALL, action="isolate")
+    wrong = echo(WrongEcho)
+    wrong.everywhere = True
+    async with audited([echo(), wrong], tmp_path, settings=settings) as server:
+        for number in range(12):
+            await serve(server, request(server, prompt=range(1000 * number, 1000 * number + 40)))
+            await server.idle()
+            if server.cluster.isolated:
+                break
+        assert server.cluster.isolated == ["replica 1"]
+        assert server.cluster.scheduler.draining == {1}
+        tokens = await serve(server, *(request(server) for _ in range(4)))
+        assert tokens == [list(PROMPT[:8])] * 4
+
+
+async def test_the_last_replica_is_kept(tmp_path: Path) -> None:
+    async with audited([echo()], tmp_path) as server:
+        assert not server.cluster.release_replica(0)

@@ -1,0 +1,128 @@
+"""What is recorded of audited requests, and kept until their replay."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+import pytest
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling
+from text_generation_router.audit.auditor import is_chosen
+from text_generation_router.audit.findings import Findings
+from text_generation_router.audit.served import KeptRequests, Served
+from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
+
+
+def served(number: int = 1, tenant: str = "", prompt: int = 10, tokens: int = 4, **options: object) -> Served:
+    qos = QualityOfService(TenantId(tenant), salt=tenant, end_by=5.0)
+    request = Request(RequestId(number), tuple(range(prompt)), tokens, qos=qos, **options)  # type: ignore[arg-type]
+    it = Served(request)
+    it.placed(0, 3, 0)
+    it.got(pb.StepReport(token_ids=range(50, 50 + tokens), logprobs=[-1.0] * tokens), 0, tokens, 1)
+    it.ended()
+    return it
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+def test_the_share_of_the_requests_chosen_is_the_one_asked_for(share: float) -> None:
+    chosen = [is_chosen(RequestId(number), share) for number in range(1, 20001)]
+    assert sum(chosen) / 20000 == pytest.approx(share, abs=0.012)
+    assert chosen == [is_chosen(RequestId(number), share) for number in range(1, 20001)]
+    assert share < 1 or is_chosen(RequestId((63 << 56) + 5), share)
+
+
+def test_a_replay_is_the_prompt_and_the_served_tokens_without_the_clients_terms() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a*")
+    replay = served(
+        7, "a", sampling=Sampling(top_k=3), grammar=grammar, min_new_tokens=2, adapter="x", stop_sequences=("end",)
+    ).replay(RequestId(-4), 100)
+    assert replay.prompt == (*range(10), 50, 51, 52, 53)
+    assert (replay.replayed, replay.max_new_tokens, replay.min_new_tokens) == (4, 1, 2)
+    assert (replay.sampling.top_k, replay.grammar, replay.adapter) == (3, grammar, "x")
+    assert replay.logprobs == LogprobOptions(generated=True)
+    assert (replay.qos.priority, replay.qos.end_by, replay.stop_sequences) == (Priority.BULK, None, ())
+
+
+def test_the_last_token_is_left_out_where_it_does_not_fit() -> None:
+    assert served().replay(RequestId(-1), 15).replayed == 4
+    assert served().replay(RequestId(-1), 14).replayed == 3
+
+
+def test_what_a_request_used_is_recorded() -> None:
+    it = served(tokens=1)
+    assert it.features == {"replica 0"}
+    it = served(grammar=Grammar(GrammarKind.REGEX, "a"), adapter="x")
+    it.lost()
+    it.placed(2, 1, 32)
+    it.placed(2, 5, 0)
+    it.got(pb.StepReport(token_ids=[1, 2, 3]), 1, 2, 6)
+    it.chunks = 4
+    names = {"move", "preemption", "adapter", "grammar", "prefix", "chunks", "batch", "decode", "replica 2"}
+    assert it.features == names
+    assert list(it.tokens) == [50, 51, 52, 53, 2]
+    assert [each == each for each in it.logprobs] == [True] * 4 + [False]
+
+
+def test_tenants_have_turns_and_none_crowds_out_another() -> None:
+    kept = KeptRequests(max_bytes=10 * served().bytes)
+    assert not kept.put(served(1, "a"))
+    dropped = [each.request.id for number in range(2, 30) for each in kept.put(served(number, "b"))]
+    assert dropped == list(range(2, 21))
+    assert len(kept) == 10
+    assert [kept.take().request.id for _ in range(3)] == [1, 21, 22]
+    assert kept.bytes == 7 * served().bytes
+
+
+def test_memory_is_bounded_and_given_back() -> None:
+    kept = KeptRequests(max_bytes=1 << 20)
+    for number in range(3000):
+        kept.put(served(number, str(number % 7), prompt=number))
+        assert kept.bytes <= 1 << 20
+    tenants = Counter(kept.take().request.qos.tenant for _ in range(len(kept)))
+    assert max(tenants.values()) - min(tenants.values()) <= 1
+    assert kept.bytes == len(kept) == 0
+
+
+def test_a_request_that_gave_way_is_first_again() -> None:
+    kept = KeptRequests()
+    for number in range(3):
+        kept.put(served(number))
+    taken = kept.take()
+    kept.put(taken, first=True)
+    assert kept.take() is taken
+
+
+def test_kept_requests_hold_tokens_as_arrays() -> None:
+    it = served(prompt=1000)
+    assert isinstance(it.prompt, array)
+    assert it.request.prompt == ()
+    assert it.bytes >= 4 * 1000
+
+
+def test_findings_name_what_they_have_in_common() -> None:
+    findings = Findings()
+    usual = {"batch", "decode", "replica 0"}
+    for number in range(20):
+        findings.confirm(usual | ({"grammar"} if number % 2 else set()) | ({"prefix"} if number % 5 == 0 else set()))
+    assert findings.add({*usual, "prefix", "grammar"}) == "prefix"
+    assert findings.add({*usual, "prefix"}) == "prefix"
+    assert findings.shared is None
+    assert findings.add({*usual, "prefix", "chunks"}) == "prefix"
+    assert findings.shared == "prefix"
+    findings.add({*usual, "chunks"})
+    assert findings.shared is None
+
+
+def test_findings_on_one_of_several_replicas_name_it() -> None:
+    findings = Findings()
+    for number in range(30):
+        findings.confirm({"decode", f"replica {number % 3}"})
+    for _ in range(3):
+        findings.add({"decode", "replica 1"})
+    assert findings.shared == "replica 1"
+
+
+def test_a_finding_without_features_is_due_to_none() -> None:
+    assert Findings().add({"replica 0"}) == "none"

@@ -1,0 +1,93 @@
+"""The verdict of an audit."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+
+from text_generation_proto.values import Sampling
+from text_generation_router.audit.verdict import EXACT, ROUNDED, Bounds, Judgement, Scores, Verdict, bounds_of, judge
+
+TOKENS = list(range(100, 120))
+SERVED = [-0.5] * 20
+DRAWS = Sampling(greedy=False, seed=1)
+CUTS = Sampling(greedy=False, seed=1, top_p=0.9)
+
+
+def verdict(
+    bounds: Bounds,
+    sampling: Sampling = Sampling(),
+    *,
+    served: dict[int, float] | None = None,
+    replayed: dict[int, float] | None = None,
+    drawn: dict[int, tuple[int, float]] | None = None,
+) -> Judgement:
+    """Judge TOKENS that agree, but for the values given by position."""
+    logprobs = [(served or {}).get(at, -0.5) for at in range(20)]
+    again = [(replayed or {}).get(at, -0.5) for at in range(20)]
+    ids, best = list(TOKENS), list(again)
+    for at, (token, logprob) in (drawn or {}).items():
+        ids[at], best[at] = token, logprob
+    return judge(TOKENS, logprobs, Scores(again, ids, best), sampling, bounds)
+
+
+@pytest.mark.parametrize("bounds", [EXACT, ROUNDED])
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWS, CUTS])
+def test_equal_scores_are_the_same_text(bounds: Bounds, sampling: Sampling) -> None:
+    assert verdict(bounds, sampling) == Judgement(Verdict.SAME)
+
+
+def test_a_log_probability_beyond_the_bound_is_another_text() -> None:
+    assert verdict(EXACT, replayed={7: -0.5002}) == Judgement(
+        Verdict.DIFFERENT, 7, 107, 107, pytest.approx(-0.0002), 0.0
+    )
+    assert verdict(ROUNDED, replayed={7: -0.5002}).verdict is Verdict.SAME
+    assert verdict(ROUNDED, DRAWS, replayed={7: -0.56}).position == 7
+
+
+def test_a_greedy_token_may_be_another_one_only_among_equals() -> None:
+    assert verdict(EXACT, drawn={3: (9, -0.49995)}).verdict is Verdict.SAME
+    assert verdict(EXACT, drawn={3: (9, -0.49)}) == Judgement(Verdict.DIFFERENT, 3, 103, 9, pytest.approx(0.01), 0.0)
+    assert verdict(ROUNDED, drawn={3: (9, -0.46)}).verdict is Verdict.SAME
+    assert verdict(ROUNDED, drawn={3: (9, -0.44)}).verdict is Verdict.DIFFERENT
+
+
+def test_without_served_log_probabilities_greedy_tokens_are_judged_by_the_best() -> None:
+    unknown = dict.fromkeys(range(20), nan)
+    assert verdict(EXACT, served=unknown).verdict is Verdict.SAME
+    assert verdict(EXACT, served=unknown, drawn={0: (9, -0.1)}).verdict is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize(("bounds", "most"), [(EXACT, 1), (ROUNDED, 6)])
+def test_a_few_draws_may_turn_on_less_than_the_bound(bounds: Bounds, most: int) -> None:
+    assert verdict(bounds, DRAWS, drawn=dict.fromkeys(range(most), (9, -0.7))).verdict is Verdict.SAME
+    assert verdict(bounds, DRAWS, drawn=dict.fromkeys(range(most + 1), (9, -0.7))).verdict is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize(("bounds", "most"), [(EXACT, 1), (ROUNDED, 6)])
+def test_a_few_tokens_may_be_cut_off_otherwise(bounds: Bounds, most: int) -> None:
+    assert verdict(bounds, CUTS, replayed=dict.fromkeys(range(most), -inf)).verdict is Verdict.SAME
+    assert verdict(bounds, CUTS, replayed=dict.fromkeys(range(most + 1), -inf)).verdict is Verdict.DIFFERENT
+    assert verdict(bounds, DRAWS, replayed={5: -inf}).difference == -inf
+
+
+def test_a_drift_that_no_single_token_shows_is_another_text() -> None:
+    drift = verdict(ROUNDED, replayed=dict.fromkeys(range(20), -0.5 + 0.03))
+    assert (drift.verdict, drift.position) == (Verdict.DIFFERENT, 19)
+    assert drift.difference == pytest.approx(0.03)
+    assert verdict(ROUNDED, replayed={at: -0.5 + 0.03 * (-1) ** at for at in range(20)}).verdict is Verdict.SAME
+
+
+def test_tokens_without_a_score_are_not_judged() -> None:
+    assert verdict(EXACT, replayed={4: nan}, drawn={4: (0, nan)}).verdict is Verdict.SAME
+    assert verdict(EXACT, replayed=dict.fromkeys(range(20), nan)).verdict is Verdict.UNJUDGED
+
+
+def test_the_last_token_may_have_no_score() -> None:
+    assert judge(TOKENS, SERVED, Scores(SERVED[:19], TOKENS[:19], SERVED[:19]), DRAWS, EXACT).verdict is Verdict.SAME
+
+
+def test_bounds_follow_the_data_type() -> None:
+    assert [bounds_of("torch", dtype) for dtype in ("float32", "bfloat16", "float16")] == [EXACT, ROUNDED, ROUNDED]
+    assert bounds_of("echo", "float32") is EXACT
