@@ -57,6 +57,10 @@ GROWTH = 1.02
 SPARE_BYTES = 64 << 20
 
 
+AUDITS_S = 300.0
+"""Seconds that the audits of the traffic may take after its end."""
+
+
 @dataclass
 class Answer:
     """A finished request and its answer: token ids and their log-probabilities."""
@@ -98,13 +102,15 @@ def main() -> int:
     """Run the soak test, replay some answers, and report."""
     options = _options()
     arguments = ["--max-batch-total-tokens", str(options.kv_tokens), "--max-total-tokens", str(options.longest)]
-    arguments += ["--max-concurrent-requests", str(2 * options.clients), *shlex.split(options.launcher_args)]
+    arguments += ["--max-concurrent-requests", str(2 * options.clients), "--audit-share", "1", "--audit-busy", "1"]
+    arguments += [*shlex.split(options.launcher_args)]
     with tempfile.TemporaryDirectory(prefix="soak-gpu-") as scratch:
         log = Path(scratch, "log")
         with launched(options.model, arguments, log) as server:
             soak = asyncio.run(run(options, server))
             preemptions = read_metric(server.url, "text_generation_preemptions_total")
             passed = report(soak, preemptions)
+            passed &= report_audits(server.url)
             passed &= asyncio.run(replay(options, server.url, soak.answers))
         if soak.errors:
             print(f"first error: {soak.errors[0]}\nend of the server's log:\n{last_lines(log)}")
@@ -228,6 +234,16 @@ def report(soak: Soak, preemptions: float) -> bool:
         text = f"{early / 2**20:.0f} MiB in the second quarter, {late / 2**20:.0f} MiB in the last"
         good &= line(name, text, good=late <= GROWTH * early + SPARE_BYTES)
     return good
+
+
+def report_audits(url: str) -> bool:
+    """Wait for the audits of what was served, and print a line; return True if they confirm it."""
+    until = time.monotonic() + AUDITS_S
+    while (waiting := read_metric(url, "text_generation_audits_waiting")) and time.monotonic() < until:
+        time.sleep(0.5)
+    audits, wrong = (read_metric(url, f"text_generation_{name}_total") for name in ("audits", "audit_mismatch"))
+    text = f"{wrong:.0f} of {audits:.0f}, {waiting:.0f} were not audited in time"
+    return line("texts that audits did not confirm", text, good=not wrong and audits > 0)
 
 
 def line(name: str, text: str, *, good: bool) -> bool:

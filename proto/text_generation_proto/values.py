@@ -109,6 +109,11 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = parameter((), openai="bad_words")
     """Sequences of tokens that the output must not contain."""
 
+    @property
+    def cuts(self) -> bool:
+        """True if a stage drops tokens, which may turn on less than the accuracy of their probabilities."""
+        return bool(self.top_k or self.min_p) or self.top_p < 1 or self.typical_p < 1
+
     def for_answer(self, index: int) -> Sampling:
         """Return the parameters of one of several answers to a prompt. Its seed follows from the first one's."""
         return self if self.seed is None else replace(self, seed=(self.seed + index) % SEEDS)

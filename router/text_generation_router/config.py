@@ -245,7 +245,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     audit_busy: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Busy share of the replicas, as text_generation_busy_ratio shows it, above which no request is audited."""
     audit_action: Literal["log", "isolate"] = "log"
-    """What follows a text that differs: a line in the log, or, after three that share one feature and nothing else, this feature
+    """The response to a text that differs: a line in the log, or, after three that share one feature and nothing else, this feature
     (the reuse of prefixes, a replica) is not used any more."""
     audit_folder: str = ""
     """Folder for a JSON file of each text that differs, for `text-generation-launcher replay`. It holds token ids of prompt and

@@ -28,9 +28,16 @@ MODULES = {
 NUMBERS = {"launcher": 1, "router": 1, "shard": 2, "worker": 4}
 ARGUMENTS = (
     *("--num-replicas", "2", "--echo-step-ms", "10", "--echo-prefill-us", "300"),
-    *("--max-batch-prefill-tokens", "512"),
+    *("--max-batch-prefill-tokens", "512", "--audit-share", "1", "--audit-busy", "1"),
 )
-GAUGES = ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_total_tokens", "text_generation_queued_tokens")
+WAITING = "text_generation_audits_waiting"
+GAUGES = (
+    WAITING,
+    "tgi_queue_size",
+    "tgi_batch_current_size",
+    "tgi_batch_total_tokens",
+    "text_generation_queued_tokens",
+)
 SPARE_DESCRIPTORS = 8
 """Descriptors of a process beyond those of its first idle moment: connections that linger."""
 READY_S = 90.0
@@ -136,7 +143,11 @@ class Server(Stack):
         async with session.get(f"{self.url}/metrics") as response:
             text = await response.text()
         values = {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", text, re.MULTILINE)}
-        wanted = dict.fromkeys(GAUGES, 0.0) | {"text_generation_replicas_serving": float(NUMBERS["shard"])}
+        wrong = map(float, re.findall(r"^text_generation_audit_mismatch_total\{.*\} (\S+)$", text, re.MULTILINE))
+        values["texts that audits did not confirm"] = sum(wrong)
+        wanted = dict.fromkeys((*GAUGES, "texts that audits did not confirm"), 0.0) | {
+            "text_generation_replicas_serving": float(NUMBERS["shard"])
+        }
         return {name: values[name] for name, value in wanted.items() if values[name] != value}
 
     def remember(self) -> None:

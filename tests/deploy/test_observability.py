@@ -213,7 +213,16 @@ async def loaded(folder: Path) -> AsyncIterator[tuple[Stack, Collector, aiohttp.
     tool("prometheus")
     write_tokenizer(folder)
     management = free_port()
-    flags = ("--echo-step-ms", "20", "--max-batch-size", "4", "--management-port", str(management))
+    flags = (
+        "--echo-step-ms",
+        "20",
+        "--max-batch-size",
+        "4",
+        "--audit-share",
+        "1",
+        "--management-port",
+        str(management),
+    )
     names = ("--metric-names", "vllm,trtllm")
     with (
         collecting() as collector,

@@ -73,7 +73,7 @@ class Audited:
         """
         together = [self.submit(self.request(number % 2, new)) for number in range(size)]
         if loses is not None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(600):
                 while len(together[0].tokens) < new // 4:  # noqa: ASYNC110 - a token has no event
                     await asyncio.sleep(0.001)
             self.shards[loses].end_session()
@@ -86,7 +86,7 @@ class Audited:
 
     async def idle(self) -> None:
         """Wait until all audits are done."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(600):
             while self.auditor.waiting:  # noqa: ASYNC110 - they have no event
                 await asyncio.sleep(0.001)
 
@@ -101,7 +101,7 @@ class Audited:
 
 
 async def _all(listeners: Sequence[Listener]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(600):
         for listener in listeners:
             await listener.over.wait()
             assert listener.error is None, listener.error

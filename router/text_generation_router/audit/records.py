@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.Inf
         "replayed_logprobs": _finite(scores.logprobs),
         "drawn_ids": list(scores.drawn_ids),
         "drawn_logprobs": _finite(scores.drawn_logprobs),
-        "verdict": judgement._asdict() | {"verdict": judgement.verdict.value},
+        "verdict": asdict(judgement) | {"verdict": judgement.verdict.value},
         "suspect": suspect,
         "used": used(served),
     }
@@ -50,7 +51,7 @@ def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.Inf
 
 
 def used(served: Served) -> dict[str, Any]:
-    """Return what a request used, for a log line and a record."""
+    """Return the numbers of what a request used, for a log line and a record."""
     names = ("replica", "cached_tokens", "preemptions", "moves", "chunks", "rows")
     counts = {name: getattr(served, name) for name in names}
     return counts | {"adapter": served.request.adapter, "grammar": served.request.grammar is not None}

@@ -1,4 +1,4 @@
-"""What requests were served and what they used: recorded while they run, kept until they are replayed."""
+"""Served requests with what they got and used: recorded while they run, kept until they are replayed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TRIES = 8
 REQUEST_BYTES = 2048
 """Upper estimate of a kept request without its tokens and lists."""
 FEATURES = ("move", "preemption", "adapter", "grammar", "prefix", "chunks", "batch", "decode")
-"""What a request may use that its replay does not, or in another form; the rarest first."""
+"""Features that a request may use and its replay does not, or in another form; the rarest first."""
 REPLAY_SALT = "\0replay"
 """The salt of replays: no request waits for the prefix of one."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import isnan
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from text_generation_proto.values import Sampling
 
 MEAN_OF = 8
-"""Tokens from which on the mean over the text counts: that of fewer is hardly nearer to 0 than each is."""
+"""Tokens over which the mean of a text is taken at least: that of fewer is hardly nearer to 0 than each is."""
 
 
 class Verdict(Enum):
@@ -29,19 +29,21 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How far scores may differ between two computations of the same text. docs/audits.md has the measurements."""
+    """The largest differences between the scores of two computations of a text. docs/audits.md has the measurements."""
 
     token: float
     """Largest difference of a token's log-probability, in nats."""
     mean: float
     """Largest mean of the differences over a text."""
+    wrong: float | None
+    """Share of a text beyond `token`, besides one token; None: no token may be."""
     odd: float
-    """Share of a text whose tokens may be drawn otherwise: a draw, or the set that top_k and its like keep, may turn on less than
-    any bound. One token may always be so."""
+    """Share of a text whose tokens may be drawn otherwise, besides one: a draw, or the set of tokens that a stage keeps, may turn
+    on less than any bound."""
 
 
-EXACT = Bounds(token=1e-4, mean=2e-5, odd=0.0)
-ROUNDED = Bounds(token=0.05, mean=0.02, odd=0.25)
+EXACT = Bounds(token=1e-4, mean=2e-5, wrong=None, odd=0.0)
+ROUNDED = Bounds(token=0.25, mean=0.05, wrong=0.02, odd=0.25)
 
 
 def bounds_of(engine: str, dtype: str) -> Bounds:
@@ -57,7 +59,8 @@ class Scores(NamedTuple):
     drawn_logprobs: Sequence[float]
 
 
-class Judgement(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Judgement:
     """A verdict, and the first token that led to it."""
 
     verdict: Verdict
@@ -66,7 +69,7 @@ class Judgement(NamedTuple):
     served: int = 0
     drawn: int = 0
     difference: float = 0.0
-    """Of the log-probabilities of the served token, in nats; or the mean of all differences."""
+    """The difference of the log-probabilities of the served token, in nats, or the mean of all."""
     largest: float = 0.0
     """The largest difference in the text that is no exception."""
 
@@ -79,8 +82,7 @@ def judge(
     A token is wrong if its log-probability is another one, or a greedy one is not among the most probable. It is odd if it would
     be drawn otherwise although its log-probability agrees, or if that may have changed because another token was cut off.
     """
-    cuts = bool(sampling.top_k or sampling.min_p or sampling.top_p < 1 or sampling.typical_p < 1)
-    wrong: Judgement | None = None
+    wrong: list[Judgement] = []
     odd: list[Judgement] = []
     differences: list[float] = []
     known = 0
@@ -92,10 +94,7 @@ def judge(
         behind = best - replayed if drawn != token and sampling.greedy else 0.0
         judgement = Judgement(Verdict.DIFFERENT, at, token, drawn, difference or behind)
         if max(abs(difference), behind) > bounds.token:
-            if not cuts:
-                wrong = wrong or judgement
-            else:
-                odd.append(judgement)
+            (odd if sampling.cuts else wrong).append(judgement)
         elif drawn != token and not sampling.greedy:
             odd.append(judgement)
         else:
@@ -103,12 +102,11 @@ def judge(
     if not known:
         return Judgement(Verdict.UNJUDGED)
     largest = max(map(abs, differences), default=0.0)
-    if wrong is None and len(odd) > 1 + bounds.odd * known:
-        wrong = odd[0]
-    if wrong is None and len(differences) >= MEAN_OF:
-        mean = sum(differences) / len(differences)
-        if abs(mean) > bounds.mean:
-            wrong = Judgement(Verdict.DIFFERENT, len(tokens) - 1, tokens[-1], tokens[-1], mean)
-    if wrong is not None:
-        return wrong._replace(largest=largest)
+    if len(wrong) > (0 if bounds.wrong is None else 1 + bounds.wrong * known):
+        return replace(wrong[0], largest=largest)
+    if len(odd) > 1 + bounds.odd * known:
+        return replace(odd[0], largest=largest)
+    mean = sum(differences) / max(MEAN_OF, len(differences))
+    if abs(mean) > bounds.mean:
+        return Judgement(Verdict.DIFFERENT, len(tokens) - 1, tokens[-1], tokens[-1], mean, largest)
     return Judgement(Verdict.SAME, largest=largest)

@@ -103,6 +103,8 @@ class CheckedEcho(EchoEngine):
 
     def sample(self, sequences: list[Sequence], masks: dict[int, Mask]) -> SamplerOutput:
         output = super().sample(sequences, masks)
+        if any(self.table.sequences.get(each.slot) is not each or each.replay is not None for each in sequences):
+            return output  # a replay
         self._step_fails = self.fail_step_token in output.token_ids
         for index, (sequence, token) in enumerate(zip(sequences, output.token_ids, strict=True)):
             if token == self.hang_token and not sequence.generated_before:

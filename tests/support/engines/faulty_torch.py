@@ -58,7 +58,8 @@ class FaultyTorch:
         return getattr(self._engine, name)
 
     def warm_up(self, limits: WarmUpLimits) -> int:
-        self._spare = self._engine.warm_up(limits) - 1  # a block that nothing was ever written to
+        self._spare = self._engine.warm_up(limits) - 1  # a block that nothing is written to
+        self._engine._executor._runner._cache.clear(torch.tensor([self._spare]))
         return self._spare
 
     def apply(self, orders: Orders) -> list[Failure]:

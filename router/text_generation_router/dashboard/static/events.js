@@ -5,8 +5,8 @@ import { clock, count } from "./format.js";
 
 const MOST = 200;
 const LEVELS = {
-  ...Object.fromEntries(["lost", "hung", "refused"].map((kind) => [kind, "bad"])),
-  ...Object.fromEntries(["moved", "preempted", "draining", "stopped", "left", "taken"].map((kind) => [kind, "warn"])),
+  ...Object.fromEntries(["lost", "hung", "refused", "audit"].map((kind) => [kind, "bad"])),
+  ...Object.fromEntries(["moved", "preempted", "draining", "stopped", "left", "taken", "isolated"].map((kind) => [kind, "warn"])),
 };
 let known = new Map();
 

@@ -1,4 +1,4 @@
-"""What is recorded of audited requests, and kept until their replay."""
+"""The record of audited requests, kept until their replay."""
 
 from __future__ import annotations
 
