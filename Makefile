@@ -216,7 +216,7 @@ SEED ?= 1
 
 .PHONY: chaos
 chaos: model ## Inject faults into a whole server, by a seeded sample of the matrix (MINUTES=10 SEED=1 ARGS=…)
-	PYTHONPATH=tests/system $(PY) tests/chaos --model $(MODEL) --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+	PYTHONPATH=tests/system:tests/support $(PY) tests/chaos --model $(MODEL) --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 .PHONY: attack
 attack: model ## Attack a whole server, and print what each attack does to others

@@ -38,12 +38,14 @@ class Bounds:
     wrong: float | None
     """Share of a text beyond `token`, besides one token; None: no token may be."""
     odd: float
-    """Share of a text whose tokens may be drawn otherwise, besides one: a draw, or the set of tokens that a stage keeps, may turn
+    """Share of a text, besides one token, that may be beyond `token` where stages drop tokens, or be drawn otherwise: both may turn
     on less than any bound."""
+    draws: bool
+    """True if draws count: among many tokens that are equally probable a rounded number changes most of them."""
 
 
-EXACT = Bounds(token=1e-4, mean=2e-5, wrong=None, odd=0.0)
-ROUNDED = Bounds(token=0.25, mean=0.05, wrong=0.02, odd=0.25)
+EXACT = Bounds(token=1e-4, mean=2e-5, wrong=None, odd=0.1, draws=True)
+ROUNDED = Bounds(token=0.5, mean=0.1, wrong=0.02, odd=0.25, draws=False)
 
 
 def bounds_of(engine: str, dtype: str) -> Bounds:
@@ -95,10 +97,10 @@ def judge(
         judgement = Judgement(Verdict.DIFFERENT, at, token, drawn, difference or behind)
         if max(abs(difference), behind) > bounds.token:
             (odd if sampling.cuts else wrong).append(judgement)
-        elif drawn != token and not sampling.greedy:
+            continue
+        differences.append(difference)
+        if bounds.draws and drawn != token and not sampling.greedy:
             odd.append(judgement)
-        else:
-            differences.append(difference)
     if not known:
         return Judgement(Verdict.UNJUDGED)
     largest = max(map(abs, differences), default=0.0)

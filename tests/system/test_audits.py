@@ -1,0 +1,71 @@
+"""Audits of the whole server, and the replay of a record by the launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import aiohttp
+import pytest
+from stack import running
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.audit.records import record_of
+from text_generation_router.audit.served import Served
+from text_generation_router.audit.verdict import Judgement, Scores, Verdict
+from text_generation_router.request import Request, RequestId
+
+pytestmark = pytest.mark.system
+FLAGS = ("--audit-share", "1", "--audit-busy", "1")
+ANSWERS = 12
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_requests_of_a_server_are_audited(demo_model: Path, workers: str) -> None:
+    with running(demo_model, *FLAGS, "--http-workers", workers, "--num-replicas", "2") as stack:
+        async with aiohttp.ClientSession(stack.url) as client:
+            for number in range(ANSWERS):
+                parameters = {"max_new_tokens": 20, "stop": ["never"] if number % 2 else ["hills"]}
+                body = {"inputs": f"Tell me {number} things about the hills and the sea", "parameters": parameters}
+                async with client.post("/generate", json=body) as response:
+                    assert response.status == 200
+                    assert "details" not in await response.json()
+            async with asyncio.timeout(30):
+                while True:
+                    async with client.get("/metrics") as response:
+                        text = await response.text()
+                    found = dict(re.findall(r"^text_generation_audits_total\{verdict=\"(\w+)\"\} (\S+)$", text, re.M))
+                    if float(found["same"]) == ANSWERS:
+                        break
+                    await asyncio.sleep(0.05)
+            assert {name for name, count in found.items() if float(count)} == {"same"}
+            async with client.get("/info") as response:
+                assert (await response.json())["isolated"] == []
+
+
+@pytest.mark.parametrize(("tokens", "code"), [((5, 6, 7, 5), 0), ((5, 6, 9, 5), 1)])
+def test_the_launcher_replays_a_record(tmp_path: Path, tokens: tuple[int, ...], code: int) -> None:
+    served = Served(Request(RequestId(3), (5, 6, 7), 4))
+    served.tokens, served.logprobs = array("I", tokens), array("f", [-0.5] * 4)
+    served.ended()
+    info = pb.InfoResponse(engine="echo", max_sequence_length=100)
+    scores = Scores([-0.5] * 4, [5, 6, 7, 5], [-0.5] * 4)
+    record = tmp_path / "record.json"
+    record.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), scores, info, "none"))
+    assert json.loads(record.read_bytes())["order"]["generated_tokens"] == 4
+    command = [Path(sys.executable).with_name("text-generation-launcher"), "replay", record]
+    done = subprocess.run([*command, "--model-id", tmp_path, "--engine", "echo"], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.startswith("same" if code == 0 else "different: new token 2: served 9, drawn 7")
+
+
+def test_a_command_line_without_a_record_is_refused() -> None:
+    command = [Path(sys.executable).with_name("text-generation-launcher"), "replay"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "replay RECORD" in done.stderr
