@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ import structlog
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.findings import Findings
 from text_generation_router.audit.isolation import isolate
-from text_generation_router.audit.records import RecordWriter, record_of, scores_of, used
+from text_generation_router.audit.records import MAX_RECORDS, record_of, scores_of, used, write_record
 from text_generation_router.audit.served import MAX_TRIES, KeptRequests, Served
 from text_generation_router.audit.verdict import Judgement, Verdict, bounds_of, judge
 from text_generation_router.request import Request, RequestId, RequestProgress
@@ -77,8 +77,6 @@ class Auditor:
         self.verdicts = Counter[str]()
         self.mismatches = Counter[str]()
         """Findings by the feature that they are likely due to."""
-        self.largest = 0.0
-        """Largest difference of a log-probability in a text that was confirmed."""
         self.kept = KeptRequests()
         self._scheduler = scheduler
         self._observer = observer
@@ -86,8 +84,8 @@ class Auditor:
         self._info = info
         self._bounds = bounds_of(info.engine, info.dtype)
         self._findings = Findings()
-        self._records = RecordWriter(settings.folder)
-        self._unwritten: list[tuple[int, bytes]] = []
+        self._records: deque[tuple[RequestId, bytes]] = deque()
+        """Findings that are not written yet."""
         self._watched: dict[RequestId, Served] = {}
         """Requests that were chosen and run or wait."""
         self._replays: dict[int, _Replay] = {}
@@ -189,12 +187,8 @@ class Auditor:
                     await self._look.wait()
             self._look.clear()
             self._forget_replays()
-            for request_id, record in self._take_unwritten():
-                try:
-                    if path := await self._records.write(request_id, record):
-                        log.info("audit record written", path=path)
-                except OSError as error:
-                    log.warning("audit record cannot be written", reason=str(error))
+            while self._records:
+                await write_record(self._settings.folder, *self._records.popleft())
             while self._start():
                 pass
 
@@ -264,13 +258,14 @@ class Auditor:
         judgement = judge(served.tokens, served.logprobs, scores, served.request.sampling, self._bounds)
         self._count([served], judgement.verdict)
         if judgement.verdict is Verdict.SAME:
-            self.largest = max(self.largest, judgement.largest)
             self._findings.confirm(features)
         elif judgement.verdict is Verdict.DIFFERENT:
             suspect = self._findings.add(features)
             self.mismatches[suspect] += 1
             self._report(served, judgement, suspect)
-            self._unwritten.append((served.request.id, record_of(served, judgement, scores, self._info, suspect)))
+            if self._settings.folder and self._findings.total <= MAX_RECORDS:
+                record = record_of(served, judgement, scores, self._info, suspect)
+                self._records.append((served.request.id, record))
             if self._settings.action == "isolate" and (shared := self._findings.shared) is not None:
                 self._isolate(shared)
 
@@ -297,10 +292,6 @@ class Auditor:
 
     def _count(self, some: Iterable[Served], verdict: Verdict) -> None:
         self.verdicts.update(verdict.value for _ in some)
-
-    def _take_unwritten(self) -> list[tuple[int, bytes]]:
-        taken, self._unwritten = self._unwritten, []
-        return taken
 
 
 def _without(record: StepRecord, replay: _Replay) -> StepRecord:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from text_generation_proto import convert
@@ -24,6 +25,8 @@ from text_generation_router.shards.convert import orders_to_pb
 MAX_RECORDS = 100
 """Files that one process writes: a fault that makes every text different must not fill the disk."""
 REPLAYED = RequestId(-1)
+
+log = structlog.get_logger()
 
 
 class BadRecord(Exception):
@@ -69,45 +72,28 @@ def read_record(path: Path) -> Mapping[str, Any]:
 
 
 async def replay_record(record: Mapping[str, Any], client: ShardClient) -> Judgement:
-    """Replay a record on a shard that no router drives. Raises BadRecord, grpc.aio.AioRpcError."""
+    """Replay a record in one step on a shard that no router drives. Raises BadRecord, grpc.aio.AioRpcError."""
     info = await client.info()
     if not info.scores_generated:
         raise BadRecord(f"the engine {info.engine} does not score generated tokens")
-    pool = await client.warm_up()
     order: pb.NewSequence = record["order"]
-    needed = -(-(len(order.prompt) + 1) // pool.block_size)
+    tokens = len(order.prompt)
+    pool = await client.warm_up(max_batch_prefill_tokens=tokens)
+    needed = -(-(tokens + 1) // pool.block_size)
     if needed > pool.num_blocks:
-        raise BadRecord(f"its {len(order.prompt)} tokens do not fit the KV cache of the shard")
-    del order.blocks[:]
-    order.blocks.extend(range(needed))
+        raise BadRecord(f"its {tokens} tokens do not fit the KV cache of the shard")
+    order.blocks[:] = range(needed)
     call = client.run()
-    orders = pb.Orders(number=1, placements=[order])
-    left, at_once = len(order.prompt), info.suggested_prefill_tokens or len(order.prompt)
-    while True:
-        if left > 0:
-            orders.prefill_slots.append(order.slot)
-            orders.prefill_tokens.append(chunk := min(left, at_once))
-            left -= chunk
-            await call.write(orders)
-            orders = pb.Orders(number=orders.number + 1)
-        async for report in call:
-            if report.failed:
-                raise BadRecord(f"the replay failed: {report.failed[0].message}")
-            if report.generated_scores:
-                call.cancel()
-                return _judged(record, order, report.generated_scores[0], info)
-            if left > 0 and report.prefilled_slots:
-                break
-        else:
-            raise BadRecord("the shard ended its stream")
-
-
-def _judged(
-    record: Mapping[str, Any], order: pb.NewSequence, scores: pb.TokenScores, info: pb.InfoResponse
-) -> Judgement:
-    tokens = order.prompt[len(order.prompt) - order.generated_tokens :]
-    bounds, sampling = bounds_of(info.engine, info.dtype), convert.sampling_from_pb(order.sampling)
-    return judge(tokens, record["served_logprobs"], scores_of(scores), sampling, bounds)
+    await call.write(pb.Orders(number=1, placements=[order], prefill_slots=[order.slot], prefill_tokens=[tokens]))
+    async for report in call:
+        if report.failed:
+            raise BadRecord(f"the replay failed: {report.failed[0].message}")
+        if report.generated_scores:
+            call.cancel()
+            served, sampling = order.prompt[tokens - order.generated_tokens :], convert.sampling_from_pb(order.sampling)
+            bounds = bounds_of(info.engine, info.dtype)
+            return judge(served, record["served_logprobs"], scores_of(report.generated_scores[0]), sampling, bounds)
+    raise BadRecord("the shard ended its stream")
 
 
 def scores_of(message: pb.TokenScores) -> Scores:
@@ -115,21 +101,14 @@ def scores_of(message: pb.TokenScores) -> Scores:
     return Scores(message.logprobs, message.drawn_ids, message.drawn_logprobs)
 
 
-class RecordWriter:
-    """Writes findings to a folder, beside the event loop; none without a folder."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder) if folder else None
-        self._written = 0
-
-    async def write(self, request_id: int, record: bytes) -> str:
-        """Write a record. Return its path; "" if none is written. Raises OSError."""
-        if self._folder is None or self._written >= MAX_RECORDS:
-            return ""
-        self._written += 1
-        path = self._folder / f"audit-{request_id}.json"
+async def write_record(folder: str, request_id: int, record: bytes) -> None:
+    """Write a record beside the event loop, and log its path."""
+    path = Path(folder, f"audit-{request_id}.json")
+    try:
         await asyncio.to_thread(_write, path, record)
-        return str(path)
+        log.info("audit record written", path=str(path))
+    except OSError as error:
+        log.warning("audit record cannot be written", reason=str(error))
 
 
 def _write(path: Path, record: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from math import isnan
 from typing import NamedTuple
@@ -72,8 +72,6 @@ class Judgement:
     drawn: int = 0
     difference: float = 0.0
     """The difference of the log-probabilities of the served token, in nats, or the mean of all."""
-    largest: float = 0.0
-    """The largest difference in the text that is no exception."""
 
 
 def judge(
@@ -103,12 +101,11 @@ def judge(
             odd.append(judgement)
     if not known:
         return Judgement(Verdict.UNJUDGED)
-    largest = max(map(abs, differences), default=0.0)
     if len(wrong) > (0 if bounds.wrong is None else 1 + bounds.wrong * known):
-        return replace(wrong[0], largest=largest)
+        return wrong[0]
     if len(odd) > 1 + bounds.odd * known:
-        return replace(odd[0], largest=largest)
+        return odd[0]
     mean = sum(differences) / max(MEAN_OF, len(differences))
     if abs(mean) > bounds.mean:
-        return Judgement(Verdict.DIFFERENT, len(tokens) - 1, tokens[-1], tokens[-1], mean, largest)
-    return Judgement(Verdict.SAME, largest=largest)
+        return Judgement(Verdict.DIFFERENT, len(tokens) - 1, tokens[-1], tokens[-1], mean)
+    return Judgement(Verdict.SAME)
