@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,16 @@ async def test_a_text_that_ended_at_a_stop_string_is_audited_and_a_cancelled_one
             server.cluster.cancel(request_id, satisfied=satisfied)
         await server.idle()
         assert server.auditor.verdicts == {"same": 1}
+
+
+async def test_a_request_that_expires_is_not_waited_for(tmp_path: Path) -> None:
+    async with audited([echo(echo_step_ms=1)], tmp_path) as server:
+        expires = request(server, 100_000)
+        listener = server.submit(replace(expires, qos=replace(expires.qos, end_by=time.monotonic() + 0.05)))
+        await listener.over.wait()
+        assert listener.error is not None
+        await server.idle()
+        assert not server.auditor.verdicts
 
 
 async def test_a_request_that_comes_again_from_a_worker_has_its_first_tokens(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from text_generation_router.shards.observer import StepObserver, StepRecord
 RETRY_S = 0.05
 """Seconds between two looks for room while requests wait for their replay."""
 SWEEP = 256
-"""Watched requests from which on those that ended otherwise are looked for."""
+"""Watched requests beyond which those that ended otherwise are looked for."""
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class Auditor:
     ) -> None:
         self.cluster: Cluster[Any]
         """Set before the first request."""
-        self.on_finding: Callable[[str, str, str], object] = _ignore
+        self.on_finding: Callable[[str, str, str], object] = lambda *_: None
         """Called with the kind, text and reason of an event for operators."""
         self.verdicts = Counter[str]()
         self.mismatches = Counter[str]()
@@ -97,6 +97,7 @@ class Auditor:
     @property
     def waiting(self) -> int:
         """Requests that are watched, wait for their replay, or are being replayed."""
+        self._sweep()
         return len(self._watched) + len(self.kept) + len(self._replays)
 
     # ------------------------------------------------------------------------------------------------ clients' requests
@@ -107,8 +108,8 @@ class Auditor:
             self._give_way()
         if not is_chosen(request.id, self._settings.share):
             return request
-        if len(self._watched) >= SWEEP and len(self._watched) > 2 * len(self._scheduler.requests):
-            self._watched = {each: it for each, it in self._watched.items() if each in self._scheduler.requests}
+        if len(self._watched) > max(SWEEP, 2 * len(self._scheduler.requests)):
+            self._sweep()
         self._watched[request.id] = served = Served(request)
         if progress is not None:
             served.tokens.extend(progress.generated)
@@ -122,6 +123,10 @@ class Auditor:
         """Stop watching a request; one that is `satisfied` has its whole text."""
         if (served := self._watched.pop(request_id, None)) is not None and satisfied:
             self._keep(served)
+
+    def _sweep(self) -> None:
+        """Forget watched requests that expired or failed beside the steps."""
+        self._watched = {each: it for each, it in self._watched.items() if each in self._scheduler.requests}
 
     def _keep(self, served: Served) -> None:
         if served.tokens:
@@ -195,13 +200,9 @@ class Auditor:
     def _start(self) -> bool:
         """Start the next replay if there is room."""
         cluster, scheduler = self.cluster, self._scheduler
-        if (
-            not len(self.kept)
-            or len(scheduler.queue)
-            or not scheduler.available
-            or cluster.draining
-            or cluster.stopping
-        ):
+        if not len(self.kept) or len(scheduler.queue) or not scheduler.available:
+            return False
+        if cluster.draining or cluster.stopping:
             return False
         if scheduler.stats(time.monotonic()).busy_ratio > self._settings.busy:
             return False
@@ -306,7 +307,3 @@ def _without(record: StepRecord, replay: _Replay) -> StepRecord:
     report.prefilled_tokens[:] = [tokens for _, tokens in prefilled]
     others = bool(prefilled or deliveries.tokens or record.report.failed)
     return record._replace(report=report, steps=record.steps if others else 0)
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing."""

@@ -22,6 +22,8 @@ MIN_PREFILL_SHARE = 0.5
 """Prefill may lengthen a step by this share of its decode time even above the target: prompts always advance."""
 MARGIN = 0.9
 """Share of the target that is aimed at: estimates follow a change one or two steps late."""
+REPLAY_TOKENS = 512
+"""Most tokens of a replay in one step: a request that comes meanwhile waits for the step."""
 DECODE_STEPS = 8
 """Steps over which the decode time is averaged."""
 MAX_RISE, DECAY = 2.0, 0.25
@@ -41,7 +43,8 @@ def share_budget(prompts: Sequence[ScheduledSequence], budget: int) -> Iterator[
     for sequence in sorted(prompts, key=lambda sequence: sequence.unscheduled_tokens):  # stable: ties by age
         if sequence is oldest:
             kept = 0
-        chunk = min(sequence.unscheduled_tokens, budget - kept)
+        most = REPLAY_TOKENS if sequence.request.replayed else budget
+        chunk = min(sequence.unscheduled_tokens, budget - kept, most)
         if chunk > 0:
             budget -= chunk
             yield sequence, chunk

@@ -129,3 +129,13 @@ def test_a_replay_is_the_first_to_be_preempted_and_is_not_requeued() -> None:
     assert it.stats().preemptions == 0
     assert len(it.queue) == 0
     it.check_invariants()
+
+
+def test_a_replay_computes_few_tokens_at_once() -> None:
+    it = scheduler(blocks=400, max_batch_prefill_tokens=4096)
+    it.replays.start(replay(prompt=words(1, 1200)), 0)
+    chunks: list[int] = []
+    while orders := it.schedule(0):
+        chunks += [tokens for _, tokens in orders.prefill]
+        it.update(0, StepOutput(orders.number, prefilled=orders.prefill), 0.1)
+    assert chunks == [512, 512, 176]
