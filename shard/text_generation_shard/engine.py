@@ -349,6 +349,8 @@ def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return "prompt_top_n comes with prompt logprobs only"
     if sequence.logprobs.generated and not info.scores_generated:
         return "the engine does not score generated tokens"
+    if sequence.logprobs.generated and sequence.computed_tokens >= len(sequence.prompt) - sequence.generated_tokens:
+        return "computed_tokens must leave the generated tokens of a replay to score"
     if sequence.grammar is not None and not info.grammar_kinds:
         return "the engine serves no grammars"
     if sequence.adapter and sequence.adapter not in info.adapters:

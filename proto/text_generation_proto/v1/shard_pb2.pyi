@@ -662,7 +662,8 @@ class LogprobOptions(google.protobuf.message.Message):
     """the log-probabilities of the chosen tokens are not needed"""
     generated: builtins.bool
     """A replay: score the generated_tokens at the end of the prompt, each as if it were to be chosen now. Grammar and
-    min_new_tokens hold for these tokens, and for no new one. Only with InfoResponse.scores_generated.
+    min_new_tokens hold for these tokens, and for no new one. computed_tokens ends before the token that predicts the first.
+    Only with InfoResponse.scores_generated.
     """
     def __init__(
         self,

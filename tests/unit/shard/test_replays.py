@@ -90,5 +90,8 @@ def test_a_forbidden_token_has_no_probability(driver: Driver) -> None:
 def test_a_replay_is_refused_by_an_engine_that_cannot_score(driver: Driver) -> None:
     order = NewSequence(0, PROMPT, Stopping(1), generated_tokens=3, logprobs=LogprobOptions(generated=True))
     assert sequence_problem(order, driver.engine.info) is None
+    problem = "computed_tokens must leave the generated tokens of a replay to score"
+    assert sequence_problem(replace(order, blocks=(1, 2, 3), computed_tokens=37), driver.engine.info) == problem
+    assert sequence_problem(replace(order, blocks=(1, 2, 3), computed_tokens=36), driver.engine.info) is None
     info = replace(driver.engine.info, scores_generated=False)
     assert sequence_problem(order, info) == "the engine does not score generated tokens"
