@@ -136,9 +136,7 @@ def _audits(config: RouterConfig, info: pb.InfoResponse) -> AuditSettings | None
         log.warning("no audits: the engine does not score generated tokens", engine=info.engine)
         return None
     asks_logprobs = config.token_logprobs != "never"
-    return AuditSettings(
-        config.audit_share, config.audit_busy, config.audit_action, config.audit_folder, asks_logprobs
-    )
+    return AuditSettings(config.audit_share, config.audit_busy, config.audit_action, config.audit_folder, asks_logprobs)
 
 
 def token_limits(config: RouterConfig, model: ReplicaInfo) -> tuple[int, int]:
