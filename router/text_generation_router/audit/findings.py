@@ -9,6 +9,8 @@ from text_generation_router.audit.served import FEATURES
 
 ISOLATE_AFTER = 3
 """Findings that share a feature and nothing else after which that feature is switched off."""
+COMMON = 4
+"""Exponent of the share of the findings that used a feature: one that a third did without is hardly their cause."""
 USUAL = 0.5
 """A feature that more than this share of confirmed texts used is no explanation."""
 
@@ -30,13 +32,13 @@ class Findings:
     def add(self, features: Set[str]) -> str:
         """Count a finding; return the feature that it is likely due to, "none" if it used none.
 
-        That is the one whose share among all findings exceeds its share among confirmed texts the most.
+        That is one that nearly all findings used, and few confirmed texts: see COMMON.
         """
         self._different.update(features)
         self.total += 1
         self._last.append(features)
         used = [name for name in FEATURES if name in features]
-        return max(used, key=lambda name: self._different[name] / self.total - self._usual(name), default="none")
+        return max(used, key=self._blame, default="none")
 
     @property
     def shared(self) -> str | None:
@@ -45,6 +47,9 @@ class Findings:
             return None
         common = [name for name in frozenset.intersection(*map(frozenset, self._last)) if self._usual(name) <= USUAL]
         return common[0] if len(common) == 1 else None
+
+    def _blame(self, name: str) -> float:
+        return (self._different[name] / self.total) ** COMMON - self._usual(name)
 
     def _usual(self, name: str) -> float:
         return (self._same[name] + 1) / (self._confirmed + 2)

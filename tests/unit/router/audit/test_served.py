@@ -115,6 +115,15 @@ def test_findings_name_what_they_have_in_common() -> None:
     assert findings.shared is None
 
 
+def test_a_feature_that_some_findings_do_without_is_not_their_cause() -> None:
+    findings = Findings()
+    for number in range(9):
+        findings.confirm({"decode", "batch"} if number < 6 else {"decode"})
+    findings.add({"decode", "batch"})
+    findings.add({"decode", "batch", "grammar"})
+    assert findings.add({"decode", "batch", "grammar"}) == "batch"
+
+
 def test_findings_on_one_of_several_replicas_name_it() -> None:
     findings = Findings()
     for number in range(30):

@@ -95,7 +95,13 @@ def test_an_unsupported_parameter_has_the_name_of_its_api(api: Api, field: str, 
 
 
 def test_every_field_of_the_wire_is_a_parameter_or_set_in_every_request() -> None:
-    of_every_request = {"greedy", "max_new_tokens", "eos_token_ids", "logit_bias_values"}
+    of_every_request = {
+        "greedy",
+        "max_new_tokens",
+        "eos_token_ids",
+        "logit_bias_values",
+        "generated",
+    }  # generated: of none
     messages = (pb.Sampling, pb.Stopping, pb.LogprobOptions)
     fields = {field.name.removeprefix("no_") for message in messages for field in message.DESCRIPTOR.fields}
     fields = fields - {"bad_word_ids", "bad_word_lengths"} | {"bad_words"}  # two columns of one parameter
