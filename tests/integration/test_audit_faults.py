@@ -68,7 +68,7 @@ async def test_a_planted_fault_is_found_and_its_feature_is_named(
 async def test_sound_engines_raise_no_alarm(model: Path, tmp_path: Path) -> None:
     engines = [engine(model, None) for _ in range(2)]
     async with audited(engines, tmp_path, limits=WarmUpLimits(256, 0, SMALL_POOL)) as server:
-        await server.burst(12, 80)
+        await server.burst(8, 130)  # two of them do not fit the pool
         await server.burst(9, loses=1)
         stats = server.cluster.scheduler.stats()
         assert stats.preemptions > 0
