@@ -125,6 +125,5 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         rank=rank,
         world_size=world_size,
         shares_prompts=True,
-        scores_generated=info.scores_generated,
         version=version("text-generation-trtllm"),
     )

@@ -393,9 +393,7 @@ class Scheduler:
         sequences = self._sequences.values()
         assert set(self.queue) == {each for each in sequences if each.state is State.WAITING}
         on_replicas = sum(replica.occupied_slots for replica in self.serving)
-        assert len(sequences) + len(self.replays) == len(self.queue) + on_replicas, (
-            "each sequence waits or has one slot"
-        )
+        assert len(sequences) + len(self.replays) == len(self.queue) + on_replicas, "each waits or has one slot"
         self._dispatcher.check_invariants()
         self.queue.check_invariants()
         for replica in self.serving:
