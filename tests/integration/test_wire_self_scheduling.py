@@ -44,7 +44,7 @@ def tokens_of(reports: list[pb.StepReport], slot: int) -> list[int]:
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[ShardClient]:
-    async with shard(f"unix://{tmp_path}/s", tokens_per_report=4) as (connected, _):
+    async with shard(f"unix://{tmp_path}/s", "--echo-step-ms=1", tokens_per_report=4) as (connected, _):
         yield connected
 
 
