@@ -25,6 +25,8 @@ from text_generation_common.heartbeat import ALIVE, CHECK_EVERY_S, HANG_TIMEOUT_
 from text_generation_launcher.plan import ChildSpec
 from text_generation_proto.v1 import shard_pb2 as pb
 
+MAX_DESCRIPTION = 1 << 20
+"""Bytes of the line that describes a child."""
 ABORT_GRACE = 1.0
 """Seconds between SIGABRT and SIGKILL: time to write the stacks."""
 
@@ -59,7 +61,7 @@ async def _watch(
     hung: asyncio.Event,
     described: asyncio.Future[pb.InfoResponse],
 ) -> None:
-    """Set `hung` when the child hangs. Return when it has closed its end of the pipe."""
+    """Set `hung` when the child hangs. Return if it closes its end of the pipe before it has described itself."""
     silence, line, check_every_s, reason = Silence(), b"", None, ""
     timeout_s = spec.hang_timeout and max(spec.hang_timeout, HANG_TIMEOUT_S)
     while not reason:
@@ -71,14 +73,22 @@ async def _watch(
             if silence.exceeds(timeout_s):
                 reason = f"no heartbeat for {silence.seconds} s"
             continue
-        if not read:
+        if not read and b"\n" not in line:
             return
+        if not read:  # it ends, or lives on and is silent
+            await asyncio.sleep(CHECK_EVERY_S)
+            silence.record(sign=False)
+            reason = f"no heartbeat for {silence.seconds} s" if silence.exceeds(timeout_s) else ""
+            continue
         silence.record(sign=True)
         check_every_s = CHECK_EVERY_S
         if b"\n" in line:
             reason = "a step of its engine does not end" if read.endswith(STUCK) else ""
             continue
         line += read.lstrip(ALIVE)
+        if len(line) > MAX_DESCRIPTION:
+            reason = "its description cannot be read"
+            continue
         if b"\n" in line:
             timeout_s = spec.hang_timeout
             try:

@@ -87,7 +87,7 @@ async def _resolve(
             code = await run_to_end(spec, stop.grace_period)
         if code != 0:
             raise ModelError(f"downloading {download.model_id} failed with exit code {code}")
-        return Path(os.fsdecode(path.read()))
+        return Path(os.fsdecode(path.read1(1 << 16)))
 
 
 def local_folder(model_id: str) -> Path | None:

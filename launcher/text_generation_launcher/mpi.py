@@ -178,7 +178,9 @@ async def _handover(received: asyncio.Future[dict[str, str]]) -> AsyncIterator[M
             writer.close()
             return
         with suppress(ValueError):  # an incomplete message: mpirun will fail and log the reason
-            received.set_result(json.loads(await reader.read()))
+            environ = json.loads(await reader.read())
+            if not received.done():
+                received.set_result(environ)
 
     # An abstract socket leaves no file behind. Any user may connect to it, so the peer's user id is checked.
     name = f"text-generation-{secrets.token_hex(16)}"
