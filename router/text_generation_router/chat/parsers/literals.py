@@ -155,7 +155,7 @@ class LiteralScanner:
             raise ValueError(char)
         refused = ",]}" * is_key + "([{'\"" * (not bare)
         while char not in ends and (bare or char not in SPACE):
-            if (self._unit and char in refused) or len(self._unit) == MAX_WORD:
+            if (self._unit and char in refused) or len(self._unit) >= MAX_WORD:
                 raise ValueError(char)
             self._unit += char
             char = yield
