@@ -72,7 +72,7 @@ TestScheduler.settings = settings(stateful_step_count=40)
 
 def test_random_events_break_no_rule() -> None:
     counts: Counter[str] = Counter()
-    for seed in range(settings().max_examples // 3):
+    for seed in range(settings().max_examples // 2):
         counts += play(seed, 1000).counts
     # The worlds were busy.
     assert all(

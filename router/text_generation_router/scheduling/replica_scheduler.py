@@ -384,6 +384,7 @@ class ReplicaScheduler:
         releasing = [each for each in (*self._to_release, *self._releasing) if each.slot >= 0]
         assert Counter(releasing) == Counter(held - placed - running), "a slot is released once"
         assert self.work == sum(each.remaining_work for each in placed | running)
+        assert all(each.remaining_work >= 0 for each in placed | running)
         assert self.promised_tokens == sum(each.max_length + 1 for each in held)
         self.prompts.check_invariants(placed | running)
         self.cache.check_invariants(held)

@@ -9,6 +9,7 @@ from scheduler_checks import assert_idle
 from scheduler_rig import Rig, a_policy, words
 
 from text_generation_proto.values import FailureCode
+from text_generation_router.request import RequestId
 from text_generation_router.scheduling.policy import Dispatch
 
 
@@ -116,6 +117,33 @@ def test_with_many_replicas_a_prefix_is_found_again() -> None:
         again = rig.serve(words(start + 1, 300) + words(99, 5), new=1)
         assert rig.replica_of(again) == rig.replica_of(start)
         assert rig.cached(again) == 288
+
+
+def test_a_large_request_goes_to_the_replica_that_can_hold_it() -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
+    rig.lose(1)
+    rig.open(1, blocks=40)
+    large = [rig.submit(60, new=200) for _ in range(3)]
+    rig.until_idle()
+    assert {rig.replica_of(number) for number in large} == {1}
+    assert rig.finished == large
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_request_for_a_draining_or_lost_replica_delays_no_others_and_can_be_cancelled(drains: bool) -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
+    rig.lose(1)
+    rig.open(1, blocks=40)
+    rig.scheduler.drain(1) if drains else rig.lose(1)
+    large, cancelled = rig.submit(60, new=200), rig.submit(60, new=200)
+    small = rig.submit(10, new=5)
+    rig.turns(10)
+    assert rig.finished == [small]
+    rig.scheduler.cancel(RequestId(cancelled))
+    rig.scheduler.drain(1, draining=False) if drains else rig.open(1, blocks=40)
+    rig.until_idle()
+    assert rig.finished == [small, large]
+    assert_idle(rig.scheduler)
 
 
 def test_the_only_replica_with_room_is_found_among_many() -> None:
