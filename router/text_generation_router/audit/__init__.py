@@ -4,5 +4,5 @@ served     what a request got and used, recorded while it runs; finished ones ar
 verdict    served against replayed: a pure comparison
 findings   the feature that texts which differ have in common
 records    a finding as a file, and a replay from it
-auditor    chooses requests, runs replays while there is room, reports findings
+auditor    chooses requests, runs replays while replicas are idle, reports findings
 """

@@ -88,6 +88,8 @@ class Auditor:
         """Findings that are not written yet."""
         self._watched: dict[RequestId, Served] = {}
         """Requests that were chosen and run or wait."""
+        self._satisfied: set[RequestId] = set()
+        """Watched requests that have their whole text."""
         self._replays: dict[int, _Replay] = {}
         """By replica; also those that gave way, until their slot is free."""
         self._ids = map(RequestId, count(-1, -1))
@@ -121,8 +123,10 @@ class Auditor:
 
     def on_cancel(self, request_id: RequestId, *, satisfied: bool) -> None:
         """Stop watching a request; one that is `satisfied` has its whole text."""
-        if (served := self._watched.pop(request_id, None)) is not None and satisfied:
-            self._keep(served)
+        if not satisfied:
+            self._watched.pop(request_id, None)
+        elif request_id in self._watched:  # the report that brought its last tokens is observed next
+            self._satisfied.add(request_id)
 
     def _sweep(self) -> None:
         """Forget watched requests that expired or failed beside the steps."""
@@ -177,8 +181,11 @@ class Auditor:
             if (got := watched.get(request_id)) is not None:
                 got.got(report, start, end, rows)
                 if reason is not None:
-                    del watched[request_id]
-                    self._keep(got)
+                    self._satisfied.add(request_id)
+        for request_id in self._satisfied:
+            if (ended := watched.pop(request_id, None)) is not None:
+                self._keep(ended)
+        self._satisfied.clear()
         for failed in record.deliveries.failed:
             watched.pop(failed.request_id, None)
 
@@ -200,7 +207,7 @@ class Auditor:
     def _start(self) -> bool:
         """Start the next replay if there is room."""
         cluster, scheduler = self.cluster, self._scheduler
-        if not len(self.kept) or len(scheduler.queue) or not scheduler.available:
+        if not len(self.kept) or len(scheduler.queue) or not scheduler.replays.has_room:
             return False
         if cluster.draining or cluster.stopping:
             return False

@@ -10,7 +10,7 @@ from text_generation_router.audit.served import FEATURES
 ISOLATE_AFTER = 3
 """Findings that share a feature and nothing else after which that feature is switched off."""
 COMMON = 4
-"""Exponent of the share of the findings that used a feature: one that a third did without is hardly their cause."""
+"""Exponent of the share of the findings that used a feature: a feature that a third did not use is unlikely."""
 USUAL = 0.5
 """A feature that more than this share of confirmed texts used is no explanation."""
 

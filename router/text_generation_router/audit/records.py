@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -103,7 +106,9 @@ def scores_of(message: pb.TokenScores) -> Scores:
 
 async def write_record(folder: str, request_id: int, record: bytes) -> None:
     """Write a record beside the event loop, and log its path."""
-    path = Path(folder, f"audit-{request_id}.json")
+    path = Path(
+        folder, f"audit-{time.time_ns()}-{request_id}.json"
+    )  # a router that starts again counts requests from 1
     try:
         await asyncio.to_thread(_write, path, record)
         log.info("audit record written", path=str(path))
@@ -113,8 +118,8 @@ async def write_record(folder: str, request_id: int, record: bytes) -> None:
 
 def _write(path: Path, record: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)  # it holds what clients wrote, as token ids
-    path.write_bytes(record)
+    with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:  # it holds what clients wrote, as token ids
+        file.write(record)
 
 
 def _finite(numbers: Iterable[float]) -> list[float | None]:

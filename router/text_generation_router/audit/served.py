@@ -110,7 +110,7 @@ class Served:
 
 
 class KeptRequests:
-    """Served requests that wait for their replay: by tenant, so that none crowds out those of another, in bounded memory."""
+    """Served requests that wait for their replay: by tenant, so that one tenant cannot displace another's, in bounded memory."""
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import isnan
+from math import isinf, isnan
 from typing import NamedTuple
 
 from text_generation_proto.values import Sampling
@@ -38,8 +38,8 @@ class Bounds:
     wrong: float | None
     """Share of a text beyond `token`, besides one token; None: no token may be."""
     odd: float
-    """Share of a text, besides one token, that may be beyond `token` where stages drop tokens, or be drawn otherwise: both may turn
-    on less than any bound."""
+    """Share of a text, besides one token, that may be beyond `token` where stages drop tokens, or be drawn differently: a difference
+    smaller than any bound may change either."""
     draws: bool
     """True if draws count: among many tokens that are equally probable a rounded number changes most of them."""
 
@@ -90,13 +90,15 @@ def judge(
         if isnan(replayed):
             continue
         known += 1
-        difference = 0.0 if isnan(served) else replayed - served
+        # Of a token whose log-probability was not reported it is known only that it could be chosen.
+        difference = (replayed if isinf(replayed) else 0.0) if isnan(served) else replayed - served
         behind = best - replayed if drawn != token and sampling.greedy else 0.0
         judgement = Judgement(Verdict.DIFFERENT, at, token, drawn, difference or behind)
         if max(abs(difference), behind) > bounds.token:
             (odd if sampling.cuts else wrong).append(judgement)
             continue
-        differences.append(difference)
+        if not isnan(served):
+            differences.append(difference)
         if bounds.draws and drawn != token and not sampling.greedy:
             odd.append(judgement)
     if not known:

@@ -6,7 +6,7 @@ and leaves nothing in the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import count
 
 from text_generation_router.request import Request, RequestId
@@ -33,20 +33,27 @@ class Replays:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    @property
+    def has_room(self) -> bool:
+        """True if a replica has room for a replay, apart from its KV blocks."""
+        return any(True for _ in self._able())
+
+    def _able(self) -> Iterator[ReplicaScheduler]:
+        taken = {sequence.replica for sequence in self._sequences.values()} | self._draining
+        for number, replica in self._replicas.items():
+            if replica is None or number in taken or not replica.spec.scores_generated:
+                continue
+            if replica.may_place(1) and replica.has_prefill_room:
+                yield replica
+
     def start(self, request: Request, served_by: int) -> int | None:
         """Place a replay on a replica that can score it and has room, on `served_by` only if no other has.
 
         Return the replica; None if there is none.
         """
-        taken = {sequence.replica for sequence in self._sequences.values()}
         sequence = ScheduledSequence(request, next(self._arrivals), 0.0, 1)
-        able = (
-            replica
-            for number, replica in self._replicas.items()
-            if replica is not None and replica.spec.scores_generated and number not in taken | self._draining
-        )
-        for replica in sorted(able, key=lambda each: (each.replica == served_by, each.occupied_slots)):
-            if replica.may_place(1) and replica.has_prefill_room and replica.place(sequence):
+        for replica in sorted(self._able(), key=lambda each: (each.replica == served_by, each.occupied_slots)):
+            if replica.place(sequence):
                 self._sequences[request.id] = sequence
                 return replica.replica
         return None

@@ -371,7 +371,7 @@ class Scheduler:
             queued_tokens=self.queue.work,
             queue_seconds=self._throughputs.wait(self.queue.work, expected) or 0.0,
             busy_ratio=self._throughputs.busy_ratio(available, now),
-            running=sum(replica.occupied_slots for replica in serving),
+            running=sum(replica.occupied_slots for replica in serving) - len(self.replays),
             promised_tokens=sum(replica.promised_tokens for replica in serving),
             used_blocks=sum(replica.cache.used for replica in serving),
             used_tokens=sum(replica.cache.used * replica.spec.block_size for replica in serving),

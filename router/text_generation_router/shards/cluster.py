@@ -157,6 +157,14 @@ class Cluster(Generic[Receiver]):
         self._by_number[replica].connection.want(wanted=False)
         return True
 
+    def _take_back(self) -> None:
+        """Use released replicas again, because no other one is left."""
+        for name in [each for each in self.isolated if each.startswith("replica ")]:
+            if (member := self._by_number.get(int(name.removeprefix("replica ")))) is not None and member.wanted:
+                log.warning("isolated replica is used again: no other one serves", replica=member.number)
+                self.isolated.remove(name)
+                member.connection.want(wanted=True)
+
     def estimated_permit_wait(self, tenant: TenantId) -> float | None:
         """Return the seconds until a request of `tenant` may get a permit, while all are held; None if unknown."""
         return self.scheduler.estimated_wait(tenant, for_permit=True)
@@ -306,6 +314,8 @@ class Cluster(Generic[Receiver]):
         self._reconcile()  # without known members, it is one no more
         if all(member.state is ShardState.TAKEN for member in self._members.values()):
             self._settled.set()
+        if self.connected and not self.scheduler.available:
+            self._take_back()
         if not self.connected and self._without_replica_since is None and self._opened.is_set():
             self._without_replica_since = time.monotonic()
             self._deadlines.set()

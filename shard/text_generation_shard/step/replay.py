@@ -1,4 +1,4 @@
-"""Replay: the generated tokens at the end of a sequence's prompt, each chosen again from what it was chosen from."""
+"""Replay: the generated tokens at the end of a sequence's prompt, each scored again from the logits and masks of its position."""
 
 from __future__ import annotations
 

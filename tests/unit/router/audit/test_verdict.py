@@ -62,6 +62,18 @@ def test_without_served_log_probabilities_greedy_tokens_are_judged_by_the_best()
     assert verdict(EXACT, served=unknown, drawn={0: (9, -0.1)}).verdict is Verdict.DIFFERENT
 
 
+def test_a_token_that_may_not_be_chosen_is_another_text_without_its_served_log_probability() -> None:
+    assert verdict(EXACT, DRAWS, served={4: nan}, replayed={4: -inf}).position == 4
+    assert verdict(EXACT, DRAWS, served={4: nan}, replayed={4: -3.0}).verdict is Verdict.SAME
+
+
+def test_unknown_log_probabilities_hide_no_drift() -> None:
+    unknown, drift = dict.fromkeys(range(10), nan), dict.fromkeys(range(10, 20), -0.45)
+    assert verdict(ROUNDED, DRAWS, served=unknown, replayed=drift).verdict is Verdict.SAME
+    drift = dict.fromkeys(range(10, 20), -0.35)
+    assert verdict(ROUNDED, DRAWS, served=unknown, replayed=drift).verdict is Verdict.DIFFERENT
+
+
 def test_a_few_draws_may_turn_on_less_than_the_bound_and_any_where_numbers_are_rounded() -> None:
     assert verdict(EXACT, DRAWS, drawn=dict.fromkeys(range(3), (9, -0.7))).verdict is Verdict.SAME
     assert verdict(EXACT, DRAWS, drawn=dict.fromkeys(range(4), (9, -0.7))).verdict is Verdict.DIFFERENT
