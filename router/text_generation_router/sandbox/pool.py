@@ -110,8 +110,10 @@ class Sandbox:
         """The turns of calls that ended. Each is given back when a worker can do the next job."""
         self._waiting: dict[asyncio.Future[bytes], bytes] = {}
         """The payloads of calls that have their turn and wait for a worker that died to be replaced."""
+        self._idle: list[_Worker] = []
+        """The last one gets the next job: a tenant whose jobs cost workers gets those that replace them."""
         self._ready: set[_Worker] = set()
-        """The workers that have created their job: idle, without an answer, or busy."""
+        """The workers that have created their job: idle or busy."""
         self._broken: str | None = CLOSED
         """The reason that no worker can do a job; None if one can."""
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -201,12 +203,11 @@ class Sandbox:
 
     def _dispatch(self) -> None:
         self._give_back_turns()
-        idle = [worker for worker in self._ready if worker.answer is None]
-        while idle and self._waiting:
+        while self._idle and self._waiting:
             answer = next(iter(self._waiting))
             payload = self._waiting.pop(answer)
             if not answer.done():
-                worker = idle.pop()
+                worker = self._idle.pop()
                 worker.answer = answer
                 worker.ask(payload, max(WALL_TIMES * self._timeout_s, MIN_WALL_S))
 
@@ -240,9 +241,11 @@ class Sandbox:
         try:
             while not worker.ended:
                 worker.answer = None
+                self._idle.append(worker)
                 self._dispatch()
                 outcome = await worker.outcome(self._max_output)
                 if worker.answer is None:  # it died, or broke the protocol
+                    self._idle.remove(worker)
                     return
                 _settle(worker.answer, outcome)
                 del outcome  # not kept until the next job
