@@ -65,22 +65,18 @@ async def _watch(
     silence, line, check_every_s, reason = Silence(), b"", None, ""
     timeout_s = spec.hang_timeout and max(spec.hang_timeout, HANG_TIMEOUT_S)
     while not reason:
-        try:
+        read = b""
+        with suppress(TimeoutError):
             async with asyncio.timeout(check_every_s):
                 read = await heartbeats.read(1 << 16)
-        except TimeoutError:
-            silence.record(sign=False)
-            if silence.exceeds(timeout_s):
-                reason = f"no heartbeat for {silence.seconds} s"
-            continue
-        if not read and b"\n" not in line:
-            return
-        if not read:  # it ends, or lives on and is silent
-            await asyncio.sleep(CHECK_EVERY_S)
-            silence.record(sign=False)
+                if not read and b"\n" not in line:
+                    return
+                if not read:  # the pipe is closed: the child ends, or lives on and is silent
+                    await asyncio.sleep(CHECK_EVERY_S)
+        silence.record(sign=bool(read))
+        if not read:
             reason = f"no heartbeat for {silence.seconds} s" if silence.exceeds(timeout_s) else ""
             continue
-        silence.record(sign=True)
         check_every_s = CHECK_EVERY_S
         if b"\n" in line:
             reason = "a step of its engine does not end" if read.endswith(STUCK) else ""
