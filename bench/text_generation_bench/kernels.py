@@ -45,7 +45,7 @@ from text_generation_shard.engines.torch.kernels import activation, embedding, m
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.decode_launch import Merge, config_for
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
-from text_generation_shard.engines.torch.kernels.operands import DecodeStep, RopeStep
+from text_generation_shard.engines.torch.kernels.operands import DecodeStep, GatedActivation, RopeStep
 from text_generation_shard.engines.torch.layers.rope import rotary_table
 
 EPS = 1e-5
@@ -59,7 +59,9 @@ def fused(product: Product, rows: int) -> list[Launch]:
     target, inner = torch.zeros_like(out, dtype=torch.float32), empty(rows, product.outputs // 2)
     calls: dict[str, Callable[[Tensor], object]] = {
         "norm": lambda weight: matvec.matvec(residual, weight, out, norm=(norm_weight, EPS)),
-        "gated": lambda weight: matvec.matvec(residual, weight, inner, norm=(norm_weight, EPS), kind="silu"),
+        "gated": lambda weight: matvec.matvec(
+            residual, weight, inner, norm=(norm_weight, EPS), activation=GatedActivation("silu")
+        ),
         "add": lambda weight: matvec.matvec(x, weight, target, add=True),
         "plain": lambda weight: matvec.matvec(x, weight, target),
     }

@@ -33,6 +33,7 @@ from text_generation_bench.kernel_timing import (
 )
 from text_generation_bench.quantized import FORMATS, loaded, packed_parts, random_tensors
 from text_generation_shard.engines.torch.kernels.matvec import MAX_ROWS
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_matvec import PackedConfig, packed_matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 
@@ -88,7 +89,9 @@ def fused(product: Product, weights: list[PackedWeight], rows: int, config: Pack
     norm = (randn(product.inputs), 1e-5)
     kinds: dict[str, Callable[[PackedWeight], object]] = {
         "norm": lambda weight: packed_matvec(residual, weight, out, norm=norm, config=config),
-        "gated": lambda weight: packed_matvec(residual, weight, out, norm=norm, kind="silu", config=config),
+        "gated": lambda weight: packed_matvec(
+            residual, weight, out, norm=norm, activation=GatedActivation("silu"), config=config
+        ),
         "add": lambda weight: packed_matvec(x, weight, target, add=True, config=config),
     }
     return [partial(kinds[product.kind], weights[index % len(weights)]) for index in range(LAUNCHES)]

@@ -21,10 +21,10 @@ from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.trace import StepTrace
-from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, DecodeStep, RopeStep
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, DecodeStep, GatedActivation, RopeStep
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
-from text_generation_shard.engines.torch.layers.expert_linear import experts_by_loop, softmax_top_k
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
@@ -120,6 +120,25 @@ class ReferenceKernels:
         gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
         out.copy_(ACTIVATIONS[kind](gate) * up)
 
+    def few_experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: GatedActivation,
+        _few: tuple[Tensor, Tensor],
+        *,
+        norm: tuple[Tensor, float],
+        out: Tensor,
+        add: bool,
+        scale: float,
+    ) -> None:
+        own = rms_norm(x, *norm)
+        product = experts_by_loop(own, ids, weights, gate_up, down, activation).mul_(scale)
+        out.copy_(out + product if add else product)
+
     def matvec(
         self,
         x: Tensor,
@@ -128,15 +147,15 @@ class ReferenceKernels:
         bias: Tensor | None,
         *,
         norm: tuple[Tensor | None, float] = (None, 0.0),
-        kind: str | None = None,
+        activation: GatedActivation | None = None,
         add: bool = False,
         scale: float = 1.0,
     ) -> None:
         norm_weight, eps = norm
         own = x.to(out.dtype) if norm_weight is None else rms_norm(x, norm_weight, eps)
         product = _product(own, weight, bias) * scale
-        if kind is not None:
-            self.activate(product, kind, out)
+        if activation is not None:
+            self.activate(product, activation.kind, out)
         elif add:
             out += product
         else:

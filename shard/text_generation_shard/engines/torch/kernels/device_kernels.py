@@ -15,6 +15,7 @@ from text_generation_shard.engines.torch.kernels.chunk_attention import MAX_HEAD
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.embedding import embed
 from text_generation_shard.engines.torch.kernels.experts import experts
+from text_generation_shard.engines.torch.kernels.few_experts import few_experts
 from text_generation_shard.engines.torch.kernels.flashinfer_chunks import (
     FLASHINFER_HEAD_DIMS,
     FlashInferChunks,
@@ -47,6 +48,7 @@ class DeviceKernels:
     matvec = staticmethod(matvec)
     route = staticmethod(route)
     experts = staticmethod(experts)
+    few_experts = staticmethod(few_experts)
 
     def __init__(
         self,

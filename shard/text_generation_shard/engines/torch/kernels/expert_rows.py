@@ -23,22 +23,37 @@ def gathered(x: Tensor, groups: ExpertGroups, each: int) -> Tensor:
     return out
 
 
-def weighted_sum(results: Tensor, groups: ExpertGroups, ids: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-    """Return Σ weight · (result + bias of the expert) over each token's experts, in the order of `ids`: [tokens, hidden].
+def weighted_sum(  # noqa: PLR0913 – the options of one kernel
+    results: Tensor,
+    rows: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    *,
+    add: bool = False,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return scale · Σ weight · (result + bias of the expert) over each token's experts, in the order of `ids`: [tokens, hidden].
 
-    `results` [rows, hidden] in the order of the groups, `ids` and `weights` [tokens, k], `bias` [experts, hidden].
+    `results` [pairs, hidden], `ids` and `weights` [tokens, k], `bias` [experts, hidden]. `rows` int32 [pairs] has the row of each pair
+    in `results`; None: they are in order. With `out` in any float dtype, the sum is written to it, or added to it if `add`.
     """
     (tokens, each), hidden = ids.shape, results.shape[1]
-    out = results.new_empty(tokens, hidden)
+    if out is None:
+        out = results.new_empty(tokens, hidden)
     _sum_kernel[(tokens, triton.cdiv(hidden, _COLUMNS))](
         results,
-        groups.rows,
+        rows,
         ids,
         weights,
         bias,
         out,
+        out.stride(0),
+        scale,
         HIDDEN=hidden,
         EXPERTS_EACH=each,
+        ADD=add,
         COLUMNS=_COLUMNS,
         num_warps=4,
     )
@@ -66,13 +81,16 @@ def _gather_kernel(
 @triton.jit
 def _sum_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     results: tl.tensor,
-    rows: tl.tensor,
+    rows: tl.tensor | None,
     ids: tl.tensor,
     weights: tl.tensor,
     bias: tl.tensor | None,
     out: tl.tensor,
+    out_stride: int,
+    scale: float,
     HIDDEN: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
+    ADD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -81,10 +99,16 @@ def _sum_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     total = tl.zeros((COLUMNS,), tl.float32)
     for number in tl.static_range(EXPERTS_EACH):
         pair = token * EXPERTS_EACH + number
-        row = tl.load(rows + pair).to(tl.int64)
+        row = pair
+        if rows is not None:
+            row = tl.load(rows + pair).to(tl.int64)
         result = tl.load(results + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             expert = tl.load(ids + pair).to(tl.int64)
             result += tl.load(bias + expert * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(weights + pair) * result
-    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
+    targets = out + token * out_stride + columns
+    total *= scale
+    if ADD:
+        total += tl.load(targets, mask=inside, other=0.0)
+    tl.store(targets, total.to(out.dtype.element_ty), mask=inside)

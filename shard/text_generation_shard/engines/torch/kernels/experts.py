@@ -1,6 +1,6 @@
 """The grouped product of a mixture of experts: see layers/expert_linear.py for the formula.
 
-Two products over the pairs (token, expert), grouped by expert, by torch's kernel, by that of packed weights or by ours; the gated
+For a few tokens: see few_experts.py. Else two products over the pairs (token, expert), grouped by expert, by torch's kernel, by that of packed weights or by ours; the gated
 activation follows the first. A last kernel adds the weighted results of each token in the order of its experts. So the same inputs
 give the same bits, and nothing waits for the host.
 """
@@ -19,6 +19,7 @@ from torch.nn import functional
 from text_generation_shard.engines.torch.kernels.activation import gated, launch_activation
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
 from text_generation_shard.engines.torch.kernels.expert_rows import gathered, weighted_sum
+from text_generation_shard.engines.torch.kernels.few_experts import FEW_TOKENS, few_experts, few_weights
 from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
@@ -100,6 +101,8 @@ def experts(
     `ids` (an integer type) and `weights` (float32) are [tokens, k], contiguous. Products are summed in float32; the results of the
     gated activation and of each expert are rounded to the dtype of x. `product` replaces the fastest one.
     """
+    if product is None and len(x) <= FEW_TOKENS and (few := few_weights(gate_up, down)):
+        return few_experts(x, ids, weights, gate_up, down, activation, few)
     if product is None:
         by_library = gate_up.packed_product is not None or _has_grouped_mm(x, gate_up, down)
         product = grouped_mm if by_library else grouped_product
@@ -107,7 +110,7 @@ def experts(
     groups = group_by_expert(ids, num_experts, block_rows(ids.numel(), num_experts, gate_up.weight.dtype))
     inner = product(x, gate_up, groups, each=k, activation=activation)
     results = product(inner, down, groups, each=0, activation=None)
-    return weighted_sum(results, groups, ids, weights, down.bias)
+    return weighted_sum(results, groups.rows, ids, weights, down.bias)
 
 
 def _has_grouped_mm(x: Tensor, *linears: ExpertWeights) -> bool:

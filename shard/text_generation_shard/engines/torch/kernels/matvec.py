@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.activation import activated
+from text_generation_shard.engines.torch.kernels.activation import gated
 from text_generation_shard.engines.torch.kernels.norm import norm_scale
+from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_matvec import packed_matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import Fp8Weight, MatvecWeight, PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
@@ -87,46 +88,62 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
     bias: Tensor | None = None,
     *,
     norm: tuple[Tensor | None, float] = (None, 0.0),
-    kind: str | None = None,
+    activation: GatedActivation | None = None,
     add: bool = False,
     scale: float = 1.0,
+    experts: ChosenExperts | None = None,
 ) -> None:
     """out = scale · (x · weightᵀ (+ bias)), or out += that if `add`; computed in float32 and rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]; at most
     MAX_ROWS rows. The weight is contiguous, in FP8 or packed; x and out may be slices of wider tensors. With a `norm` (weight [inputs]
-    and eps), x is float32 and normed first, see norm.py; the result is kept in float32. With the `kind` of an activation, see
-    `activate`, the first half of the weight's rows are gates, and out [rows, outputs / 2] = act(gate) · up, without `add` and `scale`.
+    and eps), x is float32 and normed first, see norm.py; the result is kept in float32. With an `activation`, half of the weight's
+    rows are gates, and out [rows, outputs / 2] = act(gate) · up, without `add` and `scale`. With `experts`, weight and bias are those
+    of all experts one after the other, and `out` has a row for each pair of a token and an expert; any number of pairs.
     """
     if isinstance(weight, PackedWeight):
-        packed_matvec(x, weight, out, bias, norm=norm, kind=kind, add=add, scale=scale)
+        packed_matvec(x, weight, out, bias, norm=norm, activation=activation, add=add, scale=scale, experts=experts)
         return
     weight, scales = (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
     (outputs, inputs), columns = weight.shape, out.shape[1]
-    config = config_for(len(x), outputs, inputs, gated=kind is not None, itemsize=weight.itemsize)
+    if experts is not None:
+        outputs //= experts.count
+    pairs = 1 if experts is None else len(out)
+    config = config_for(
+        1 if experts else len(x), outputs * pairs, inputs, gated=activation is not None, itemsize=weight.itemsize
+    )
     order = _order(config, weight)
-    kernel = _matvec_kernel if kind is None else _gated_kernel
-    options = {"ADD": add, "SCALE": scale} if kind is None else {"KIND": kind}
-    kernel[(triton.cdiv(columns, config.block_n),)](
+    arguments = (
         x,
         norm[0],
         weight,
         scales,
         bias,
         out,
+        None if experts is None else experts.ids,
         x.stride(0),
         out.stride(0),
         columns,
         norm[1],
-        ROWS=len(x),
-        K=inputs,
-        ORDER=order,
-        BLOCK_N=config.block_n,
-        BLOCK_K=triton.next_power_of_2(inputs),
-        num_warps=config.num_warps,
-        launch_pdl=order == "pdl",
-        **options,
     )
+    options = {
+        "ROWS": 1 if experts else len(x),
+        "K": inputs,
+        "EXPERTS_EACH": 1 if experts is None else experts.each,
+        "ORDER": order,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": triton.next_power_of_2(inputs),
+        "num_warps": config.num_warps,
+        "launch_pdl": order == "pdl",
+    }
+    grid = (triton.cdiv(columns, config.block_n), pairs)
+    if activation is None:
+        _matvec_kernel[grid](*arguments, ADD=add, SCALE=scale, **options)
+    else:
+        interleaved, kind = activation.interleaved, activation.kind
+        _gated_kernel[grid](
+            *arguments, activation.alpha, activation.limit, KIND=kind, INTERLEAVED=interleaved, **options
+        )
 
 
 @triton.jit
@@ -137,12 +154,14 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     scales: tl.tensor | None,
     bias: tl.tensor | None,
     out: tl.tensor,
+    ids: tl.tensor | None,
     x_stride: int,
     out_stride: int,
     outputs: int,
     eps: float,
     ROWS: tl.constexpr,
     K: tl.constexpr,
+    EXPERTS_EACH: tl.constexpr,
     ADD: tl.constexpr,
     SCALE: tl.constexpr,
     ORDER: tl.constexpr,
@@ -153,10 +172,21 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < outputs
-    tile = _weight_rows(weight, first, outputs, K, BLOCK_N, BLOCK_K)
+    if ids is not None:
+        # The weight to read is known only after the previous kernels.
+        _wait_for_x(ORDER)
+        pair = tl.program_id(1)
+        expert = tl.load(ids + pair).to(tl.int64)
+        weight += expert * outputs * K
+        x += pair // EXPERTS_EACH * x_stride
+        out += pair * out_stride
+        if bias is not None:
+            bias += expert * outputs
+    tile = _weight_rows(weight, first, outputs, 1, K, BLOCK_N, BLOCK_K)
     if norm_weight is not None:
         factors = _vector(norm_weight, K, BLOCK_K)
-    _wait_for_x(ORDER)
+    if ids is None:
+        _wait_for_x(ORDER)
     for row in tl.static_range(ROWS):
         targets = out + row * out_stride + columns
         addend = tl.zeros((BLOCK_N,), tl.float32)
@@ -180,18 +210,23 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 @triton.jit
 def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
-    norm_weight: tl.tensor,
+    norm_weight: tl.tensor | None,
     weight: tl.tensor,
     scales: tl.tensor | None,
     bias: tl.tensor | None,
     out: tl.tensor,
+    ids: tl.tensor | None,
     x_stride: int,
     out_stride: int,
     inner: int,
     eps: float,
+    alpha: float,
+    limit: float,
     ROWS: tl.constexpr,
     K: tl.constexpr,
+    EXPERTS_EACH: tl.constexpr,
     KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ORDER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -200,23 +235,40 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < inner
-    gate_tile = _weight_rows(weight, first, inner, K, BLOCK_N, BLOCK_K)
-    up_tile = _weight_rows(weight + tl.cast(inner, tl.int64) * K, first, inner, K, BLOCK_N, BLOCK_K)
-    factors = _vector(norm_weight, K, BLOCK_K)
-    _wait_for_x(ORDER)
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # noqa: N806 – a constant of the kernel
+    up_distance = 1 if INTERLEAVED else inner
+    if ids is not None:
+        _wait_for_x(ORDER)
+        pair = tl.program_id(1)
+        expert = tl.load(ids + pair).to(tl.int64)
+        weight += expert * 2 * inner * K
+        x += pair // EXPERTS_EACH * x_stride
+        out += pair * out_stride
+        if bias is not None:
+            bias += expert * 2 * inner
+    gate_tile = _weight_rows(weight, first, inner, STEP, K, BLOCK_N, BLOCK_K)
+    up_tile = _weight_rows(weight + tl.cast(up_distance, tl.int64) * K, first, inner, STEP, K, BLOCK_N, BLOCK_K)
+    if norm_weight is not None:
+        factors = _vector(norm_weight, K, BLOCK_K)
+    if ids is None:
+        _wait_for_x(ORDER)
     for row in tl.static_range(ROWS):
         values = _vector(x + row * x_stride, K, BLOCK_K)
-        scale = norm_scale(values, eps, K)
-        gate = _times(gate_tile, values * factors) * scale
-        up = _times(up_tile, values * factors) * scale
+        if norm_weight is not None:
+            scale = norm_scale(values, eps, K)
+            gate = _times(gate_tile, values * factors) * scale
+            up = _times(up_tile, values * factors) * scale
+        else:
+            gate = _times(gate_tile, values)
+            up = _times(up_tile, values)
         if scales is not None:
-            gate *= tl.load(scales + columns, mask=inside, other=0.0)
-            up *= tl.load(scales + inner + columns, mask=inside, other=0.0)
+            gate *= tl.load(scales + columns * STEP, mask=inside, other=0.0)
+            up *= tl.load(scales + up_distance + columns * STEP, mask=inside, other=0.0)
         if bias is not None:
-            gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-            up += tl.load(bias + inner + columns, mask=inside, other=0.0).to(tl.float32)
-        gated = activated(gate, KIND) * up
-        tl.store(out + row * out_stride + columns, gated.to(out.dtype.element_ty), mask=inside)
+            gate += tl.load(bias + columns * STEP, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(bias + up_distance + columns * STEP, mask=inside, other=0.0).to(tl.float32)
+        activated = gated(gate, up, alpha, limit, KIND)
+        tl.store(out + row * out_stride + columns, activated.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -232,12 +284,16 @@ def _weight_rows(
     weight: tl.tensor,
     first: tl.tensor,
     outputs: tl.tensor,
+    STEP: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Load [BLOCK_N, BLOCK_K] of the weight, zero beyond K; rows beyond the last repeat it. Not cached: it is read once."""
-    rows = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1)
+    """Load every STEP-th row of the weight: [BLOCK_N, BLOCK_K], zero beyond K; rows beyond the last repeat it.
+
+    Not cached: it is read once.
+    """
+    rows = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1) * STEP
     inputs = tl.arange(0, BLOCK_K)
     pointers = weight + rows.to(tl.int64)[:, None] * K + inputs[None, :]  # a weight may have more than 2³¹ elements
     if K == BLOCK_K:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight, PackedWeight
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -40,6 +43,29 @@ class GatedActivation:
         return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenExperts:
+    """The experts of a product with a few rows."""
+
+    ids: Tensor
+    """int32 [pairs], contiguous: the expert of each pair of a token and one of its experts."""
+    each: int
+    """Pairs for each row of x, one after the other."""
+    count: int
+    """Experts in the weight."""
+
+
+class PackedExperts(Protocol):
+    """A product with one packed weight for each expert."""
+
+    matvec_weight: PackedWeight | None
+    """The weights of all experts one after the other, for products with a few rows; None if there are none."""
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Return [rows, outputs] for x [rows, inputs], in order of their experts, and the first row of each, int32 [experts + 1]."""
+        ...
+
+
 @dataclass(slots=True)
 class ExpertWeights:
     """The weights of a product with one weight per expert; they may be views with any strides."""
@@ -48,9 +74,15 @@ class ExpertWeights:
     """[experts, outputs, inputs]."""
     bias: Tensor | None = None
     """[experts, outputs]."""
-    packed_product: Callable[[Tensor, Tensor], Tensor] | None = None
-    """The product with packed weights: maps rows [rows, inputs], in order of their experts, and the first row of each expert,
-    int32 [experts + 1], to [rows, outputs]. `weight` then has a shape and no values."""
+    packed_product: PackedExperts | None = None
+    """If given, `weight` has a shape and no values."""
+
+    @property
+    def matvec_weight(self) -> MatvecWeight | None:
+        """The weights of all experts one after the other, for products with a few rows; None if they have strides."""
+        if self.packed_product is not None:
+            return self.packed_product.matvec_weight
+        return self.weight.flatten(0, 1) if self.weight.is_contiguous() else None
 
 
 @dataclass(frozen=True, slots=True)

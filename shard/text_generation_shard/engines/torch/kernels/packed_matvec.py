@@ -2,7 +2,8 @@
 
 A word of int32 holds codes of 4 or 8 bits of one row of the weight. Masked, and read as a float without an exponent, it is code j
 times a power of two, without any conversion: a denormal number, which a GPU multiplies as fast as others. The values of x are
-multiplied by powers of two that make the products normal numbers of equal scale, so none of this rounds.
+multiplied by powers of two that make the products normal numbers of equal scale, so none of this rounds. Codes that are floats are
+moved to where a float32 has its sign, its lowest bits of the exponent and its highest of the mantissa.
 
 A thread loads four words at once; in their blocks, see packed_weight.py, it needs four consecutive values of x for each j.
 """
@@ -16,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.activation import activated
+from text_generation_shard.engines.torch.kernels.activation import gated
+from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_weight import WORD_BITS, PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
@@ -24,6 +26,10 @@ from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 _MANTISSA_BITS = 23
 _DENORMAL_BITS = 149
 """The smallest float32 is 2^-149."""
+_FLOAT_MANTISSA_BITS = {4: 1, 8: 3}
+"""Of E2M1 and E4M3, by bits."""
+_FLOAT_SCALE_BITS = {4: 126, 8: 120}
+"""The difference of the exponents' biases of float32 and of E2M1 and E4M3."""
 _UNIT = tl.constexpr(2.0**-63)
 """The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
 _WORDS_OF_A_WARP = 128
@@ -59,25 +65,27 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
     bias: Tensor | None = None,
     *,
     norm: tuple[Tensor | None, float] = (None, 0.0),
-    kind: str | None = None,
+    activation: GatedActivation | None = None,
     add: bool = False,
     scale: float = 1.0,
+    experts: ChosenExperts | None = None,
     config: PackedConfig | None = None,
 ) -> None:
     """out = scale · (x · weightᵀ (+ bias)), or out += that if `add`; computed in float32 and rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `out` [rows, outputs] in any float dtype, `bias` [outputs]. With a `norm` (weight [inputs] and eps), x is
-    normed first, see norm.py. With the `kind` of an activation, see `activate`, the first half of the weight's rows are gates and
-    out [rows, outputs / 2] = act(gate) · up.
+    normed first, see norm.py. With an `activation`, half of the weight's rows are gates and out [rows, outputs / 2] =
+    act(gate) · up. With `experts`: as in matvec.py.
     """
     outputs, width = weight.words.shape
     inputs = x.shape[1]
-    gated = kind is not None
-    config = config or config_for(outputs, inputs, weight.bits, gated=gated)
+    if experts is not None:
+        outputs //= experts.count
+    config = config or config_for(outputs * len(out), inputs, weight.bits, gated=activation is not None)
     use_pdl = supports_pdl(x)
     block_w = min(_WORDS_OF_A_WARP * config.num_warps, triton.next_power_of_2(width))
-    columns = outputs // 2 if gated else outputs
-    _packed_kernel[(triton.cdiv(columns, config.block_n), len(x))](
+    columns = outputs if activation is None else outputs // 2
+    _packed_kernel[(triton.cdiv(columns, config.block_n), len(out))](
         x,
         norm[0],
         weight.words,
@@ -85,15 +93,21 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
         weight.zeros,
         bias,
         out,
+        None if experts is None else experts.ids,
         x.stride(0),
         out.stride(0),
         columns,
         norm[1],
+        1.0 if activation is None else activation.alpha,
+        1.0 if activation is None else activation.limit,
         K=inputs,
         BITS=weight.bits,
         GROUPS=weight.scales.shape[1],
         PLANE=weight.plane,
-        KIND=kind,
+        FLOATS=weight.floats,
+        EXPERTS_EACH=1 if experts is None else experts.each,
+        KIND=None if activation is None else activation.kind,
+        INTERLEAVED=activation is not None and activation.interleaved,
         ADD=add,
         SCALE=scale,
         USE_PDL=use_pdl,
@@ -114,15 +128,21 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
     zeros: tl.tensor | None,
     bias: tl.tensor | None,
     out: tl.tensor,
+    ids: tl.tensor | None,
     x_stride: int,
     out_stride: int,
     columns: int,
     eps: float,
+    alpha: float,
+    limit: float,
     K: tl.constexpr,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
     PLANE: tl.constexpr,
+    FLOATS: tl.constexpr,
+    EXPERTS_EACH: tl.constexpr,
     KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ADD: tl.constexpr,
     SCALE: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -138,12 +158,19 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
     first = tl.program_id(0) * BLOCK_N
     local = tl.arange(0, PARTS * BLOCK_N)
     # Gate and up alternate in a program.
-    rows = (local % PARTS) * columns + tl.minimum(first + local // PARTS, columns - 1)
+    pairs = tl.minimum(first + local // PARTS, columns - 1)
+    rows = 2 * pairs + local % PARTS if INTERLEAVED else local % PARTS * columns + pairs
+    row = tl.program_id(1)
+    x += row // EXPERTS_EACH * x_stride
+    if ids is not None:
+        # The weight to read is known only after the previous kernels.
+        wait_for_previous(USE_PDL)
+        rows += tl.load(ids + row) * (PARTS * columns)
     tiles = ()
     for chunk in tl.static_range(min(AHEAD, CHUNKS)):
         tiles = tiles + (_tile(words, scales, rows, chunk * BLOCK_W, WIDTH, GROUPS, BLOCK_W),)  # type: ignore[assignment]
-    wait_for_previous(USE_PDL)
-    row = tl.program_id(1)
+    if ids is None:
+        wait_for_previous(USE_PDL)
     sums = tl.zeros((PARTS * BLOCK_N, BLOCK_W // 4), tl.float32)
     squares = tl.zeros((BLOCK_W,), tl.float32)
     for chunk in tl.static_range(CHUNKS):
@@ -155,27 +182,30 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
         values = ()
         total = tl.zeros((BLOCK_W,), tl.float32)
         for j in tl.static_range(PER_WORD):
-            part = _inputs(x + row * x_stride + inputs + j * PLANE, inside, (chunk + 1) * BLOCK_W <= WIDTH)
+            part = _inputs(x + inputs + j * PLANE, inside, (chunk + 1) * BLOCK_W <= WIDTH)
             if norm_weight is not None:
                 squares += part * part
                 part *= _inputs(norm_weight + inputs + j * PLANE, inside, (chunk + 1) * BLOCK_W <= WIDTH)
             total += part
-            values = values + (part * _factor(BITS, j),)  # type: ignore[assignment]
+            values = values + (part * _factor(BITS, j, FLOATS),)  # type: ignore[assignment]
         tile = tiles[chunk]  # type: ignore[var-annotated]
         codes = tile[0]  # type: ignore[var-annotated]
         total *= -_UNIT
-        if zeros is None:
+        if zeros is None and not FLOATS:
             total *= 1 << (BITS - 1)
             products = tl.broadcast_to(total[None, :], (PARTS * BLOCK_N, BLOCK_W))
         else:
             products = tl.zeros((PARTS * BLOCK_N, BLOCK_W), tl.float32)
         for j in tl.static_range(PER_WORD):
-            products += _code(codes, BITS, j) * values[j][None, :]
+            products += _code(codes, BITS, j, FLOATS) * values[j][None, :]
         quads = _sum_of_fours(products, PARTS * BLOCK_N, BLOCK_W)
         if zeros is not None:
             quad_zeros = _of_groups(zeros, rows, chunk * BLOCK_W, WIDTH, GROUPS, BLOCK_W).to(tl.float32)
             quads += quad_zeros * tl.sum(tl.reshape(total, (BLOCK_W // 4, 4)), axis=1)[None, :]
-        sums += quads * tile[1].to(tl.float32)
+        if scales.dtype.element_ty == tl.uint8:
+            sums += quads * (tile[1].to(tl.uint32) << 23).to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
+        else:
+            sums += quads * tile[1].to(tl.float32)
     result = tl.sum(sums, axis=1)
     result *= 1 / _UNIT
     if norm_weight is not None:
@@ -186,7 +216,7 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
     targets = out + row * out_stride + column
     if KIND is not None:
         gate, up = tl.split(tl.reshape(result, (BLOCK_N, 2)))
-        result = activated(gate, KIND) * up
+        result = gated(gate, up, alpha, limit, KIND)
     if SCALE != 1.0:
         result *= SCALE
     if ADD:
@@ -250,14 +280,35 @@ def _shift(BITS: int, j: int) -> int:
 
 
 @triton.constexpr_function
-def _factor(BITS: int, j: int) -> float:
+def _factor(BITS: int, j: int, FLOATS: bool) -> float:  # noqa: FBT001 – as called in a kernel
     """Return the factor that makes each product of x and code j, as `_code` returns it, _UNIT times their product."""
+    if FLOATS:
+        return float(_UNIT.value * 2.0 ** _FLOAT_SCALE_BITS[BITS])
     return float(_UNIT.value * 2.0 ** (_DENORMAL_BITS - BITS * j + _shift(BITS, j)))
 
 
 @triton.jit
-def _code(words: tl.tensor, BITS: tl.constexpr, j: tl.constexpr) -> tl.tensor:
+def _code(words: tl.tensor, BITS: tl.constexpr, j: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
     """Return code j of each word as float32, times a power of two."""
+    if FLOATS:
+        LOWEST: tl.constexpr = _lowest_bit(BITS)
+        magnitude = _moved(words, BITS * j - LOWEST) & (((1 << (BITS - 1)) - 1) << LOWEST)
+        sign = _moved(words, BITS * (j + 1) - 32) & (1 << 31)
+        return (magnitude | sign).to(tl.float32, bitcast=True)
     SHIFT: tl.constexpr = _shift(BITS, j)
     MASK: tl.constexpr = ((1 << BITS) - 1) << (BITS * j - SHIFT)
     return ((words >> SHIFT) & MASK).to(tl.float32, bitcast=True)
+
+
+@triton.constexpr_function
+def _lowest_bit(BITS: int) -> int:
+    """Return the bit of a float32 to which the lowest bit of a float code belongs."""
+    return _MANTISSA_BITS - _FLOAT_MANTISSA_BITS[BITS]
+
+
+@triton.jit
+def _moved(words: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
+    """Return the words shifted right by RIGHT bits, or left if it is negative."""
+    if RIGHT >= 0:
+        return words >> RIGHT
+    return words << -RIGHT

@@ -32,6 +32,8 @@ class Fp8Weight:
 class PackedWeight:
     """A weight [outputs, inputs] = (code - zero point) · scale, with 32 / bits codes of a row in a word.
 
+    Codes are integers, or floats of 4 bits (E2M1) or 8 (E4M3), which have no zero points.
+
     Words are in blocks of `plane` words, all of one group: code j of word t of a block, from its lowest bits on, belongs to input
     j · plane + t of the block.
     """
@@ -39,11 +41,12 @@ class PackedWeight:
     words: Tensor
     """int32 [outputs, inputs·bits/32]."""
     scales: Tensor
-    """[outputs, groups], in any float dtype."""
+    """[outputs, groups], in any float dtype, or uint8: exponents, scale = 2^(value - 127)."""
     zeros: Tensor | None
     """uint8 [outputs, groups]; None: the middle of the codes."""
     bits: int
     plane: int
+    floats: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,7 +54,9 @@ class PackedWeight:
         return outputs, width * WORD_BITS // self.bits
 
     @classmethod
-    def of(cls, words: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> PackedWeight | None:
+    def of(
+        cls, words: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, *, floats: bool = False
+    ) -> PackedWeight | None:
         """Reorder words of codes of consecutive inputs, the lowest bits first; None if no plane divides a group."""
         group = words.shape[1] // scales.shape[1]
         plane = next((plane for plane in PLANES if group % plane == 0), None)
@@ -63,13 +68,18 @@ class PackedWeight:
             # No two codes of a word have a bit in common.
             joined = (blocks << _shifts(bits, words.device).view(-1, 1)).sum(2, dtype=torch.int32)
             target.copy_(joined.view(len(source), -1))
-        return cls(reordered, scales.clone(memory_format=torch.contiguous_format), zeros, bits, plane)
+        scales = scales.clone(memory_format=torch.contiguous_format)
+        return cls(reordered, scales, zeros, bits, plane, floats)
 
     def dequantized(self) -> Tensor:
         """Return the weight in float32."""
         outputs, groups = self.scales.shape
         blocks = _codes(self.words, self.bits).view(outputs, -1, self.plane, WORD_BITS // self.bits)
-        codes = blocks.transpose(2, 3).reshape(outputs, groups, -1).float()
+        codes = blocks.transpose(2, 3).reshape(outputs, groups, -1)
+        if self.floats:
+            scales = self.scales.float() if self.scales.is_floating_point() else torch.exp2(self.scales.float() - 127)
+            return (_floats(codes, self.bits) * scales.unsqueeze(2)).view(outputs, -1)
+        codes = codes.float()
         zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros.unsqueeze(2).float()
         return ((codes - zeros) * self.scales.float().unsqueeze(2)).view(outputs, -1)
 
@@ -81,6 +91,14 @@ MatvecWeight = Tensor | Fp8Weight | PackedWeight
 def _codes(words: Tensor, bits: int) -> Tensor:
     """Return int32 [rows, words, 32 / bits]."""
     return (words.unsqueeze(2) >> _shifts(bits, words.device)) & ((1 << bits) - 1)
+
+
+def _floats(codes: Tensor, bits: int) -> Tensor:
+    """Return E2M1 or E4M3 codes as float32."""
+    if bits == 8:
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    values = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=codes.device)
+    return values[codes & 7] * (1 - (codes >> 3) * 2)
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:

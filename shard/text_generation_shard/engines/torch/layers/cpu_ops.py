@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
-from text_generation_shard.engines.torch.layers.expert_linear import experts_by_loop, softmax_top_k
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, GatedActivation
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import ResidualStream
@@ -35,6 +35,21 @@ class CpuOps:
 
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
         self.add(stream, linear(x), norm)
+
+    def add_mixture(
+        self,
+        stream: ResidualStream,
+        before: RMSNorm,
+        router: Linear,
+        experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
+        after: RMSNorm | None,
+        experts_each: int,
+        *,
+        normalize: bool,
+    ) -> None:
+        x, (gate_up, down, activation) = self.norm(stream, before), experts
+        ids, weights = self.route(router(x), experts_each, normalize=normalize)
+        self.add(stream, self.experts(x, ids, weights, gate_up, down, activation), after)
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         self._group.all_reduce(update)

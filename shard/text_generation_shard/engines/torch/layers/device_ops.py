@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.few_experts import few_weights
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import ResidualStream
@@ -55,7 +58,14 @@ class DeviceOps:
     def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
         if (weight := self._fused_weight(gate_up, stream)) is not None:
             inner = self._inner(stream, weight.shape[0])
-            self._kernels.matvec(stream.residual, weight, inner, gate_up.bias, norm=(norm.weight, norm.eps), kind=kind)
+            self._kernels.matvec(
+                stream.residual,
+                weight,
+                inner,
+                gate_up.bias,
+                norm=(norm.weight, norm.eps),
+                activation=GatedActivation(kind),
+            )
         else:
             product = gate_up(self.norm(stream, norm))
             inner = self._inner(stream, product.shape[1])
@@ -71,6 +81,43 @@ class DeviceOps:
         is_first = self._group.tp.rank == 0
         self._kernels.matvec(x, weight, stream.residual, linear.bias, add=is_first, scale=stream.scale)
         self._group.all_reduce(stream.residual)
+
+    def add_mixture(
+        self,
+        stream: ResidualStream,
+        before: RMSNorm,
+        router: Linear,
+        experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
+        after: RMSNorm | None,
+        experts_each: int,
+        *,
+        normalize: bool,
+    ) -> None:
+        gate_up, down, activation = experts
+        weight, few = self._fused_weight(router, stream), few_weights(gate_up, down)
+        if weight is None or few is None or after is not None:
+            x = self.norm(stream, before)
+            ids, weights = self.route(router(x), experts_each, normalize=normalize)
+            self.add(stream, self.experts(x, ids, weights, gate_up, down, activation), after)
+            return
+        residual, norm = stream.residual, (before.weight, before.eps)
+        logits = torch.empty(len(residual), weight.shape[0], dtype=torch.float32, device=residual.device)
+        self._kernels.matvec(residual, weight, logits, router.bias, norm=norm)
+        ids, weights = self.route(logits, experts_each, normalize=normalize)
+        self._kernels.few_experts(
+            residual,
+            ids,
+            weights,
+            gate_up,
+            down,
+            activation,
+            few,
+            norm=norm,
+            out=residual,
+            add=self._group.tp.rank == 0,  # as in add_linear
+            scale=stream.scale,
+        )
+        self._group.all_reduce(residual)
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         self._group.all_reduce(update)

@@ -79,5 +79,21 @@ class Ops(Protocol):
         """Return the weighted sum of the outputs of each token's experts: see `experts_by_loop`."""
         ...
 
+    def add_mixture(
+        self,
+        stream: ResidualStream,
+        before: RMSNorm,
+        router: Linear,
+        experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
+        after: RMSNorm | None,
+        experts_each: int,
+        *,
+        normalize: bool,
+    ) -> None:
+        """Add the outputs of the experts (gate and up, down, activation) that the router chooses to the stream, as `add` does.
+
+        `router` returns float32. Both read the stream normed by `before`.
+        """
+
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         """Add `update` [tokens, hidden], summed over the ranks, then normed, then scaled, to the stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,26 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
 from text_generation_shard.engines.torch.kernels.experts import experts, grouped_mm, grouped_product
+from text_generation_shard.engines.torch.kernels.few_experts import few_experts
 from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 from text_generation_shard.engines.torch.kernels.routing import route
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SILU = GatedActivation("silu")
-COMPUTE = (experts_by_loop, partial(experts, product=grouped_product), partial(experts, product=grouped_mm))
+
+
+def experts_one_by_one(x: Tensor, ids: Tensor, weights: Tensor, *layer: Any) -> Tensor:  # noqa: ANN401
+    few = tuple(linear.weight.contiguous().flatten(0, 1) for linear in layer[:2])
+    return few_experts(x, ids.int(), weights, *layer, few)
+
+
+COMPUTE = (
+    experts_by_loop,
+    experts_one_by_one,
+    partial(experts, product=grouped_product),
+    partial(experts, product=grouped_mm),
+)
 GPT_OSS = GatedActivation("clamped_swiglu", interleaved=True, limit=1.5)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels import matvec as kernels
 from text_generation_shard.engines.torch.kernels.matvec import MAX_ROWS, MatvecConfig, config_for, matvec
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_weight import Fp8Weight
 from text_generation_shard.engines.torch.weights.quantization.formats.float8 import FP8
 
@@ -63,7 +64,7 @@ def test_the_rows_of_a_weight_in_fp8_have_scales(make: Make, outputs: int, input
     matvec(x, weight, out, bias, scale=0.5)
     assert rounded_once(out, 0.5 * (x.double() @ dense.T + bias.double()))
     product = rms_norm(x.double(), norm_weight.double(), EPS) @ dense.T + bias.double()
-    matvec(x, weight, inner, bias, norm=(norm_weight, EPS), kind="silu")
+    matvec(x, weight, inner, bias, norm=(norm_weight, EPS), activation=GatedActivation("silu"))
     assert rounded_once(inner, activate(product, "silu"))
 
 
@@ -87,7 +88,7 @@ def test_the_gated_activation_is_fused(make: Make, kind: str, rows: int, inner: 
     weight = make.normal(2 * inner, inputs) / inputs**0.5
     bias = make.normal(2 * inner) if biased else None
     out = make.poisoned(rows, inner)
-    matvec(residual, weight, out, bias, norm=(norm_weight, EPS), kind=kind)
+    matvec(residual, weight, out, bias, norm=(norm_weight, EPS), activation=GatedActivation(kind))
     gate_up = rms_norm(residual.double(), norm_weight.double(), EPS) @ weight.double().T
     assert rounded_once(out, activate(gate_up if bias is None else gate_up + bias.double(), kind))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from reference_ops import activate, relative_error, rms_norm, rounded_once
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.matvec import matvec
+from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_matvec import PackedConfig, packed_matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import E2M1
 from text_generation_shard.engines.torch.weights.quantization.formats.integers import packed
 
 EPS = 1e-5
@@ -27,10 +29,13 @@ class Case:
     outputs: int
     inputs: int
     zeros: bool
+    floats: bool = False
 
     def weight(self, device: torch.device, dtype: torch.dtype) -> tuple[PackedWeight, Tensor]:
         """Return the weight, and its values in float64."""
         codes = torch.randint(1 << self.bits, (self.outputs, self.inputs), device=device)
+        if self.floats:
+            return self.of_floats(codes)
         groups = self.outputs, self.inputs // self.group
         zeros = torch.randint(1 << self.bits, groups, device=device).to(torch.uint8) if self.zeros else None
         scales = (torch.rand(groups, device=device) / 100 + 0.001).to(dtype)
@@ -39,17 +44,35 @@ class Case:
         middle = 1 << (self.bits - 1) if zeros is None else zeros.double().repeat_interleave(self.group, 1)
         return weight, (codes - middle) * scales.double().repeat_interleave(self.group, 1)
 
+    def of_floats(self, codes: Tensor) -> tuple[PackedWeight, Tensor]:
+        """Return a weight of E2M1 codes with exponents as scales, or of E4M3 codes."""
+        groups = self.outputs, self.inputs // self.group
+        if self.bits == 4:
+            values = torch.tensor(E2M1, dtype=torch.float64, device=codes.device)[codes]
+            scales = torch.randint(117, 121, groups, dtype=torch.uint8, device=codes.device)
+            factors = torch.exp2(scales.double() - 127)
+        else:
+            codes %= 120  # 127 and 255 are NaN
+            values = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+            scales = torch.rand(groups, device=codes.device) / 1000
+            factors = scales.double()
+        weight = PackedWeight.of(packed(codes, self.bits, 1), scales, None, self.bits, floats=True)
+        assert weight is not None
+        return weight, values * factors.repeat_interleave(self.group, 1)
+
 
 CASES = [
     Case(4, 128, 10, 1792, zeros=False),  # parts of a row that are not full
     Case(4, 32, 10, 512, zeros=True),
     Case(8, 64, 10, 512, zeros=True),
+    Case(4, 32, 10, 512, zeros=False, floats=True),
+    Case(8, 128, 10, 512, zeros=False, floats=True),
     full(Case(4, 96, 6, 288, zeros=False)),  # no power of two
     full(Case(8, 1024, 6, 1024, zeros=False)),
 ]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case.bits} bits, groups of {case.group}")
+@pytest.fixture(params=CASES, ids=lambda case: f"{case.bits} bits, groups of {case.group}" + ", floats" * case.floats)
 def weights(request: pytest.FixtureRequest, device: torch.device, dtype: torch.dtype) -> tuple[PackedWeight, Tensor]:
     """A packed weight, and its values."""
     found: tuple[PackedWeight, Tensor] = request.param.weight(device, dtype)
@@ -65,6 +88,24 @@ def test_a_packed_weight_stands_for_its_values(weights: tuple[PackedWeight, Tens
     assert torch.equal(weight.dequantized(), values.float())
 
 
+def test_the_products_of_chosen_experts(weights: tuple[PackedWeight, Tensor], dtype: torch.dtype) -> None:
+    """The weight's rows are those of two experts; gpt-oss interleaves gate and up."""
+    weight, values = weights
+    outputs, inputs = weight.shape[0] // 2, weight.shape[1]
+    if outputs % 2:
+        outputs -= 1
+        weight, values = replace(weight, words=weight.words[: 2 * outputs]), values[: 2 * outputs]
+    experts = ChosenExperts(torch.tensor([1, 0, 1, 1], dtype=torch.int32, device=values.device), 2, 2)
+    x, bias = normal(weight, 2, inputs, dtype=dtype), normal(weight, 2 * outputs, dtype=dtype)
+    out = x.new_full((4, outputs), torch.nan)
+    product = (x.double() @ values.T + bias.double()).view(2, 2, -1)[[0, 0, 1, 1], experts.ids.long()]
+    matvec(x, weight, out, bias, experts=experts)
+    assert rounded_once(out, product)
+    inner, swiglu = x.new_full((4, outputs // 2), torch.nan), GatedActivation("clamped_swiglu", interleaved=True)
+    matvec(x, weight, inner, bias, activation=swiglu, experts=experts)
+    assert rounded_once(inner, swiglu(product))
+
+
 def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, Tensor], dtype: torch.dtype) -> None:
     weight, values = weights
     outputs, inputs = weight.shape
@@ -74,7 +115,7 @@ def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, T
     product = rms_norm(residual.double(), norm_weight.double(), EPS) @ values.T + bias.double()
     matvec(residual, weight, out, bias, norm=(norm_weight, EPS))
     assert rounded_once(out, product)
-    matvec(residual, weight, inner, bias, norm=(norm_weight, EPS), kind="silu")
+    matvec(residual, weight, inner, bias, norm=(norm_weight, EPS), activation=GatedActivation("silu"))
     assert rounded_once(inner, activate(product, "silu"))
     x, sums = normal(weight, 2, inputs, dtype=dtype), normal(weight, 2, outputs)
     product = (x.double() @ values.T + bias.double()) * 0.3

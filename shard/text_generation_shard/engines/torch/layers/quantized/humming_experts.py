@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers.linear import Projection
+from text_generation_shard.engines.torch.layers.quantized.humming import has_room
 from text_generation_shard.engines.torch.layers.quantized.packed_format import (
+    packed_bits_and_group,
     packed_parameters,
     packed_tensors,
     weight_config,
@@ -23,6 +26,7 @@ from text_generation_shard.engines.torch.layers.quantized.packed_format import (
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 from text_generation_shard.engines.torch.weights.quantization.format import WeightFormat
 from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format
+from text_generation_shard.engines.torch.weights.quantization.formats.integers import GroupedIntegers, unpacked
 
 if TYPE_CHECKING:
     from humming.config import LayerConfig
@@ -46,6 +50,7 @@ class HummingExperts:
 
         self._experts, self._weights = experts, weights
         self._tilings = ""
+        self.matvec_weight: PackedWeight | None = None
         with torch.device(device):
             self._layer = HummingLayer(
                 shape_n=sum(projection.outputs.length for projection in experts[0]),
@@ -68,9 +73,22 @@ class HummingExperts:
         return parameters
 
     def process_weights_after_loading(self) -> None:
-        """Reorder the weights for humming's kernels."""
+        """Copy the weights for our own kernel of a few rows; reorder them for humming's."""
+        if has_room(self._layer.weight.device):
+            self.matvec_weight = self._in_rows()
         self._layer.transform()
         self._tilings = tilings(self._layer.humming_config)
+
+    def _in_rows(self) -> PackedWeight | None:
+        """Return the packed weights of all experts one after the other."""
+        tensors, (bits, _) = packed_tensors(self._layer), packed_bits_and_group(self._weights)
+        words, scales = tensors["weight"].flatten(0, 1), tensors["weight_scale"].flatten(0, 1)
+        zeros = tensors.get("zero_point")
+        if zeros is not None:
+            zeros = unpacked(zeros.flatten(0, 1), bits, 0)
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.view(torch.uint8)
+        return PackedWeight.of(words, scales, zeros, bits, floats=not isinstance(self._weights, GroupedIntegers))
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Return y [rows, outputs] for x [rows, inputs]; `offsets`, int32 [experts + 1], has the first row of each expert."""

@@ -76,11 +76,15 @@ class Experts:
         return [gate_up, [[Projection(name + down, whole, self._inner)] for name in names]]
 
     def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        if self._shared is None or self._shared_gate is None:
+            each, normalize = self._config.each, self._config.normalize
+            experts = self._gate_up, self._down, self._activation
+            ops.add_mixture(stream, before, self._router, experts, after, each, normalize=normalize)
+            return
         x = ops.norm(stream, before)
         out = self.outputs(ops, x, self.route(ops, x))
-        if self._shared is not None and self._shared_gate is not None:
-            shared = self._shared.down(self._activation(self._shared.gate_up(x)))
-            out += shared * self._shared_gate(x).sigmoid().to(out.dtype)
+        shared = self._shared.down(self._activation(self._shared.gate_up(x)))
+        out += shared * self._shared_gate(x).sigmoid().to(out.dtype)
         ops.add(stream, out, after)
 
     @property
