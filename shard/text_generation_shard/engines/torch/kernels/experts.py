@@ -19,7 +19,7 @@ from torch.nn import functional
 from text_generation_shard.engines.torch.kernels.activation import gated, launch_activation
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
 from text_generation_shard.engines.torch.kernels.expert_rows import gathered, weighted_sum
-from text_generation_shard.engines.torch.kernels.few_experts import FEW_TOKENS, few_experts, few_weights
+from text_generation_shard.engines.torch.kernels.few_experts import few_experts, few_weights
 from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
@@ -101,7 +101,7 @@ def experts(
     `ids` (an integer type) and `weights` (float32) are [tokens, k], contiguous. Products are summed in float32; the results of the
     gated activation and of each expert are rounded to the dtype of x. `product` replaces the fastest one.
     """
-    if product is None and len(x) <= FEW_TOKENS and (few := few_weights(gate_up, down)):
+    if product is None and (few := few_weights(gate_up, down, ids.numel())):
         return few_experts(x, ids, weights, gate_up, down, activation, few)
     if product is None:
         by_library = gate_up.packed_product is not None or _has_grouped_mm(x, gate_up, down)

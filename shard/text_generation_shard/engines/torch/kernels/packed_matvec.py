@@ -293,11 +293,11 @@ def _code(words: tl.tensor, BITS: tl.constexpr, j: tl.constexpr, FLOATS: tl.cons
     if FLOATS:
         LOWEST: tl.constexpr = _lowest_bit(BITS)
         magnitude = _moved(words, BITS * j - LOWEST) & (((1 << (BITS - 1)) - 1) << LOWEST)
-        sign = _moved(words, BITS * (j + 1) - 32) & (1 << 31)
-        return (magnitude | sign).to(tl.float32, bitcast=True)
-    SHIFT: tl.constexpr = _shift(BITS, j)
-    MASK: tl.constexpr = ((1 << BITS) - 1) << (BITS * j - SHIFT)
-    return ((words >> SHIFT) & MASK).to(tl.float32, bitcast=True)
+        code = magnitude | (_moved(words, BITS * (j + 1) - 32) & (1 << 31))
+    else:
+        SHIFT: tl.constexpr = _shift(BITS, j)
+        code = (words >> SHIFT) & (((1 << BITS) - 1) << (BITS * j - SHIFT))
+    return code.to(tl.float32, bitcast=True)
 
 
 @triton.constexpr_function
@@ -309,6 +309,8 @@ def _lowest_bit(BITS: int) -> int:
 @triton.jit
 def _moved(words: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
     """Return the words shifted right by RIGHT bits, or left if it is negative."""
-    if RIGHT >= 0:
-        return words >> RIGHT
-    return words << -RIGHT
+    if RIGHT < 0:
+        moved = words << (-RIGHT)
+    else:
+        moved = words >> RIGHT
+    return moved

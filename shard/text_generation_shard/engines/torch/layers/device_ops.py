@@ -94,7 +94,10 @@ class DeviceOps:
         normalize: bool,
     ) -> None:
         gate_up, down, activation = experts
-        weight, few = self._fused_weight(router, stream), few_weights(gate_up, down)
+        weight, few = (
+            self._fused_weight(router, stream),
+            few_weights(gate_up, down, experts_each * len(stream.residual)),
+        )
         if weight is None or few is None or after is not None:
             x = self.norm(stream, before)
             ids, weights = self.route(router(x), experts_each, normalize=normalize)
