@@ -169,9 +169,11 @@ def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, band
     context = options.isl + options.osl / 2
     read = sum(
         (context if layer.window is None else min(context, layer.window)) * layer.num_kv_heads * layer.head_dim
-        for layer in config.layers
+        for layer in config.attention_layers
     )
-    cache = streams * 2 * read * size
+    states = 0 if config.states is None else config.states.state_bytes
+    # Keys and values of all tokens are read; a state is read and written.
+    cache = streams * 2 * (read * size + states)
     return float((layers + head + cache) / options.num_shard / bandwidth)
 
 

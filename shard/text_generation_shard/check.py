@@ -63,7 +63,8 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
         except EngineError as error:
             raise both_errors(choice, error) from None
         quantization = foreign.model.quantization
-        info = replace(foreign.info, keeps_states=footprint.states > 0)
+        info = foreign.info
+    info = replace(info, keeps_states=footprint.states > 0)
     blocks = footprint.blocks(info, limits)
     return _described(
         info,

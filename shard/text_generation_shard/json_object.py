@@ -29,6 +29,11 @@ MAX_COUNTS: Mapping[str, int] = {
     "num_local_experts": 1 << 12,
     "moe_intermediate_size": 1 << 20,
     "shared_expert_intermediate_size": 1 << 20,
+    "linear_conv_kernel_dim": 1 << 6,
+    "linear_num_key_heads": 1 << 12,
+    "linear_num_value_heads": 1 << 12,
+    "linear_key_head_dim": 1 << 12,
+    "linear_value_head_dim": 1 << 12,
 }
 """Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). A separate
 check compares the weights that all sizes describe with the memory."""

@@ -38,6 +38,9 @@ MODELS = {
     "qwen2_moe": "Qwen 1.5-MoE, Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE, Qwen3-Coder",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "Qwen3.5 to 3.8 dense",
+    "qwen3_5_moe_text": "Qwen3.5 to 3.8 MoE",
+    "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
 }
 """The models that people know of each family, for docs/models.md."""
 
@@ -55,6 +58,20 @@ def native_configs(
         "sliding_window": 19,
         "final_logit_softcapping": 3.0,
         "hidden_size_per_layer_input": 0,
+    }
+    hybrid = {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": head_dim,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    }
+    hybrid_experts = hybrid | {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
     }
     mixed = ["sliding_attention", "full_attention", "sliding_attention"]
     return {
@@ -203,5 +220,16 @@ def native_configs(
         "mixtral": transformers.MixtralConfig(**shape, num_local_experts=4, sliding_window=19),
         "gpt_oss": transformers.GptOssConfig(
             **shape, head_dim=head_dim, num_local_experts=4, num_experts_per_tok=2, sliding_window=19
+        ),
+        "qwen3_5_text": transformers.Qwen3_5TextConfig(**shape, **hybrid),
+        "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig(**shape, **hybrid_experts),
+        "qwen3_next": transformers.Qwen3NextConfig(**shape, **hybrid_experts, mlp_only_layers=[1]),
+        "qwen3_5, text part": transformers.Qwen3_5Config(
+            text_config=transformers.Qwen3_5TextConfig(**shape, **hybrid).to_dict(),
+            vision_config={**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": shape["hidden_size"]},
+        ),
+        "qwen3_5_moe, text part": transformers.Qwen3_5MoeConfig(
+            text_config=transformers.Qwen3_5MoeTextConfig(**shape, **hybrid_experts).to_dict(),
+            vision_config={**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": shape["hidden_size"]},
         ),
     }

@@ -6,6 +6,7 @@ The kernels compute in the dtype of their inputs, including float64, but at leas
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, DecodeStep, GatedActivation, RopeStep
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.layers import recurrence
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
@@ -44,6 +46,9 @@ class ReferenceKernels:
     fused_tokens = 1
     route = staticmethod(softmax_top_k)
     experts = staticmethod(experts_by_loop)
+    convolve = staticmethod(recurrence.convolve)
+    scan = staticmethod(recurrence.scan)
+    gated_norm = staticmethod(recurrence.gated_norm)
 
     def __init__(self, scale: float, softcap: float | None = None) -> None:
         self._scale, self._softcap = scale, softcap
@@ -274,8 +279,9 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         load(config, weights.named_parameters(), model.quantization)
         weights.process_weights_after_loading()
         kernels, decoder = reference_decoder(model, weights, dtype)
+        weights.allocate_states(info.max_slots)
         shape = CacheShape(weights.layer_shapes, CPU, dtype)
         runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
-        return TorchEngine(info, executor, grammars, trace)
+        return TorchEngine(replace(info, keeps_states=weights.state_bytes > 0), executor, grammars, trace)

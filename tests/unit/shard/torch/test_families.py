@@ -37,6 +37,8 @@ ALSO_COVERED = {
     "seed_oss",
     "mixtral",
     "llava, text part",
+    "qwen3_5_moe_text",
+    "qwen3_5, text part",
 }
 """Configs whose features other configs cover. The tests of rope frequencies cover the other rope types."""
 

@@ -9,8 +9,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
-from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens, Step
+from text_generation_shard.engines.torch.attention.step import (
+    ScoreRules,
+    SequenceTokens,
+    SingleTokens,
+    StateMix,
+    Step,
+)
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape, PagedKVCache
+from text_generation_shard.engines.torch.batch.state_rows import StateRows, state_chunks
 from text_generation_shard.engines.torch.batch.tiles import StepBatch, Tile
 from text_generation_shard.engines.torch.layers.norm import HeadNorms
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
@@ -60,6 +67,9 @@ class PlainStep(Step):
             queries.mul_(rotary.query_factors(self.positions).view(-1, 1, 1).to(qkv.dtype))
         return queries
 
+    def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
     def _write(self, layer: int, keys_values: Tensor) -> None:
         """Keep keys and values [tokens, 2 · KV heads, head_dim], keys first."""
         raise NotImplementedError
@@ -73,6 +83,7 @@ class CpuStep(PlainStep):
         self._batch = batch
         self._plan = plan
         self._cache = cache
+        self._rows: StateRows | None = None
 
     def token_ids(self) -> Tensor:
         return self._batch.token_ids
@@ -88,6 +99,14 @@ class CpuStep(PlainStep):
             for tiles in self._batch.rows
             if not _is_single(tiles)
         ]
+
+    def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
+        if self._rows is None:
+            plan = self._batch.plan
+            slots, positions = (torch.from_numpy(plan.column(name)) for name in ("slots", "positions"))
+            chunks = state_chunks(plan)
+            self._rows = StateRows(plan.num_decoding, slots, positions, chunks, places=self._batch.places)
+        return mix(self._rows, projected, out)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         rows = functional.embedding(self._batch.token_ids, table)

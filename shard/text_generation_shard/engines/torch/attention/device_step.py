@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens, Step
+from text_generation_shard.engines.torch.attention.step import (
+    ScoreRules,
+    SequenceTokens,
+    SingleTokens,
+    StateMix,
+    Step,
+)
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
+from text_generation_shard.engines.torch.batch.state_rows import StateRows, state_chunks
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep, RopeStep
 from text_generation_shard.engines.torch.layers.norm import HeadNorms
@@ -38,11 +45,21 @@ class StepContext:
 class DeviceStep(Step):
     """Implements `Step`. `columns` int32 [3, tokens]: ids, positions and slots; see `step_plan`.
 
-    The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`.
+    The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`; `chunk_ends` is its
+    column "query_indptr" on the device.
     """
 
-    def __init__(self, columns: Tensor, num_decoding: int, context: StepContext, plan: StepPlan | None = None) -> None:
+    def __init__(
+        self,
+        columns: Tensor,
+        num_decoding: int,
+        context: StepContext,
+        plan: StepPlan | None = None,
+        chunk_ends: Tensor | None = None,
+    ) -> None:
         self.columns = columns
+        self._chunk_ends = chunk_ends
+        self._rows: StateRows | None = None
         self._context = context
         self._plan = plan
         self._num_decoding = num_decoding
@@ -71,6 +88,12 @@ class DeviceStep(Step):
             SequenceTokens(int(slots[first]), int(positions[first]), [(first, end - first)])
             for first, end in pairwise(starts)
         ]
+
+    def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
+        if self._rows is None:
+            chunks = () if self._plan is None else state_chunks(self._plan)
+            self._rows = StateRows(self._num_decoding, self._slots, self.positions, chunks, self._chunk_ends)
+        return mix(self._rows, projected, out)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         if out is None:

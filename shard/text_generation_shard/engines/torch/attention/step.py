@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from text_generation_shard.engines.torch.batch.state_rows import StateRows
 from text_generation_shard.engines.torch.layers.norm import HeadNorms
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 
@@ -43,6 +45,10 @@ class ScoreRules:
     """[heads]: scores of keys without values."""
 
 
+StateMix = Callable[[StateRows, Tensor, Tensor | None], Tensor]
+"""Computes tokens from their projections [tokens, …] and the states of their sequences, in an output if one is given."""
+
+
 class Step(Protocol):
     """The tokens of a step in flat order, and their attention over the paged KV cache.
 
@@ -70,6 +76,10 @@ class Step(Protocol):
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         """Return the rows of `table` [vocabulary, hidden] of the tokens, times `scale`."""
+        ...
+
+    def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return mix(rows, projected, out) for the sequences of the step."""
         ...
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:

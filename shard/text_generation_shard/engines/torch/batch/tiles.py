@@ -73,6 +73,7 @@ class StepBatch:
     """For each row, its tiles in order of position, each with its offset in the flat order."""
     places: Tensor
     """[n]: the index of each token in the plan."""
+    plan: StepPlan
 
     def in_plan_order(self, values: Tensor) -> Tensor:
         """Return `values` [n, …] of the flat order in the order of the plan."""
@@ -108,6 +109,7 @@ def build_batch(
         groups=groups,
         rows=rows,
         places=places,
+        plan=plan,
     )
 
 

@@ -74,7 +74,8 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     if config.load_format != "dummy":
         plan_loading(Path(config.model_path), parameters, model.quantization)
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
-    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, model.hidden_size)
+    states = weights.state_bytes * (prepared.info.max_slots + 1)
+    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, model.hidden_size, states)
 
 
 def transformers_footprint(

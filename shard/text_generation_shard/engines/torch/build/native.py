@@ -8,6 +8,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
 from text_generation_shard.engines.torch.build.prepare import Target, prepare
+from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
@@ -24,7 +25,10 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
     weights.process_weights_after_loading()
     if on_cpu:
         weights.pack()
-    scales = [(model_config.attention_scale, model_config.attention_softcap)] * model_config.num_layers
+    if model_config.states is not None:
+        builder.info = with_states(builder.info, weights.state_bytes, builder.usable_memory)
+        weights.allocate_states(builder.info.max_slots)
+    scales = [(model_config.attention_scale, model_config.attention_softcap)] * len(weights.layer_shapes)
     runner = builder.runner(
         lambda ops: Decoder(model_config, weights, ops, group), weights.layer_shapes, scales, model_config.hidden_size
     )

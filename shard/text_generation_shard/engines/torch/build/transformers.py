@@ -13,6 +13,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target, check_memory, describe
+from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FLASHINFER_HEAD_DIMS
@@ -25,9 +26,6 @@ from text_generation_shard.engines.torch.models.huggingface.model import Transfo
 from text_generation_shard.engines.torch.models.huggingface.sharding import Division
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-
-STATES_FRACTION = 0.25
-"""Largest share of the usable memory that the states of layers with a state take."""
 
 log = structlog.get_logger()
 
@@ -94,12 +92,10 @@ def _with_states(info: EngineInfo, model: TransformersModel, memory: int) -> Eng
     model.record()
     if not model.keeps_states:
         return info
-    slots = int(memory * STATES_FRACTION) // model.states.bytes_each - 1
-    if slots < 1:
-        raise model.refusal(f"the states of two sequences take {2 * model.states.bytes_each / 2**30:.1f} GiB of memory")
-    if slots < info.max_slots:
-        log.info("the memory of states bounds the number of sequences", sequences=slots)
-    info = replace(info, max_slots=min(slots, info.max_slots), keeps_states=True)
+    try:
+        info = with_states(info, model.states.bytes_each, memory)
+    except EngineError as error:
+        raise model.refusal(str(error)) from None
     model.states.allocate(info.max_slots)
     return info
 

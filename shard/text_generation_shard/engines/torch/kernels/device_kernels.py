@@ -12,6 +12,7 @@ from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.activation import activate
 from text_generation_shard.engines.torch.kernels.append import append
 from text_generation_shard.engines.torch.kernels.chunk_attention import MAX_HEAD_DIM, PagedChunkAttention
+from text_generation_shard.engines.torch.kernels.convolution import convolve
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.embedding import embed
 from text_generation_shard.engines.torch.kernels.experts import experts
@@ -20,12 +21,14 @@ from text_generation_shard.engines.torch.kernels.flashinfer_chunks import (
     FLASHINFER_HEAD_DIMS,
     FlashInferChunks,
 )
+from text_generation_shard.engines.torch.kernels.gated_norm import gated_norm
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kernels.matvec import MAX_ROWS, matvec
 from text_generation_shard.engines.torch.kernels.norm import rms_norm
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
 from text_generation_shard.engines.torch.kernels.routing import route
+from text_generation_shard.engines.torch.kernels.scan import scan
 from text_generation_shard.engines.torch.kernels.tables import update_tables
 
 Heads = tuple[int, int, int]
@@ -49,6 +52,9 @@ class DeviceKernels:
     route = staticmethod(route)
     experts = staticmethod(experts)
     few_experts = staticmethod(few_experts)
+    convolve = staticmethod(convolve)
+    scan = staticmethod(scan)
+    gated_norm = staticmethod(gated_norm)
 
     def __init__(
         self,

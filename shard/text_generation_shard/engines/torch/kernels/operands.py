@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -123,3 +124,61 @@ class DecodeStep:
     """Factor of the products of query and key, usually 1 / √head_dim."""
     softcap: float | None = None
     """If given, scores s become softcap · tanh(s / softcap)."""
+
+
+@dataclass(slots=True, eq=False)
+class Convolution:
+    """A causal convolution over the tokens of a sequence, each channel by itself.
+
+    The state of a sequence is its last `taps - 1` inputs: pools are [slots + 1, taps - 1, channels].
+    """
+
+    weight: Tensor
+    """[taps, channels]: the last tap is that of the token itself."""
+    bias: Tensor | None
+    """[channels]."""
+    activates: bool
+    """True: SiLU follows."""
+
+
+@dataclass(slots=True, eq=False)
+class Recurrence:
+    """A linear recurrence of a state S [key_width, value_width] for each head, read by queries.
+
+        S = exp(-decay · s) · S + k · uᵀ,   s = clamp(softplus(step + step_bias)),   o = qᵀS + skip · v
+
+    u = s · v (Mamba 2: Dao and Gu 2024, arXiv 2405.21060), or with `delta` u = beta · (v − kᵀS'), where S' is the decayed state
+    and queries and keys have unit length, queries divided by √key_width (gated delta rule: Yang et al. 2024, arXiv 2412.06464).
+    `groups` of heads share queries and keys. Pools are float32 [slots + 1, heads, key_width, value_width].
+    """
+
+    heads: int
+    groups: int
+    key_width: int
+    value_width: int
+    query_start: int
+    """First column of the queries of all groups in a row of the convolved values; those of keys and values likewise."""
+    key_start: int
+    value_start: int
+    decay: Tensor
+    """float32 [heads], positive."""
+    step_bias: Tensor
+    """float32 [heads]."""
+    skip: Tensor | None
+    """float32 [heads]."""
+    delta: bool
+    beta_scale: float = 1.0
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+
+@dataclass(slots=True, eq=False)
+class GatedNorm:
+    """RMS norm of each of several groups of columns, times silu(gate)."""
+
+    weight: Tensor
+    """[columns]."""
+    eps: float
+    width: int
+    """Columns of a group."""
+    gate_first: bool
+    """True: the gate is applied before the norm."""

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, GatedActivation
+from text_generation_shard.engines.torch.layers import recurrence
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
@@ -19,6 +20,9 @@ class CpuOps:
     has_buffers = False
     route = staticmethod(softmax_top_k)
     experts = staticmethod(experts_by_loop)
+    convolve = staticmethod(recurrence.convolve)
+    scan = staticmethod(recurrence.scan)
+    gated_norm = staticmethod(recurrence.gated_norm)
 
     def __init__(self, group: ParallelGroup) -> None:
         self._group = group

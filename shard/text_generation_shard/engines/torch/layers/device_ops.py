@@ -35,6 +35,9 @@ class DeviceOps:
         self._dtype = dtype
         self.route = kernels.route
         self.experts = kernels.experts
+        self.convolve = kernels.convolve
+        self.scan = kernels.scan
+        self.gated_norm = kernels.gated_norm
 
     def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
         if out is None:

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.kernels.operands import Convolution, GatedActivation, GatedNorm, Recurrence
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
@@ -94,6 +95,20 @@ class Ops(Protocol):
 
         `router` returns float32. Both read the stream normed by `before`.
         """
+
+    def convolve(self, x: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
+        """Return the convolved values [tokens, channels] of `x` [tokens, channels]; updates the states."""
+        ...
+
+    def scan(
+        self, qkv: Tensor, steps: Tensor, betas: Tensor | None, recurrence: Recurrence, states: Tensor, rows: StateRows
+    ) -> Tensor:
+        """Return the outputs [tokens, heads · value_width] of a recurrence; updates the states: see `recurrence.scan`."""
+        ...
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: GatedNorm, out: Tensor | None = None) -> Tensor:
+        """Return the normed and gated values of `x` [tokens, columns]."""
+        ...
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         """Add `update` [tokens, hidden], summed over the ranks, then normed, then scaled, to the stream."""

@@ -143,7 +143,8 @@ class DeviceRunner(Runner):
         # The first three columns are those of the tokens; they have equal lengths and distances.
         (start, _), (second, _), *_ = plan.bounds
         columns = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
-        step = DeviceStep(columns, plan.num_decoding, self._context, plan)
+        start, end = plan.bounds[COLUMNS.index("query_indptr")]
+        step = DeviceStep(columns, plan.num_decoding, self._context, plan, numbers[start:end])
         if self._piecewise is not None and plan.sizes.chunks:
             normed = self._piecewise.run(step)
             if normed is not None:

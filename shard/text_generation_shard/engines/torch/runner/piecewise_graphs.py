@@ -1,12 +1,13 @@
 """Piecewise CUDA graphs, for steps with prompt chunks.
 
-For a step of a few hundred tokens, launching its hundreds of kernels takes longer than computing them. Only attention has to be
-launched: its shapes differ in each step, and FlashInfer plans it on the host. So a forward pass is cut at attention:
+For a step of a few hundred tokens, launching its hundreds of kernels takes longer than computing them. Only attention and the parts
+of layers with a state have to be launched: their shapes differ in each step, and FlashInfer plans attention on the host. So a
+forward pass is cut there:
 
     piece 0 · attention of layer 0 · piece 1 · attention of layer 1 · … · last piece
 
 The pieces are graphs, one set per capture size. They depend only on data on the device, and are replayed for any step that fits.
-A step uses the smallest set that fits; its padding tokens belong to the dummy slot, and attention skips them. Steps above the
+A step uses the smallest set that fits; its padding tokens belong to the dummy slot, and are skipped between pieces. Steps above the
 largest capture size keep the device busy without graphs.
 """
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
-from text_generation_shard.engines.torch.attention.step import ScoreRules
+from text_generation_shard.engines.torch.attention.step import ScoreRules, StateMix
 from text_generation_shard.engines.torch.runner.decode_graphs import GraphPool, Work
 
 CAPTURE_SIZES = (16, 32, 64, *range(128, 1025, 64))
@@ -29,12 +30,12 @@ PIECES_PER_GRAPH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """The arguments of an attention between two pieces, in memory that stays."""
+class Cut:
+    """A computation between two pieces, by its arguments in memory that stays."""
 
-    layer: int
-    queries: Tensor
-    rules: ScoreRules
+    run: Callable[[DeviceStep, Tensor, Tensor], object]
+    """Computes the tokens of a step from inputs [tokens, …] to outputs [tokens, …]."""
+    inputs: Tensor
     out: Tensor
 
 
@@ -58,10 +59,10 @@ class PieceBuffers:
 
 
 class CutStep(DeviceStep):
-    """A step that calls `cut` with the arguments of each attention, and leaves the memory of its result as it is."""
+    """A step that calls `cut` with each attention and each part with a state, and leaves the memory of its result as it is."""
 
     def __init__(
-        self, columns: Tensor, context: StepContext, buffers: PieceBuffers, cut: Callable[[AttentionInputs], None]
+        self, columns: Tensor, context: StepContext, buffers: PieceBuffers, cut: Callable[[Cut], None]
     ) -> None:
         super().__init__(columns, columns.shape[1], context)
         self._buffers = buffers
@@ -71,15 +72,20 @@ class CutStep(DeviceStep):
         if out is None:
             # The caller has no buffers.
             queries, out = self._buffers.keep("queries", queries), self._buffers.rows("attended", queries.flatten(1))
-        self._cut(AttentionInputs(layer, queries, rules, out))
+        self._cut(Cut(lambda step, own, result: step.attend(layer, own, rules, result), queries, out))
+        return out
+
+    def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
+        assert out is not None
+        self._cut(Cut(lambda step, own, result: step.with_states(mix, own, result), projected, out))
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedPass:
     pieces: list[Work]
-    calls: list[AttentionInputs]
-    """The attentions between the pieces, padded to the capture size."""
+    cuts: list[Cut]
+    """The computations between the pieces, padded to the capture size."""
     normed: Tensor
 
 
@@ -104,11 +110,11 @@ class PiecewiseGraphs:
         # Run once before the capture: this compiles kernels, creates handles and allocates memory outside the pool.
         self._run(columns, lambda _: None)
         pieces: list[Work] = []
-        calls: list[AttentionInputs] = []
+        cuts: list[Cut] = []
 
-        def cut(call: AttentionInputs) -> None:
+        def cut(each: Cut) -> None:
             pieces.append(recorder.end())
-            calls.append(call)
+            cuts.append(each)
             recorder.begin()
 
         recorder.begin()
@@ -116,7 +122,7 @@ class PiecewiseGraphs:
             normed = self._run(columns, cut)
         finally:
             pieces.append(recorder.end())
-        self._captured[size] = _CapturedPass(pieces, calls, normed)
+        self._captured[size] = _CapturedPass(pieces, cuts, normed)
 
     def run(self, step: DeviceStep) -> Tensor | None:
         """Return the same as the model's `forward`, valid until the next step; None if no capture size fits."""
@@ -131,12 +137,12 @@ class PiecewiseGraphs:
         views: dict[tuple[int, torch.Size], Tensor] = {}
         for index, piece in enumerate(captured.pieces):
             if index:
-                call = captured.calls[index - 1]
+                cut = captured.cuts[index - 1]
                 # The same objects for the same memory: a step divides them once.
-                queries, out = (
-                    views.setdefault((each.data_ptr(), each.shape), each[:tokens]) for each in (call.queries, call.out)
+                inputs, out = (
+                    views.setdefault((each.data_ptr(), each.shape), each[:tokens]) for each in (cut.inputs, cut.out)
                 )
-                step.attend(call.layer, queries, call.rules, out)
+                cut.run(step, inputs, out)
             piece()
         return captured.normed[:tokens]
 
@@ -145,7 +151,7 @@ class PiecewiseGraphs:
         pieces = max(len(captured.pieces) for captured in self._captured.values())
         return len(CAPTURE_SIZES) * -(-pieces // PIECES_PER_GRAPH)
 
-    def _run(self, columns: Tensor, cut: Callable[[AttentionInputs], None]) -> Tensor:
+    def _run(self, columns: Tensor, cut: Callable[[Cut], None]) -> Tensor:
         normed = self._forward(CutStep(columns, self._context, self._buffers, cut))
         return self._buffers.keep("normed", normed)
 

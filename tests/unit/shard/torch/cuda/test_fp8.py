@@ -135,7 +135,7 @@ def test_products_match_the_dequantized_checkpoint(
         assert isinstance(weights.layers[1].mlp.down, Fp8Linear)
         assert weights.head.weight.dtype == weights.embedding.dtype
     if size == 1:
-        qkv = weights.layers[1].qkv(inputs).cpu()
+        qkv = weights.layers[1].attention.qkv(inputs).cpu()
         assert error(qkv, reference_product(tensors, FUSED["qkv"], x)) < (1e-2 if device.type == "cuda" else 1e-3)
 
 
@@ -150,21 +150,32 @@ def test_rows_are_quantized_while_they_are_loaded(tmp_path: Path, device: torch.
         tp = TensorParallelRank(rank, size)
         online = load_for_cuda(plain, device, dtype_on(device), tp, "fp8").layers[1]
         offline = load_for_cuda(packed, device, dtype_on(device), tp).layers[1]
-        assert isinstance(online.qkv, Fp8Linear)
-        assert isinstance(offline.qkv, Fp8Linear)
-        assert torch.equal(online.qkv.weight.view(torch.uint8), offline.qkv.weight.view(torch.uint8))
-        assert torch.equal(online.qkv.weight_scale, offline.qkv.weight_scale)
-        assert isinstance(online.output, Fp8Linear)
+        assert isinstance(online.attention.qkv, Fp8Linear)
+        assert isinstance(offline.attention.qkv, Fp8Linear)
+        assert torch.equal(
+            online.attention.qkv.weight.view(torch.uint8), offline.attention.qkv.weight.view(torch.uint8)
+        )
+        assert torch.equal(online.attention.qkv.weight_scale, offline.attention.qkv.weight_scale)
+        assert isinstance(online.attention.output, Fp8Linear)
         columns = tensors["model.layers.1.self_attn.o_proj.weight"].chunk(size, 1)[rank]
-        assert error(online.output.weight_scale.cpu().t(), columns.double().abs().amax(1, keepdim=True) / 448) < 1e-6
-        assert error((online.output.weight.float() * online.output.weight_scale.t()).cpu(), columns.double()) < 4e-2
+        assert (
+            error(online.attention.output.weight_scale.cpu().t(), columns.double().abs().amax(1, keepdim=True) / 448)
+            < 1e-6
+        )
+        assert (
+            error(
+                (online.attention.output.weight.float() * online.attention.output.weight_scale.t()).cpu(),
+                columns.double(),
+            )
+            < 4e-2
+        )
 
 
 def test_biases_are_added_and_weights_of_unsupported_sizes_are_widened(tmp_path: Path, device: torch.device) -> None:
     changes = {"attention_bias": True, "intermediate_size": 88, "quantization_config": COMPRESSED_DYNAMIC}
     tensors = quantized(random_tensors(changes), per_row=True)
     layer = load_for_cuda(write_checkpoint(tmp_path, tensors, changes), device, dtype_on(device)).layers[1]
-    out = layer.qkv(torch.zeros(2, 64, device=device, dtype=layer.mlp_norm.weight.dtype))
+    out = layer.attention.qkv(torch.zeros(2, 64, device=device, dtype=layer.mlp_norm.weight.dtype))
     expected = torch.cat([tensors[f"model.layers.1.self_attn.{name}.bias"] for name in FUSED["qkv"]])
     assert error(out.cpu(), expected.double().expand(2, -1)) < 1e-2
     assert isinstance(layer.mlp.down, ParallelLinear)
@@ -181,10 +192,12 @@ def test_products_of_projections_that_are_not_all_quantized_are_dequantized(
     kept = {name: tensors[name] for name in tensors if "down_proj" in name or name.startswith(key)}
     mixed = quantized(tensors, per_row=True) | kept
     layer = load_for_cuda(write_checkpoint(tmp_path, mixed, changes), device, dtype_on(device)).layers[1]
-    types = [type(linear) for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+    types = [
+        type(linear) for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+    ]
     assert types == [ParallelLinear, Fp8Linear, Fp8Linear, ParallelLinear]
     expected = torch.cat([dequantized(mixed)[f"model.layers.1.self_attn.{part}.weight"] for part in FUSED["qkv"]])
-    assert torch.equal(layer.qkv.weight.cpu(), expected.to(layer.qkv.weight.dtype))
+    assert torch.equal(layer.attention.qkv.weight.cpu(), expected.to(layer.attention.qkv.weight.dtype))
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))

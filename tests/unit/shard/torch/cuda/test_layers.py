@@ -62,22 +62,22 @@ def test_ranks_together_compute_the_same_as_one(
     gate, up = (reference(f"mlp.{name}_proj", hidden) for name in ("gate", "up"))
     for rank, weights in enumerate(ranks):
         layer = weights.layers[1]
-        assert (layer.shape.num_heads, layer.shape.num_kv_heads) == (8 // size, max(1, 2 // size))
+        assert (layer.attention.shape.num_heads, layer.attention.shape.num_kv_heads) == (8 // size, max(1, 2 // size))
         kv = slice(rank * 32 // size // 16 * 16, None)
         kv_width = max(32 // size, 16)
         expected = [query.chunk(size, 1)[rank], key[:, kv][:, :kv_width], value[:, kv][:, :kv_width]]
-        assert close(layer.qkv(hidden.to(device)), torch.cat(expected, 1))
+        assert close(layer.attention.qkv(hidden.to(device)), torch.cat(expected, 1))
         assert close(
             layer.mlp.gate_up(hidden.to(device)), torch.cat([gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1)
         )
         assert torch.equal(layer.mlp_norm.weight.cpu(), tensors["model.layers.1.post_attention_layernorm.weight"])
         norms = (
-            [norm.weight.cpu().tolist() for norm in (layer.head_norms.query, layer.head_norms.key)]
-            if layer.head_norms
+            [norm.weight.cpu().tolist() for norm in (layer.attention.head_norms.query, layer.attention.head_norms.key)]
+            if layer.attention.head_norms
             else []
         )
         assert norms == [tensors[name].tolist() for name in head_norms[2:] if name in tensors]
-    outputs = [weights.layers[1].output(part) for weights, part in zip(ranks, parts(queries), strict=True)]
+    outputs = [weights.layers[1].attention.output(part) for weights, part in zip(ranks, parts(queries), strict=True)]
     assert close(sum(outputs, torch.zeros(())), reference("self_attn.o_proj", queries))
     outputs = [weights.layers[1].mlp.down(part) for weights, part in zip(ranks, parts(inner), strict=True)]
     assert close(sum(outputs, torch.zeros(())), reference("mlp.down_proj", inner))

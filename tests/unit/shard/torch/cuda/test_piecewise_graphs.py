@@ -17,7 +17,7 @@ from tiny_checkpoint import CONFIG, load_for_cuda, random_tensors, write_checkpo
 from tiny_transformers import random_model, save
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma4TextConfig
+from transformers import Gemma4TextConfig, Qwen3_5TextConfig
 
 from text_generation_proto.values import Stopping
 from text_generation_shard.config import ShardConfig
@@ -168,6 +168,7 @@ def native(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float
     """Return the decoder of the checkpoint in `folder`, the shape of its cache and its scale of attention."""
     config = read_model_config(folder)
     weights = load_for_cuda(folder, device, torch.float32)
+    weights.allocate_states(SLOTS)
     shape = CacheShape(weights.layer_shapes, device, torch.float32)
     return reference_decoder(config, weights, torch.float32)[1], shape, config.attention_scale
 
@@ -198,13 +199,32 @@ def with_heads_by_layer(folder: Path, device: torch.device) -> tuple[Model, Cach
     return native(folder, device)
 
 
-@pytest.fixture(params=[native, from_library, with_heads_by_layer])
+def with_states(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
+    """Do the same with a checkpoint that has a gated delta net before a layer of gated attention, in its place."""
+    config = Qwen3_5TextConfig(
+        **{name: CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=LAYERS,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        max_position_embeddings=MAX_LENGTH,
+    )
+    save(random_model(config), folder)
+    return native(folder, device)
+
+
+@pytest.fixture(params=[native, from_library, with_heads_by_layer, with_states])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -> Rig:
     torch.manual_seed(5)
     folder = write_checkpoint(tmp_path, random_tensors(CHANGES), CHANGES)
-    model, shape, scale = request.param(folder, device)
 
     def runner() -> DeviceRunner:
+        # Each with its own states.
+        model, shape, scale = request.param(folder, device)
         built = DeviceRunner(model, ReferenceKernels(scale), ALONE, shape, SLOTS, MAX_LENGTH)
         built.allocate(BLOCKS)
         return built

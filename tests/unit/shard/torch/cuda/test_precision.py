@@ -43,7 +43,7 @@ class Model:
 
     def context(self) -> StepContext:
         """Return a KV cache with one block per sequence."""
-        layer = self.weights.layers[0].shape
+        layer = self.weights.layers[0].attention.shape
         shape = (SEQUENCES, 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
         cache = [torch.zeros(shape, dtype=self.dtype) for _ in self.weights.layers]
         slots = torch.arange(SEQUENCES, dtype=torch.int32)
@@ -57,7 +57,7 @@ class Model:
 
 
 def linears(layer: LayerWeights) -> list[Any]:
-    return [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
+    return [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
 
 
 def steps(ids: Tensor, context: StepContext) -> list[DeviceStep]:
@@ -89,10 +89,10 @@ def test_tensors_have_the_dtypes_of_the_precision(make: Make, dtype: torch.dtype
     weights, layer = model.weights, model.weights.layers[1]
     precision = weights.precision
     assert precision == (FINE if dtype == BF16 else Precision(dtype, FP32, dtype))
-    for weight in (layer.qkv.weight, layer.mlp.gate_up.weight, weights.head.weight):
+    for weight in (layer.attention.qkv.weight, layer.mlp.gate_up.weight, weights.head.weight):
         assert weight.dtype == precision.normed
     for weight in (
-        layer.output.weight,
+        layer.attention.output.weight,
         layer.mlp.down.weight,
         weights.embedding,
         weights.norm.weight,
@@ -103,9 +103,9 @@ def test_tensors_have_the_dtypes_of_the_precision(make: Make, dtype: torch.dtype
     assert (activations.normed.dtype, activations.of(0).qkv.dtype) == (precision.normed, FP32)
     assert (activations.of(0).queries.dtype, activations.of(0).attended.dtype) == (dtype, dtype)
     for out in (
-        layer.qkv(activations.normed),
+        layer.attention.qkv(activations.normed),
         layer.mlp.gate_up(activations.normed),
-        layer.output(activations.of(0).attended),
+        layer.attention.output(activations.of(0).attended),
     ):
         assert out.dtype == FP32
     assert layer.mlp.down(layer.mlp.down.weight).dtype == FP32

@@ -89,7 +89,7 @@ def answers(engine: Engine) -> list[Stream]:
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma4_text, experts", *map(full, ("gemma2", "phi3", "granite", "glm4", "gpt_oss", "qwen2_moe"))]
+    "family", ["gemma4_text, experts", "qwen3_5_text", *map(full, ("gemma2", "phi3", "glm4", "gpt_oss", "qwen3_next"))]
 )
 def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> None:
     configs = native_configs(SHAPE | {"tie_word_embeddings": False}, head_dim=16, wide_head_dim=24)

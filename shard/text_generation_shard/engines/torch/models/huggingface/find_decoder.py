@@ -43,7 +43,12 @@ from text_generation_shard.engines.torch.models.huggingface.probe import (
     run_without_layers,
 )
 from text_generation_shard.engines.torch.models.native.config import DecoderNumbers
-from text_generation_shard.engines.torch.models.native.decoder import Decoder, DecoderLayer, DecoderWeights
+from text_generation_shard.engines.torch.models.native.decoder import (
+    AttentionPart,
+    Decoder,
+    DecoderLayer,
+    DecoderWeights,
+)
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
@@ -158,7 +163,7 @@ class _Finder:
             names, expected = self._run_library(wide, given, probe, self._model.layers[index])
             for rotation in rotations[index]:
                 layer = self._layer(wide, names, rotation, self._model.layers[index])
-                result = self._run_own(layer, rotation, probe[0])
+                result = self._run_own(layer, rotation, probe[0], self._model.layers[index])
                 if self._group.agreed(float(_is_close(result, expected, probe[0])), probe.device):
                     break
             else:
@@ -184,7 +189,7 @@ class _Finder:
             hook.remove()
         return called, (output[0] if isinstance(output, tuple) else output)[0]
 
-    def _run_own(self, layer: DecoderLayer, rotation: Rotation, probe: Tensor) -> Tensor:
+    def _run_own(self, layer: DecoderLayer, rotation: Rotation, probe: Tensor, shape: LayerShape) -> Tensor:
         """Return the output of our layer for the same input."""
         weights = DecoderWeights(
             embedding=probe,
@@ -195,7 +200,7 @@ class _Finder:
             precision=Precision.uniform(torch.float32),
         )
         decoder = Decoder(self._numbers(1.0, 1.0, None), weights, CpuOps(self._group), self._group)
-        step = LoneTokens(self._positions, layer.shape)
+        step = LoneTokens(self._positions, shape)
         decoder.forward(step)
         return step.residual
 
@@ -217,17 +222,19 @@ class _Finder:
         sinks = getattr(attention, "sinks", None)
         qkv = self._qkv(attention, rotation.order, shape)
         return DecoderLayer(
+            attention=AttentionPart(
+                shape=shape,
+                qkv=qkv,
+                qkv_width=len(qkv.weight),
+                output=self._linear(_linears(attention, OUTPUT_NAMES)),
+                head_norms=self._head_norms(attention, rotation.order, shape),
+                sinks=None if sinks is None else sinks.data,
+            ),
             input_norm=input_norm,
-            qkv=qkv,
-            qkv_width=len(qkv.weight),
-            head_norms=self._head_norms(attention, rotation.order, shape),
-            sinks=None if sinks is None else sinks.data,
-            output=self._linear(_linears(attention, OUTPUT_NAMES)),
             after_attention=after_attention,
             mlp_norm=mlp_norm,
             mlp=own_mlp,
             after_mlp=after_mlp,
-            shape=shape,
         )
 
     def _qkv(self, attention: LibraryModule, order: list[int] | None, shape: LayerShape) -> DenseLinear:

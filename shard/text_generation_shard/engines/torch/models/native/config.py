@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from reprlib import repr as shortened
 
@@ -26,6 +27,7 @@ from text_generation_shard.engines.torch.models.native.families import (
 )
 from text_generation_shard.engines.torch.models.native.layer_config import KEYS_AS_VALUES, read_layers
 from text_generation_shard.engines.torch.models.native.rope_config import FULL, SLIDING, read_ropes, rotated_layers
+from text_generation_shard.engines.torch.models.native.state_config import StateConfig, read_states
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.weights.quantization.schemes import KV_KEYS, Scheme, choose_scheme, read_scheme
@@ -67,7 +69,7 @@ class ModelConfig(DecoderNumbers):
     intermediate_size: int
     num_heads: int
     layers: tuple[LayerShape, ...]
-    """The attention of each layer, with the heads of all ranks."""
+    """The attention of each layer, with the heads of all ranks; without effect in a layer that has none."""
     activation: str
     rms_norm_eps: float
     ropes: tuple[Rope, ...]
@@ -80,11 +82,18 @@ class ModelConfig(DecoderNumbers):
     """True: layers without a window have no projection for values, which are the keys before their norm and rotation."""
     eos_token_ids: tuple[int, ...]
     experts: ExpertConfig | None = None
+    states: StateConfig | None = None
     quantization: Scheme | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def attention_layers(self) -> tuple[LayerShape, ...]:
+        """The attention of the layers that have it."""
+        has = (True,) * self.num_layers if self.states is None else self.states.attention
+        return tuple(compress(self.layers, has))
 
     @property
     def projection_weights(self) -> int:
@@ -98,13 +107,16 @@ class ModelConfig(DecoderNumbers):
 
     def _weights(self, experts_counted: int) -> int:
         """Return the number of weights in the projections of all layers, with some experts of those that have any."""
-        attention = sum(2 * layer.head_dim * (layer.num_heads + layer.num_kv_heads) for layer in self.layers)
+        attention = self.attention_layers
+        mixing = sum(2 * layer.head_dim * (layer.num_heads + layer.num_kv_heads) for layer in attention)
+        if self.states is not None:
+            mixing += sum(self.states.layers) * self.states.layer_outputs
         sparse_layers, sparse, dense_layers = 0, 0, self.num_layers
         if (experts := self.experts) is not None:
             sparse_layers = sum(experts.layers)
             sparse = experts.count + 3 * (experts_counted * experts.inner + experts.shared_inner)
             dense_layers -= 0 if experts.family.beside_mlp else sparse_layers
-        return self.hidden_size * (attention + sparse_layers * sparse + dense_layers * 3 * self.intermediate_size)
+        return self.hidden_size * (mixing + sparse_layers * sparse + dense_layers * 3 * self.intermediate_size)
 
     @property
     def embedding_weights(self) -> int:
@@ -162,7 +174,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         dtype=_dtype(raw),
         vocab_size=raw.count("vocab_size", family.vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=raw.count("intermediate_size"),
+        intermediate_size=raw.count("intermediate_size", family.intermediate_size),
         num_heads=num_heads,
         layers=layers,
         activation=(activation := _activation(raw, family)),
@@ -183,6 +195,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         logits_divisor=_multiplier(raw, family, "logits_scaling"),
         eos_token_ids=eos_token_ids(folder, raw),
         experts=read_experts(raw, family.experts, num_layers, activation),
+        states=read_states(raw, family.states, num_layers),
         quantization=_without_fused_experts(folder, read_quantization(folder, raw, quantize)),
     )
 

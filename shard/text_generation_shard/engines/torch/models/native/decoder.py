@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.step import ScoreRules, Step
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
+from text_generation_shard.engines.torch.batch.state_rows import StateRows
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, Linear
 from text_generation_shard.engines.torch.layers.mlp import GatedMLP, LayerMLP
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
@@ -25,24 +28,54 @@ from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 
 @dataclass(eq=False, kw_only=True)
-class DecoderLayer:
-    """The weights of a layer that the forward pass reads."""
+class AttentionPart:
+    """The weights of an attention that the forward pass reads."""
 
     shape: LayerShape
-    """The attention of this rank."""
+    """The heads of this rank."""
     qkv: Linear
     qkv_width: int
-    """Outputs of `qkv`."""
+    """Outputs of `qkv`: query heads, key heads, value heads; a gate for each query value follows if `is_gated`."""
     output: Linear
+    head_norms: HeadNorms | None
+    sinks: Tensor | None
+    """Scores of keys without values, one for each query head."""
+    is_gated: bool = False
+    """True: the outputs of the heads are multiplied by the sigmoid of the gates."""
+
+
+class StatePart(Protocol):
+    """The part of a layer that mixes tokens by a state for each sequence, instead of attention or beside it."""
+
+    projected_width: int
+    """Outputs of `project`."""
+    mixed_width: int
+    """Outputs of `mix`, and inputs of `output`."""
+
+    @property
+    def output(self) -> Linear: ...
+
+    def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm, out: Tensor | None) -> Tensor:
+        """Return the projections of the normed stream, [tokens, projected_width]; written to `out` if given."""
+        ...
+
+    def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
+        """Return the values [tokens, mixed_width] that `output` multiplies, and update the states of the sequences."""
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class DecoderLayer:
+    """The weights of a layer that the forward pass reads. It has attention, a part with a state, both or none."""
+
+    attention: AttentionPart | None
     input_norm: RMSNorm
     mlp_norm: RMSNorm
     after_attention: RMSNorm | None
     """The norm of the output of attention, before it is added to the residual stream."""
     after_mlp: RMSNorm | None
-    head_norms: HeadNorms | None
-    sinks: Tensor | None
-    """Scores of keys without values, one for each query head."""
     mlp: LayerMLP
+    states: StatePart | None = None
     scale: float = 1.0
     """Factor of the residual stream after the layer."""
 
@@ -54,7 +87,7 @@ class DecoderWeights:
     embedding: Tensor
     layers: Sequence[DecoderLayer]
     rotary: Sequence[RotaryEmbedding]
-    """The rotation of each layer."""
+    """The rotation of each layer with attention."""
     norm: RMSNorm
     head: DenseLinear
     """This rank's rows of the LM head; the weight may be a view of the embedding."""
@@ -64,13 +97,13 @@ class DecoderWeights:
         """Convert weights of products with normed hidden states to the final precision: see `Precision.after_loading`."""
         norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
         mlps = [layer.mlp.gate_up for layer in self.layers if isinstance(layer.mlp, GatedMLP)]
-        after_norms = [self.head, *(layer.qkv for layer in self.layers), *mlps]
+        after_norms = [self.head, *(layer.attention.qkv for layer in self.layers if layer.attention), *mlps]
         self.precision = self.precision.after_loading(norms, after_norms)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBuffers:
-    """Buffers around the attention of a layer; None where each result is a new tensor."""
+class LayerBuffers:
+    """Buffers around the attention of a layer and its part with a state; None where each result is a new tensor."""
 
     qkv: Tensor | None = None
     """[tokens, (num_heads + 2·num_kv_heads)·head_dim], or less if values are keys: output of the fused projection."""
@@ -78,10 +111,15 @@ class AttentionBuffers:
     """[tokens, num_heads, head_dim]: rotated queries; a view of `qkv` if both have the same dtype."""
     attended: Tensor | None = None
     """[tokens, num_heads·head_dim]: output of attention."""
+    projected: Tensor | None = None
+    """[tokens, projected_width]: input of the part with a state."""
+    mixed: Tensor | None = None
+    """[tokens, mixed_width]: its output."""
 
-    def first(self, tokens: int) -> AttentionBuffers:
+    def first(self, tokens: int) -> LayerBuffers:
         """Return views of the first `tokens` rows."""
-        return AttentionBuffers(*(_first(buffer, tokens) for buffer in (self.qkv, self.queries, self.attended)))
+        buffers = self.qkv, self.queries, self.attended, self.projected, self.mixed
+        return LayerBuffers(*(_first(buffer, tokens) for buffer in buffers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +130,18 @@ class Activations:
     """float32 [tokens, hidden]."""
     normed: Tensor | None = None
     """[tokens, hidden]: at the end, the normed output of the last layer."""
-    attention: Sequence[AttentionBuffers] = ()
-    """For each layer, in the same memory; layers with the same heads have the same ones. Empty without buffers."""
+    layers: Sequence[LayerBuffers] = ()
+    """For each layer, in the same memory; layers of the same widths have the same ones. Empty without buffers."""
 
-    def of(self, layer: int) -> AttentionBuffers:
+    def of(self, layer: int) -> LayerBuffers:
         """Return the buffers of a layer."""
-        return self.attention[layer] if self.attention else AttentionBuffers()
+        return self.layers[layer] if self.layers else LayerBuffers()
 
     def first(self, tokens: int) -> Activations:
         """Return views of the first `tokens` rows."""
-        views = {id(each): each.first(tokens) for each in self.attention}
-        attention = [views[id(each)] for each in self.attention]
-        return Activations(_first(self.residual, tokens), _first(self.normed, tokens), attention)
+        views = {id(each): each.first(tokens) for each in self.layers}
+        layers = [views[id(each)] for each in self.layers]
+        return Activations(_first(self.residual, tokens), _first(self.normed, tokens), layers)
 
 
 class Decoder:
@@ -118,9 +156,8 @@ class Decoder:
         if ops.has_buffers:
             for each in weights.rotary:
                 each.fill_table(config.max_sequence_length)
-        self._rules = [
-            ScoreRules(config.attention_scale, config.attention_softcap, layer.sinks) for layer in weights.layers
-        ]
+        attentions = [layer.attention for layer in weights.layers if layer.attention is not None]
+        self._rules = [ScoreRules(config.attention_scale, config.attention_softcap, each.sinks) for each in attentions]
         # Rounded to the dtype of the embedding, as in transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
 
@@ -131,23 +168,60 @@ class Decoder:
             buffers = self.activations(step.num_tokens)
         residual = step.embed(weights.embedding, self._embedding_scale, buffers.residual)
         stream = ResidualStream(residual, buffers.normed, scale=config.residual_scale)
+        cache_layer = 0
         for index, layer in enumerate(weights.layers):
-            own = buffers.of(index)
-            qkv = ops.norm_linear(stream, layer.input_norm, layer.qkv, own.qkv)
-            queries = step.rotate_and_append(index, qkv, weights.rotary[index], layer.head_norms, own.queries)
-            attended = step.attend(index, queries, self._rules[index], own.attended)
-            ops.add_linear(stream, attended, layer.output, layer.after_attention)
+            own, states, attended, mixed = buffers.of(index), layer.states, None, None
+            if states is not None:
+                projected = states.project(ops, stream, layer.input_norm, own.projected)
+            if (attention := layer.attention) is not None:
+                attended = self._attend(step, stream, cache_layer, layer.input_norm, attention, own)
+                cache_layer += 1
+            if states is not None:
+                mixed = step.with_states(partial(states.mix, ops), projected, own.mixed)
+                self._add_mixed(stream, layer, states, mixed, attended)
+            elif attention is not None and attended is not None:
+                ops.add_linear(stream, attended, attention.output, layer.after_attention)
             layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
             if layer.scale != 1.0:
                 ops.multiply(stream, layer.scale)
         return ops.norm(stream, weights.norm, buffers.normed)
 
+    def _attend(
+        self,
+        step: Step,
+        stream: ResidualStream,
+        cache_layer: int,
+        norm: RMSNorm,
+        attention: AttentionPart,
+        own: LayerBuffers,
+    ) -> Tensor:
+        """Return the attention of the normed stream over a layer of the cache, before its output projection."""
+        qkv = self._ops.norm_linear(stream, norm, attention.qkv, own.qkv)
+        gates = None
+        if attention.is_gated:
+            ungated = attention.qkv_width - attention.shape.num_heads * attention.shape.head_dim
+            qkv, gates = qkv[:, :ungated], qkv[:, ungated:]
+        rotary = self._weights.rotary[cache_layer]
+        queries = step.rotate_and_append(cache_layer, qkv, rotary, attention.head_norms, own.queries)
+        attended = step.attend(cache_layer, queries, self._rules[cache_layer], own.attended)
+        return attended if gates is None else attended.mul_(gates.sigmoid())
+
+    def _add_mixed(
+        self, stream: ResidualStream, layer: DecoderLayer, states: StatePart, mixed: Tensor, attended: Tensor | None
+    ) -> None:
+        """Add the output of the part with a state, and that of the attention beside it if there is one."""
+        if attended is None or layer.attention is None:
+            self._ops.add_linear(stream, mixed, states.output, layer.after_attention)
+        else:
+            self._ops.add(stream, states.output(mixed).add_(layer.attention.output(attended)), layer.after_attention)
+
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor]:
         buffers = self.activations(max_tokens)
         # Attention skips the padding rows, so any finite values do; later steps leave theirs.
-        for own in buffers.attention:
-            if own.attended is not None:
-                own.attended.zero_()
+        for own in buffers.layers:
+            for each in (own.attended, own.mixed):
+                if each is not None:
+                    each.zero_()
         return lambda step: self.forward(step, buffers.first(step.num_tokens))
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -172,22 +246,27 @@ class Decoder:
         def empty(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype, device=self._device)
 
-        heads = [(layer.shape.num_heads, layer.shape.head_dim, layer.qkv_width) for layer in layers]
-        widest = max(num_heads * head_dim for num_heads, head_dim, _ in heads)
-        qkv, attended = empty(max(width for _, _, width in heads), precision.products), empty(widest, precision.model)
+        attentions = [layer.attention for layer in layers if layer.attention is not None]
+        parts = [layer.states for layer in layers if layer.states is not None]
+        widest = max((each.shape.num_heads * each.shape.head_dim for each in attentions), default=0)
+        qkv = empty(max((each.qkv_width for each in attentions), default=0), precision.products)
         rotated = None if qkv.dtype == precision.model else empty(widest, precision.model)
-        buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
-        for num_heads, head_dim, width in dict.fromkeys(heads):
-            own, queries = _narrowed(qkv, width), num_heads * head_dim
-            buffers[num_heads, head_dim, width] = AttentionBuffers(
-                own,
-                (own[:, :queries] if rotated is None else _narrowed(rotated, queries)).view(tokens, -1, head_dim),
-                _narrowed(attended, queries),
-            )
+        attended = empty(widest, precision.model)
+        projected = empty(max((each.projected_width for each in parts), default=0), precision.products)
+        mixed = empty(max((each.mixed_width for each in parts), default=0), precision.model)
+
+        def of_layer(heads: int, head_dim: int, qkv_width: int, projected_width: int, mixed_width: int) -> LayerBuffers:
+            own, queries = _narrowed(qkv, qkv_width), heads * head_dim
+            rows = own[:, :queries] if rotated is None else _narrowed(rotated, queries)
+            states = (_narrowed(projected, projected_width), _narrowed(mixed, mixed_width)) if mixed_width else ()
+            return LayerBuffers(own, rows.view(tokens, -1, head_dim), _narrowed(attended, queries), *states)
+
+        widths = [_widths(layer) for layer in layers]
+        buffers = {each: of_layer(*each) for each in set(widths)}
         return Activations(
             residual=empty(hidden, torch.float32),
             normed=empty(hidden, precision.normed),
-            attention=[buffers[each] for each in heads],
+            layers=[buffers[each] for each in widths],
         )
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -198,6 +277,15 @@ class Decoder:
         if config.final_softcap is not None:
             logits.div_(config.final_softcap).tanh_().mul_(config.final_softcap)
         return logits
+
+
+def _widths(layer: DecoderLayer) -> tuple[int, int, int, int, int]:
+    """Return heads, head_dim and qkv_width of the attention, projected_width and mixed_width of the part with a state."""
+    attention, states = layer.attention, layer.states
+    heads = (
+        (0, 1, 0) if attention is None else (attention.shape.num_heads, attention.shape.head_dim, attention.qkv_width)
+    )
+    return (*heads, 0, 0) if states is None else (*heads, states.projected_width, states.mixed_width)
 
 
 def _first(buffer: Tensor | None, tokens: int) -> Tensor | None:

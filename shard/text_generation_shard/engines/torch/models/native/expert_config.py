@@ -24,8 +24,8 @@ class ExpertFamily:
     """Default of moe_intermediate_size; None: experts have intermediate_size."""
     shared_inner: int | None = None
     """Default of shared_expert_intermediate_size; None: no expert is shared by all tokens."""
-    normalize: bool | None = True
-    """True: the weights of a token's experts sum to one; None: if norm_topk_prob says so."""
+    normalize: bool | tuple[str, bool] = True
+    """True: the weights of a token's experts sum to one; or the field that says so, with its default."""
     sparse_layers: bool = False
     """True: decoder_sparse_step and mlp_only_layers say which layers have experts; False: all."""
     module: str = "mlp"
@@ -72,7 +72,7 @@ def read_experts(raw: JsonObject, family: ExpertFamily | None, num_layers: int, 
         each,
         inner=raw.count("intermediate_size" if family.inner is None else "moe_intermediate_size", family.inner or None),
         shared_inner=0 if family.shared_inner is None else raw.count(shared, family.shared_inner),
-        normalize=raw.flag("norm_topk_prob", default=False) if normalize is None else normalize,
+        normalize=normalize if isinstance(normalize, bool) else raw.flag(normalize[0], default=normalize[1]),
         layers=_layers(raw, family, num_layers),
         activation="clamped_swiglu" if family.clamped else activation,
         alpha=raw.number("swiglu_alpha", 1.702) if family.clamped else 0.0,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
+from text_generation_shard.engines.torch.models.native.state_config import DELTA_NET_FIELDS, StateFamily
 
 Flag = bool | tuple[str, bool]
 """A fixed switch, or a field of config.json with its default."""
@@ -38,6 +39,8 @@ class Wrapper:
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", ties=True),
     "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", ties=True),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", ties=False),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ties=False),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", ties=True),
     "llava": Wrapper("LlavaForConditionalGeneration", "llama", ties=False),
 }
@@ -54,6 +57,8 @@ class Family:
     num_heads: int | None = None
     max_positions: int | None = None
     """Defaults of sizes, where checkpoints omit them; None: config.json must have them."""
+    intermediate_size: int | None = None
+    """The default, where no layer has a dense MLP."""
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
@@ -114,9 +119,13 @@ class Family:
     """Default of final_logit_softcapping."""
     scales_embedding: bool = False
     """True: embeddings are multiplied by √hidden_size."""
+    gated_attention: bool = False
+    """True: the query projection has a gate for each query value, which the output of attention is multiplied with."""
     sinks: bool = False
     """True: the softmax of attention counts one more score per head, without a value."""
     experts: ExpertFamily | None = None
+    states: StateFamily | None = None
+    """The layers with a state; None: all layers have attention."""
     multipliers: bool = False
     """True: the config has embedding_multiplier, residual_multiplier and logits_scaling."""
     unsupported: tuple[tuple[str, int], ...] = ()
@@ -125,6 +134,7 @@ class Family:
 
 ATTENTION_BIAS = ("attention_bias", False)
 MLP_BIAS = ("mlp_bias", False)
+NORM_TOPK = ("norm_topk_prob", False)
 
 GEMMA = Family(
     "GemmaForCausalLM",
@@ -169,6 +179,21 @@ GEMMA3 = replace(
     window_pattern=6,
     attention_softcap=None,
     final_softcap=None,
+)
+QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    vocab_size=248_320,
+    num_heads=16,
+    max_positions=32_768,
+    num_kv_heads=4,
+    head_dim=256,
+    qkv_bias=ATTENTION_BIAS,
+    output_bias=ATTENTION_BIAS,
+    query_key_norm=True,
+    zero_centered_norms=True,
+    partial_rotary=0.25,
+    gated_attention=True,
+    states=StateFamily("delta_net", "linear_attn", DELTA_NET_FIELDS, attention_interval=4),
 )
 GLM = Family(
     "GlmForCausalLM",
@@ -218,7 +243,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=("qkv_bias", True),
         windows="use_sliding_window, every second layer",
         window=4096,
-        experts=ExpertFamily(60, 4, inner=1408, shared_inner=5632, normalize=None, sparse_layers=True),
+        experts=ExpertFamily(60, 4, inner=1408, shared_inner=5632, normalize=NORM_TOPK, sparse_layers=True),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -228,7 +253,25 @@ FAMILIES: dict[str, Family] = {
         query_key_norm=True,
         windows="use_sliding_window, all layers",
         window=4096,
-        experts=ExpertFamily(128, 8, inner=768, normalize=None, sparse_layers=True),
+        experts=ExpertFamily(128, 8, inner=768, normalize=NORM_TOPK, sparse_layers=True),
+    ),
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        QWEN3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        num_kv_heads=2,
+        intermediate_size=512,
+        experts=ExpertFamily(256, 8, inner=512, shared_inner=512),
+    ),
+    "qwen3_next": replace(
+        QWEN3_5,
+        architecture="Qwen3NextForCausalLM",
+        vocab_size=151_936,
+        num_kv_heads=2,
+        states=StateFamily("delta_net", "linear_attn", DELTA_NET_FIELDS, attention_interval=4, fused=True),
+        experts=ExpertFamily(
+            512, 10, inner=512, shared_inner=512, normalize=("norm_topk_prob", True), sparse_layers=True
+        ),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

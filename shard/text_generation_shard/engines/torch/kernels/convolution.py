@@ -1,0 +1,153 @@
+"""Short causal convolutions over the tokens of each sequence, from the inputs that a pool keeps of it: see `operands.Convolution`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.kernels.operands import Convolution
+
+_CHANNELS = 256
+"""Channels of a program for decode rows."""
+_TOKENS, _TILE_CHANNELS = 32, 64
+"""Tokens and channels of a program for chunks."""
+
+
+def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
+    """Return the convolved values [tokens, channels] of `x` [tokens, channels], computed in float32; updates the states.
+
+    Rows of `x` may have any distance. The outputs of padding rows, which have the spare slot, are zeros.
+    """
+    channels, taps = x.shape[1], len(convolution.weight)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    common = x, states, convolution.weight, convolution.bias, out, rows.slots
+    if rows.decoding:
+        _step_kernel[(rows.decoding, triton.cdiv(channels, _CHANNELS))](
+            *common,
+            x.stride(0),
+            channels,
+            len(states) - 1,
+            TAPS=taps,
+            ACTIVATES=convolution.activates,
+            CHANNELS=_CHANNELS,
+        )
+    if rows.chunks:
+        grid = len(rows.chunks), triton.cdiv(rows.longest_chunk, _TOKENS), triton.cdiv(channels, _TILE_CHANNELS)
+        _chunk_kernel[grid](
+            *common,
+            rows.positions,
+            rows.ends,
+            rows.decoding,
+            x.stride(0),
+            channels,
+            TAPS=taps,
+            ACTIVATES=convolution.activates,
+            TOKENS=_TOKENS,
+            CHANNELS=_TILE_CHANNELS,
+        )
+    return out
+
+
+@triton.jit
+def _finished(
+    values: tl.tensor, bias: tl.tensor | None, places: tl.tensor, inside: tl.tensor, ACTIVATES: tl.constexpr
+) -> tl.tensor:
+    if bias is not None:
+        values += tl.load(bias + places, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATES:
+        values = values / (1.0 + tl.exp(-values))
+    return values
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    x: tl.tensor,
+    states: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    out: tl.tensor,
+    slots: tl.tensor,
+    x_stride: int,
+    channels: int,
+    spare_slot: int,
+    TAPS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = columns < channels
+    slot = tl.load(slots + row)
+    if slot == spare_slot:
+        tl.store(out + row * channels + columns, tl.zeros([CHANNELS], out.dtype.element_ty), mask=inside)
+        return
+    own = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    total = own.to(tl.float32) * tl.load(weight + (TAPS - 1) * channels + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    history = states + slot.to(tl.int64) * (TAPS - 1) * channels + columns
+    for tap in tl.static_range(TAPS - 1):
+        before = tl.load(history + tap * channels, mask=inside, other=0.0)
+        total += before.to(tl.float32) * tl.load(weight + tap * channels + columns, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        if tap > 0:
+            tl.store(history + (tap - 1) * channels, before, mask=inside)
+    tl.store(history + (TAPS - 2) * channels, own.to(states.dtype.element_ty), mask=inside)
+    total = _finished(total, bias, columns, inside, ACTIVATES)
+    tl.store(out + row * channels + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "ends"])
+def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    x: tl.tensor,
+    states: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    out: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    ends: tl.tensor,
+    decoding: int,
+    x_stride: int,
+    channels: int,
+    TAPS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+) -> None:
+    start = tl.load(ends + tl.program_id(0))
+    length = tl.load(ends + tl.program_id(0) + 1) - start
+    if tl.program_id(1) * TOKENS >= length:
+        return
+    first = decoding + start
+    continues = tl.load(positions + first) > 0
+    tokens = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    columns = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside, real = columns < channels, tokens < length
+    rows = x + first * x_stride + columns
+    history = states + tl.load(slots + first).to(tl.int64) * (TAPS - 1) * channels + columns
+    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        sources = tokens + (tap - TAPS + 1)
+        factors = tl.load(weight + tap * channels + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(rows + sources * x_stride, mask=real & (sources >= 0) & inside, other=0.0).to(tl.float32)
+        if tap < TAPS - 1:
+            # An input before the chunk: the first ones of the history are the oldest.
+            kept = history + (sources + TAPS - 1) * channels
+            values += tl.load(kept, mask=real & (sources < 0) & continues & inside, other=0.0).to(tl.float32)
+        total += values * factors
+    total = _finished(total, bias, columns, inside, ACTIVATES)
+    tl.store(out + (first + tokens) * channels + columns, total.to(out.dtype.element_ty), mask=real & inside)
+    if tl.program_id(1) == 0:
+        # The only program of these channels that reads the history, in all its threads, before it writes it.
+        tl.debug_barrier()
+        for kept in tl.static_range(TAPS - 1):
+            source = length - (TAPS - 1) + kept
+            value = tl.load(rows + source * x_stride, mask=(source >= 0) & inside, other=0.0).to(tl.float32)
+            old = history + (source + TAPS - 1) * channels
+            value += tl.load(old, mask=(source < 0) & continues & inside, other=0.0).to(tl.float32)
+            tl.store(history + kept * channels, value.to(states.dtype.element_ty), mask=inside)

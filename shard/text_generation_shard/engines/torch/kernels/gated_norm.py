@@ -1,0 +1,64 @@
+"""RMS norms of groups of columns with a gate: see `operands.GatedNorm`. One program for each group of a token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.norm import norm_scale
+from text_generation_shard.engines.torch.kernels.operands import GatedNorm
+from text_generation_shard.engines.torch.kernels.rows import row_tile
+
+_ELEMENTS_PER_THREAD = 8
+
+
+def gated_norm(x: Tensor, gate: Tensor, norm: GatedNorm, out: Tensor | None = None) -> Tensor:
+    """Return the normed and gated values of `x` [tokens, columns], computed in float32; in the dtype of `gate` or in `out`."""
+    if out is None:
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    block, num_warps = row_tile(norm.width, _ELEMENTS_PER_THREAD)
+    _gated_norm_kernel[(len(x), x.shape[1] // norm.width)](
+        x,
+        gate,
+        norm.weight,
+        out,
+        x.stride(0),
+        gate.stride(0),
+        out.stride(0),
+        norm.eps,
+        GATE_FIRST=norm.gate_first,
+        WIDTH=norm.width,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+    return out
+
+
+@triton.jit
+def _gated_norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    x: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    gate_stride: int,
+    out_stride: int,
+    eps: float,
+    GATE_FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    inside = tl.arange(0, BLOCK) < WIDTH
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    gates = gates / (1.0 + tl.exp(-gates))
+    if GATE_FIRST:
+        values *= gates
+    values *= norm_scale(values, eps, WIDTH) * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if not GATE_FIRST:
+        values *= gates
+    tl.store(out + row * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)

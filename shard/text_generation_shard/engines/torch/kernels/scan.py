@@ -1,0 +1,343 @@
+"""Linear recurrences over the tokens of each sequence, from and to the states of a pool: see `operands.Recurrence`.
+
+Decode rows are computed by one program for each head and some columns of its values. Chunks are computed in pieces of 64 tokens by
+products of matrices (Yang et al. 2024, arXiv 2406.06484): a program has some columns of the state of a head in registers and takes
+piece after piece. With the delta rule, the updates of a piece are the solution of a triangular system, which does not depend on
+the state: a kernel before solves those of all pieces at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.kernels.operands import Recurrence
+
+_PIECE = 64
+_COLUMNS = 32
+"""Columns of the values of a program."""
+_UNIT_EPS = tl.constexpr(1e-6)
+"""Added to the squared length of queries and keys before they are divided by it."""
+
+
+def scan(
+    qkv: Tensor, steps: Tensor, betas: Tensor | None, recurrence: Recurrence, states: Tensor, rows: StateRows
+) -> Tensor:
+    """Return the outputs [tokens, heads · value_width] in the dtype of `qkv`; updates the states.
+
+    `qkv` [tokens, …] has queries, keys and values in the columns that `recurrence` says; `steps` and `betas` are [tokens, heads].
+    Rows may have any distance. Products of chunks have operands of the dtype of `qkv`, everything else is float32. The outputs of
+    padding rows, which have the spare slot, are zeros.
+    """
+    heads, value_width = recurrence.heads, recurrence.value_width
+    out = torch.empty(len(qkv), heads * value_width, dtype=qkv.dtype, device=qkv.device)
+    key_block = max(triton.next_power_of_2(recurrence.key_width), 16)
+    column_blocks = triton.cdiv(value_width, _COLUMNS)
+    inputs = qkv, steps, betas
+    numbers = recurrence.decay, recurrence.step_bias, recurrence.skip
+    strides = qkv.stride(0), steps.stride(0), 0 if betas is None else betas.stride(0)
+    shape = {
+        "QUERY_START": recurrence.query_start,
+        "KEY_START": recurrence.key_start,
+        "VALUE_START": recurrence.value_start,
+        "HEADS": heads,
+        "SHARE": heads // recurrence.groups,
+        "KEYS": recurrence.key_width,
+        "VALUES": value_width,
+        "DELTA": recurrence.delta,
+        "BETA_SCALE": recurrence.beta_scale,
+        "STEP_MIN": recurrence.step_limits[0],
+        "STEP_MAX": recurrence.step_limits[1],
+        "KEY_BLOCK": key_block,
+    }
+    if rows.decoding:
+        _step_kernel[(rows.decoding * heads, column_blocks)](
+            *inputs, *numbers, states, out, rows.slots, *strides, len(states) - 1, **shape, COLUMNS=_COLUMNS
+        )
+    if not rows.chunks:
+        return out
+    updates = reads = out  # not read without the delta rule
+    if recurrence.delta:
+        updates = torch.empty_like(out)
+        reads = torch.empty(len(qkv), heads * recurrence.key_width, dtype=qkv.dtype, device=qkv.device)
+        pieces = triton.cdiv(rows.longest_chunk, _PIECE)
+        _solve_kernel[(len(rows.chunks) * heads, pieces)](
+            *inputs,
+            *numbers,
+            updates,
+            reads,
+            rows.ends,
+            rows.decoding,
+            *strides,
+            **shape,
+            VALUE_BLOCK=max(triton.next_power_of_2(value_width), 16),
+            PIECE=_PIECE,
+        )
+    _chunk_kernel[(len(rows.chunks) * heads, column_blocks)](
+        *inputs,
+        *numbers,
+        updates,
+        reads,
+        states,
+        out,
+        rows.slots,
+        rows.positions,
+        rows.ends,
+        rows.decoding,
+        *strides,
+        **shape,
+        COLUMNS=_COLUMNS,
+        PIECE=_PIECE,
+        num_stages=1,
+    )
+    return out
+
+
+@triton.jit
+def _step_size(steps: tl.tensor, step_bias: tl.tensor, STEP_MIN: tl.constexpr, STEP_MAX: tl.constexpr) -> tl.tensor:
+    """Return clamp(softplus(steps + bias))."""
+    x = steps.to(tl.float32) + step_bias
+    power = tl.exp(-tl.abs(x))
+    # log(1 + p), by its series where 1 + p would drop bits of p.
+    size = tl.maximum(x, 0.0) + tl.where(power < 1e-3, power * (1.0 - 0.5 * power), tl.log(1.0 + power))
+    return tl.minimum(tl.maximum(size, STEP_MIN), STEP_MAX)
+
+
+@triton.jit
+def _unit(vectors: tl.tensor, axis: tl.constexpr) -> tl.tensor:
+    """Return vectors of unit length."""
+    return vectors * tl.rsqrt(tl.sum(vectors * vectors, axis=axis, keep_dims=True) + _UNIT_EPS)
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor) -> tl.tensor:
+    return 1.0 / (1.0 + tl.exp(-x.to(tl.float32)))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    qkv: tl.tensor,
+    steps: tl.tensor,
+    betas: tl.tensor | None,
+    decay: tl.tensor,
+    step_bias: tl.tensor,
+    skip: tl.tensor | None,
+    states: tl.tensor,
+    out: tl.tensor,
+    slots: tl.tensor,
+    qkv_stride: int,
+    steps_stride: int,
+    betas_stride: int,
+    spare_slot: int,
+    QUERY_START: tl.constexpr,
+    KEY_START: tl.constexpr,
+    VALUE_START: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    DELTA: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
+    STEP_MIN: tl.constexpr,
+    STEP_MAX: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < VALUES
+    target = out + row * (HEADS * VALUES) + head * VALUES + columns
+    slot = tl.load(slots + row)
+    if slot == spare_slot:
+        tl.store(target, tl.zeros([COLUMNS], out.dtype.element_ty), mask=inside)
+        return
+    dims = tl.arange(0, KEY_BLOCK)
+    real = dims < KEYS
+    places = states + (slot.to(tl.int64) * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
+    state = tl.load(places, mask=real[:, None] & inside[None, :], other=0.0)
+    own = qkv + row * qkv_stride
+    vectors = own + (head // SHARE) * KEYS + dims
+    queries = tl.load(vectors + QUERY_START, mask=real, other=0.0).to(tl.float32)
+    keys = tl.load(vectors + KEY_START, mask=real, other=0.0).to(tl.float32)
+    values = tl.load(own + VALUE_START + head * VALUES + columns, mask=inside, other=0.0).to(tl.float32)
+    size = _step_size(tl.load(steps + row * steps_stride + head), tl.load(step_bias + head), STEP_MIN, STEP_MAX)
+    state *= tl.exp(-tl.load(decay + head) * size)
+    if DELTA:
+        queries = _unit(queries, 0) * (KEYS**-0.5)
+        keys = _unit(keys, 0)
+        beta = BETA_SCALE * _sigmoid(tl.load(betas + row * betas_stride + head))
+        update = beta * (values - tl.sum(state * keys[:, None], axis=0))
+    else:
+        update = size * values
+    state += keys[:, None] * update[None, :]
+    tl.store(places, state, mask=real[:, None] & inside[None, :])
+    result = tl.sum(state * queries[:, None], axis=0)
+    if skip is not None:
+        result += tl.load(skip + head) * values
+    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ends"])
+def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    qkv: tl.tensor,
+    steps: tl.tensor,
+    betas: tl.tensor,
+    decay: tl.tensor,
+    step_bias: tl.tensor,
+    skip: tl.tensor | None,
+    updates: tl.tensor,
+    reads: tl.tensor,
+    ends: tl.tensor,
+    decoding: int,
+    qkv_stride: int,
+    steps_stride: int,
+    betas_stride: int,
+    QUERY_START: tl.constexpr,
+    KEY_START: tl.constexpr,
+    VALUE_START: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    DELTA: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
+    STEP_MIN: tl.constexpr,
+    STEP_MAX: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+) -> None:
+    """Write (I + A)⁻¹ · (beta · v) and (I + A)⁻¹ · (beta · since · k), where A[i, j] = beta[i] · between[i, j] · k[i]·k[j], j < i."""
+    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    start = tl.load(ends + chunk)
+    length = tl.load(ends + chunk + 1) - start
+    if tl.program_id(1) * PIECE >= length:
+        return
+    tokens = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    real = tokens < length
+    rows = (decoding + start + tokens).to(tl.int64)
+    dims, columns = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    own = qkv + rows[:, None] * qkv_stride
+    is_key, is_value = real[:, None] & (dims < KEYS)[None, :], real[:, None] & (columns < VALUES)[None, :]
+    vectors = own + KEY_START + (head // SHARE) * KEYS + dims[None, :]
+    keys = _unit(tl.load(vectors, mask=is_key, other=0.0).to(tl.float32), 1)
+    raw = tl.load(steps + rows * steps_stride + head, mask=real, other=0.0)
+    size = _step_size(raw, tl.load(step_bias + head), STEP_MIN, STEP_MAX)
+    total = tl.cumsum(tl.where(real, -tl.load(decay + head) * size, 0.0), 0)
+    beta = BETA_SCALE * _sigmoid(tl.load(betas + rows * betas_stride + head, mask=real, other=0.0))
+    beta = tl.where(real, beta, 0.0)
+
+    places = tl.arange(0, PIECE)
+    dtype = qkv.dtype.element_ty
+    operand = keys.to(dtype)
+    below = places[:, None] > places[None, :]
+    between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
+    products = tl.dot(operand, tl.trans(operand), input_precision="tf32x3")
+    system = tl.where(below, -beta[:, None] * products * between, 0.0)
+    # Row after row by forward substitution: those before `row` are those of the inverse without its diagonal.
+    inverse = system
+    for row in range(1, PIECE):
+        is_row = places[:, None] == row
+        factors = tl.sum(tl.where(is_row, system, 0.0), axis=0)
+        solved = factors + tl.sum(factors[:, None] * tl.where(places[:, None] < row, inverse, 0.0), axis=0)
+        inverse = tl.where(is_row, solved[None, :], inverse)
+    inverse = tl.where(places[:, None] == places[None, :], 1.0, inverse).to(dtype)
+
+    # Loaded after the loop, which needs the registers.
+    values = tl.load(own + VALUE_START + head * VALUES + columns[None, :], mask=is_value, other=0.0).to(tl.float32)
+    scaled = (beta[:, None] * values).to(dtype)
+    solution = tl.dot(inverse, scaled, input_precision="tf32x3").to(dtype)
+    tl.store(updates + rows[:, None] * (HEADS * VALUES) + head * VALUES + columns[None, :], solution, mask=is_value)
+    decayed = ((beta * tl.exp(total))[:, None] * keys).to(dtype)
+    solution = tl.dot(inverse, decayed, input_precision="tf32x3").to(dtype)
+    tl.store(reads + rows[:, None] * (HEADS * KEYS) + head * KEYS + dims[None, :], solution, mask=is_key)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "ends"])
+def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
+    qkv: tl.tensor,
+    steps: tl.tensor,
+    betas: tl.tensor | None,
+    decay: tl.tensor,
+    step_bias: tl.tensor,
+    skip: tl.tensor | None,
+    updates: tl.tensor,
+    reads: tl.tensor,
+    states: tl.tensor,
+    out: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    ends: tl.tensor,
+    decoding: int,
+    qkv_stride: int,
+    steps_stride: int,
+    betas_stride: int,
+    QUERY_START: tl.constexpr,
+    KEY_START: tl.constexpr,
+    VALUE_START: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    DELTA: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
+    STEP_MIN: tl.constexpr,
+    STEP_MAX: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PIECE: tl.constexpr,
+) -> None:
+    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    start = tl.load(ends + chunk)
+    length = tl.load(ends + chunk + 1) - start
+    first = decoding + start
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    dims = tl.arange(0, KEY_BLOCK)
+    inside, is_dim = columns < VALUES, dims < KEYS
+    slot = tl.load(slots + first).to(tl.int64)
+    kept = states + (slot * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
+    in_state = is_dim[:, None] & inside[None, :]
+    continues = tl.load(positions + first) > 0
+    state = tl.load(kept, mask=in_state & continues, other=0.0)
+    rate, bias = tl.load(decay + head), tl.load(step_bias + head)
+    dtype = qkv.dtype.element_ty
+    places = tl.arange(0, PIECE)
+    causal = places[:, None] >= places[None, :]
+    for piece in range(0, length, PIECE):
+        real = piece + places < length
+        rows = (first + piece + places).to(tl.int64)
+        own = qkv + rows[:, None] * qkv_stride
+        vectors = own + (head // SHARE) * KEYS + dims[None, :]
+        is_key, is_value = real[:, None] & is_dim[None, :], real[:, None] & inside[None, :]
+        queries = tl.load(vectors + QUERY_START, mask=is_key, other=0.0).to(tl.float32)
+        keys = tl.load(vectors + KEY_START, mask=is_key, other=0.0).to(tl.float32)
+        size = _step_size(tl.load(steps + rows * steps_stride + head, mask=real, other=0.0), bias, STEP_MIN, STEP_MAX)
+        logs = tl.where(real, -rate * size, 0.0)
+        total, last = tl.cumsum(logs, 0), tl.sum(logs, axis=0)
+        rounded = state.to(dtype)
+        if DELTA:
+            queries, keys = _unit(queries, 1) * (KEYS**-0.5), _unit(keys, 1)
+            read = tl.load(reads + rows[:, None] * (HEADS * KEYS) + head * KEYS + dims[None, :], mask=is_key, other=0.0)
+            solved = updates + rows[:, None] * (HEADS * VALUES) + head * VALUES + columns[None, :]
+            update = tl.load(solved, mask=is_value, other=0.0).to(tl.float32)
+            update -= tl.dot(read, rounded, input_precision="tf32x3")
+        else:
+            sources = own + VALUE_START + head * VALUES + columns[None, :]
+            values = tl.load(sources, mask=is_value, other=0.0).to(tl.float32)
+            update = size[:, None] * values
+        operand = update.to(dtype)
+        between = tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0))
+        products = tl.dot(queries.to(dtype), tl.trans(keys.to(dtype)), input_precision="tf32x3")
+        weights = tl.where(causal, products * between, 0.0).to(dtype)
+        result = tl.dot(weights, operand, input_precision="tf32x3")
+        result += tl.exp(total)[:, None] * tl.dot(queries.to(dtype), rounded, input_precision="tf32x3")
+        if skip is not None:
+            result += tl.load(skip + head) * values
+        targets = out + rows[:, None] * (HEADS * VALUES) + head * VALUES + columns[None, :]
+        tl.store(targets, result.to(out.dtype.element_ty), mask=is_value)
+        rest = (keys * tl.exp(last - total)[:, None]).to(dtype)
+        state = state * tl.exp(last) + tl.dot(tl.trans(rest), operand, input_precision="tf32x3")
+    tl.store(kept, state, mask=in_state)

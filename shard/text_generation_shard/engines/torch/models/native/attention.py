@@ -1,0 +1,95 @@
+"""The weights of the attention of a layer, or one rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
+from text_generation_shard.engines.torch.layers.rope import head_order
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.decoder import AttentionPart
+from text_generation_shard.engines.torch.models.native.projections import (
+    AnyLinear,
+    LayerProjections,
+    of_heads,
+    reorder_rows,
+)
+from text_generation_shard.engines.torch.weights.parameter import ParameterShard
+
+
+class AttentionWeights(AttentionPart):
+    """The projections of an attention, the norms of its heads, and its sinks."""
+
+    qkv: AnyLinear
+    output: AnyLinear
+
+    def __init__(
+        self, config: ModelConfig, index: int, projections: LayerProjections, norm: Callable[[int], RMSNorm]
+    ) -> None:
+        family, whole, tp = config.family, config.layers[index], projections.tp
+        self._config, self._prefix = config, projections.prefix
+        heads, kv_heads = tp.even(config.num_heads, "attention heads"), tp.kv_heads(whole.num_kv_heads)
+        self.shape = replace(whole, num_heads=heads.length, num_kv_heads=kv_heads.length)
+        self.is_gated = family.gated_attention
+        queries, keys = of_heads(heads, whole.head_dim), of_heads(kv_heads, whole.head_dim)
+        gated = of_heads(heads, 2 * whole.head_dim) if self.is_gated else queries
+        parts = [("self_attn.q_proj", gated), ("self_attn.k_proj", keys)]
+        if not config.values_are_keys or whole.window is not None:
+            parts.append(("self_attn.v_proj", keys))
+        self.qkv_width = sum(rows.length for _, rows in parts)
+        self._head_order = head_order(config.ropes[index], whole.head_dim)
+        self._reorders = self._head_order is not None or self.is_gated
+        fused = "self_attn.qkv_proj" if family.fused_qkv else None
+        # Rows of quantized weights cannot be reordered.
+        self.qkv = projections.of_hidden(parts, fused, bias=config.qkv_bias, quantized=not self._reorders)
+        self.output = projections.to_hidden("self_attn.o_proj", queries, bias=config.output_bias)
+        self._first_head = heads.start
+        dtype, device = projections.precision.model, projections.device
+        self.sinks = torch.empty(heads.length, device=device, dtype=dtype) if family.sinks else None
+        self.head_norms: HeadNorms | None = None
+        if family.query_key_norm:
+            self.head_norms = HeadNorms(norm(whole.head_dim), norm(whole.head_dim), values=family.value_norm)
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        """Return the tensors to fill, by checkpoint name."""
+        parameters: dict[str, ParameterShard | Tensor] = {}
+        if self.head_norms is not None:
+            parameters[f"{self._prefix}self_attn.q_norm.weight"] = self.head_norms.query.weight
+            parameters[f"{self._prefix}self_attn.k_norm.weight"] = self.head_norms.key.weight
+        if self.sinks is not None:
+            parameters[f"{self._prefix}self_attn.sinks"] = ParameterShard(
+                self.sinks, (self._config.num_heads,), (self._first_head,)
+            )
+        return {**parameters, **self.qkv.named_parameters(), **self.output.named_parameters()}
+
+    def process_weights_after_loading(self) -> None:
+        """Prepare the loaded weights for use."""
+        self.qkv.process_weights_after_loading()
+        self.output.process_weights_after_loading()
+        if self.head_norms is not None:
+            for norm in (self.head_norms.query, self.head_norms.key):
+                norm.process_weights_after_loading()
+            self.head_norms.fill_rows(self.shape.num_heads, self.shape.num_kv_heads, self._head_order)
+        if self._reorders:
+            reorder_rows(self.qkv, self._row_order())
+
+    def pack(self) -> None:
+        """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
+        self.qkv.pack()
+        self.output.pack()
+
+    def _row_order(self) -> Tensor:
+        """Return the row of the loaded projections at each of ours: see `head_order`, and `AttentionPart.qkv_width`."""
+        heads, kv_heads, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
+        order = self._head_order or list(range(head_dim))
+        rows = torch.arange(self.qkv_width).view(-1, head_dim)
+        first_key = heads * (1 + self.is_gated)
+        queries, gates = rows[:first_key], rows[:0]
+        if self.is_gated:
+            queries, gates = queries[::2], queries[1::2]
+        keys, values = rows[first_key : first_key + kv_heads], rows[first_key + kv_heads :]
+        return torch.cat((queries[:, order], keys[:, order], values, gates)).flatten()

@@ -1,0 +1,117 @@
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) of Qwen3-Next and Qwen3.5: weights, or one rank's part, and states.
+
+Queries, keys and values of the hidden states pass a short convolution and a recurrence; its outputs are normed head by head and
+gated. A rank has some groups of heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.kernels.operands import GatedNorm, Recurrence
+from text_generation_shard.engines.torch.layers.ops import Ops
+from text_generation_shard.engines.torch.models.native.projections import (
+    AnyLinear,
+    LayerProjections,
+    of_heads,
+    reorder_rows,
+)
+from text_generation_shard.engines.torch.models.native.state_config import StateConfig
+from text_generation_shard.engines.torch.models.native.state_layer import Parameters, StateLayer, of_rank
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+
+
+class GatedDeltaNet(StateLayer):
+    """The projections are queries, keys, values and gates of the outputs, then a beta and a step for each head."""
+
+    def __init__(self, states: StateConfig, eps: float, projections: LayerProjections) -> None:
+        tp, share = projections.tp, states.heads // states.groups
+        self._groups = tp.even(states.groups, "heads of keys")
+        self._heads = of_heads(self._groups, share)
+        keys, values = of_heads(self._groups, states.key_width), of_heads(self._heads, states.value_width)
+        self._fused, self._config = states.family.fused, states
+        super().__init__(
+            projections,
+            self._projections(projections, keys, values),
+            projections.to_hidden("out_proj", values, bias=False),
+            [keys, keys, values],
+            taps=states.taps,
+        )
+        self._prefix = projections.prefix
+        heads, device = self._heads.length, projections.device
+        self._keys, self._values = keys.length, values.length
+        self.mixed_width = self._values
+        self._convolved = 2 * self._keys + self._values
+        self.projected_width = self._convolved + self._values + 2 * heads
+
+        def numbers() -> Tensor:
+            return torch.empty(heads, device=device, dtype=torch.float32)
+
+        self._decay_log = numbers()
+        self._recurrence = Recurrence(
+            heads=heads,
+            groups=self._groups.length,
+            key_width=states.key_width,
+            value_width=states.value_width,
+            query_start=0,
+            key_start=self._keys,
+            value_start=2 * self._keys,
+            decay=self._decay_log,
+            step_bias=numbers(),
+            skip=None,
+            delta=True,
+        )
+        self._norm = GatedNorm(
+            torch.empty(states.value_width, device=device, dtype=projections.precision.model),
+            eps,
+            states.value_width,
+            gate_first=False,
+        )
+        self._states = torch.empty(0, heads, states.key_width, states.value_width, device=device)
+
+    def _projections(self, projections: LayerProjections, keys: ShardRange, values: ShardRange) -> list[AnyLinear]:
+        if self._fused:
+            states, share = self._config, self._config.heads // self._config.groups
+            width = 2 * (states.key_width + share * states.value_width)
+            parts = [("in_proj_qkvz", of_heads(self._groups, width)), ("in_proj_ba", of_heads(self._groups, 2 * share))]
+            # Rows of quantized weights cannot be reordered.
+            return [projections.of_hidden(parts, bias=False, quantized=False)]
+        parts = [("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values)]
+        wide = [*projections.projections(parts, "in_proj_qkv"), *projections.projections([("in_proj_z", values)])]
+        narrow = projections.projections([("in_proj_b", self._heads), ("in_proj_a", self._heads)])
+        # Checkpoints do not quantize the narrow ones.
+        lists = [[*wide, *narrow]] if projections.scheme is None else [wide, narrow]
+        return [projections.linear(each, bias=False) for each in lists]
+
+    def named_parameters(self) -> Parameters:
+        return super().named_parameters() | {
+            f"{self._prefix}A_log": of_rank(self._decay_log, self._heads),
+            f"{self._prefix}dt_bias": of_rank(self._recurrence.step_bias, self._heads),
+            f"{self._prefix}norm.weight": self._norm.weight,
+        }
+
+    def process_weights_after_loading(self) -> None:
+        super().process_weights_after_loading()
+        self._recurrence.decay = self._decay_log.exp()
+        # The norm of each head has the same weight.
+        self._norm.weight = self._norm.weight.repeat(self._heads.length)
+        if self._fused:
+            reorder_rows(self._inputs[0], self._row_order())
+
+    def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
+        heads = self._heads.length
+        qkv, gates, betas, steps = torch.split(projected, [self._convolved, self._values, heads, heads], dim=1)
+        convolved = ops.convolve(qkv, self.convolution, self._history, rows)
+        mixed = ops.scan(convolved, steps, betas, self._recurrence, self._states, rows)
+        return ops.gated_norm(mixed, gates, self._norm, out)
+
+    def _row_order(self) -> Tensor:
+        """Return the row of the loaded projections at each of ours: those of each group of heads are together."""
+        keys, share = self._config.key_width, self._config.heads // self._config.groups
+        values, groups = share * self._config.value_width, self._groups.length
+        rows = torch.arange(self.projected_width)
+        wide, narrow = torch.split(rows, [groups * 2 * (keys + values), groups * 2 * share])
+        parts = torch.split(wide.view(groups, -1), [keys, keys, values, values], dim=1)
+        return torch.cat([part.flatten() for part in (*parts, *torch.split(narrow.view(groups, -1), share, dim=1))])

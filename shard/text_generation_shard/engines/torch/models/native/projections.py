@@ -1,0 +1,78 @@
+"""Builds the linear layers of a layer of a checkpoint, or one rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.layers.linear import FusedProjection, ParallelLinear, Projection
+from text_generation_shard.engines.torch.layers.precision import Precision
+from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear, quantized_linear
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
+from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme
+
+AnyLinear = ParallelLinear | QuantizedLinear
+
+
+class LayerProjections:
+    """The projections of a layer, whose names in the checkpoint begin with `prefix`."""
+
+    def __init__(
+        self,
+        prefix: str,
+        hidden_size: int,
+        scheme: Scheme | None,
+        tp: TensorParallelRank,
+        device: torch.device,
+        precision: Precision,
+    ) -> None:
+        self.prefix, self.tp, self.device, self.precision = prefix, tp, device, precision
+        self.hidden = ShardRange.whole(hidden_size)
+        self.scheme = scheme
+
+    def of_hidden(
+        self, parts: Sequence[tuple[str, ShardRange]], fused: str | None = None, *, bias: bool, quantized: bool = True
+    ) -> AnyLinear:
+        """Return the projections of the hidden states with the given outputs; `fused` names the one that has all their rows."""
+        return self.linear(self.projections(parts, fused), bias=bias, quantized=quantized)
+
+    def to_hidden(self, name: str, inputs: ShardRange, *, bias: bool) -> AnyLinear:
+        """Return a projection to the hidden states."""
+        # The outputs of the ranks are summed, so only one rank adds the bias.
+        projection = Projection(f"{self.prefix}{name}", self.hidden, inputs)
+        return self.linear([projection], bias=bias and self.tp.rank == 0)
+
+    def projections(self, parts: Sequence[tuple[str, ShardRange]], fused: str | None = None) -> list[Projection]:
+        """Return the projections of `of_hidden`."""
+        if fused is None:
+            return [Projection(f"{self.prefix}{name}", rows, self.hidden) for name, rows in parts]
+        whole = FusedProjection(f"{self.prefix}{fused}", sum(rows.total for _, rows in parts))
+        if self.tp.world_size == 1:
+            return [Projection(whole.name, ShardRange.whole(whole.rows), self.hidden)]
+        ends = accumulate(rows.total for _, rows in parts)
+        return [
+            Projection(f"{self.prefix}{name}", rows, self.hidden, whole, end - rows.total)
+            for (name, rows), end in zip(parts, ends, strict=True)
+        ]
+
+    def linear(self, projections: Sequence[Projection], *, bias: bool, quantized: bool = True) -> AnyLinear:
+        """Return projections of one input as one linear layer, in their packed format if there are products with it."""
+        scheme = self.scheme if quantized else None
+        linear = quantized_linear(projections, scheme, self.device, self.precision.model, bias=bias)
+        return linear or ParallelLinear(projections, self.device, self.precision, bias=bias)
+
+
+def of_heads(heads: ShardRange, head_dim: int) -> ShardRange:
+    """Return the range of the values of some heads."""
+    return ShardRange(heads.start * head_dim, heads.length * head_dim, heads.total * head_dim)
+
+
+def reorder_rows(linear: AnyLinear, order: Tensor) -> None:
+    """Reorder the outputs of a dense linear layer; it must not be quantized."""
+    assert isinstance(linear, ParallelLinear)
+    for tensor in (linear.weight, linear.bias):
+        if tensor is not None:
+            tensor.copy_(tensor[order.to(tensor.device)])

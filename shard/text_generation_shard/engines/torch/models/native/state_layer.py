@@ -1,0 +1,111 @@
+"""The parts that all layers with a state have: projections around a short convolution, and pools of states.
+
+A pool has an entry for each slot of the engine, and a spare one for the padding rows of graphs. It is read and written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.kernels.operands import Convolution
+from text_generation_shard.engines.torch.layers.norm import RMSNorm
+from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
+from text_generation_shard.engines.torch.models.native.projections import AnyLinear, LayerProjections
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+from text_generation_shard.engines.torch.weights.parameter import OtherSource, ParameterShard
+
+Parameters = dict[str, ParameterShard | Tensor]
+
+
+class StateLayer:
+    """Implements `StatePart` but for `mix`. `channels` are the ranges of the convolution's channels that this rank has."""
+
+    def __init__(  # noqa: PLR0913 – all that differs between the kinds
+        self,
+        projections: LayerProjections,
+        inputs: Sequence[AnyLinear],
+        output: AnyLinear,
+        channels: Sequence[ShardRange],
+        *,
+        taps: int,
+        convolution: str = "conv1d",
+        bias: bool = False,
+        activates: bool = True,
+    ) -> None:
+        self.output = output
+        self._inputs, self._channels = inputs, channels
+        self._convolution_name = f"{projections.prefix}{convolution}"
+        device, dtype = projections.device, projections.precision.model
+        width = sum(part.length for part in channels)
+        self._taps = torch.empty(width, 1, taps, device=device, dtype=dtype)
+        self._bias = torch.empty(width, device=device, dtype=dtype) if bias else None
+        self.convolution = Convolution(self._taps[:, 0].t(), self._bias, activates)
+        self._history = torch.empty(0, taps - 1, width, device=device, dtype=projections.precision.products)
+        """Inputs of the convolution before the next token: [slots + 1, taps - 1, channels]."""
+        self._states = torch.empty(0, device=device)
+        """States of the recurrence, if the layer has one: float32 [slots + 1, …]."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one slot."""
+        pools = self._history, self._states
+        return sum(pool.shape[1:].numel() * pool.itemsize for pool in pools if pool.ndim > 1)
+
+    def allocate(self, slots: int) -> None:
+        """Allocate the states of `slots` slots and the spare ones."""
+        self._history = self._history.new_zeros(slots + 1, *self._history.shape[1:])
+        self._states = self._states.new_zeros(slots + 1, *self._states.shape[1:])
+
+    def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm, out: Tensor | None) -> Tensor:
+        if len(self._inputs) == 1:
+            return ops.norm_linear(stream, norm, self._inputs[0], out)
+        normed = ops.norm(stream, norm)
+        return torch.cat([linear(normed) for linear in self._inputs], dim=1, out=out)
+
+    def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def named_parameters(self) -> Parameters:
+        """Return the tensors to fill, by checkpoint name."""
+        parameters: Parameters = {}
+        for kind, tensor in (("weight", self._taps), ("bias", self._bias)):
+            if tensor is not None:
+                parameters |= self._channel_parameters(f"{self._convolution_name}.{kind}", tensor)
+        for each in (*self._inputs, self.output):
+            parameters |= each.named_parameters()
+        return parameters
+
+    def process_weights_after_loading(self) -> None:
+        """Prepare the loaded weights for use."""
+        for each in (*self._inputs, self.output):
+            each.process_weights_after_loading()
+        self.convolution.weight = self._taps[:, 0].t().contiguous()
+
+    def pack(self) -> None:
+        """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
+        for each in (*self._inputs, self.output):
+            each.pack()
+
+    def _channel_parameters(self, name: str, tensor: Tensor) -> Parameters:
+        """Return the rows of each of the ranges of channels, which follow each other in one tensor of the checkpoint."""
+        if all(part.length == part.total for part in self._channels):
+            return {name: tensor}
+        parameters: Parameters = {}
+        first_row, shape = 0, tensor.shape[1:]
+        total = sum(part.total for part in self._channels)
+        rows = torch.split(tensor, [part.length for part in self._channels])
+        for index, (part, own) in enumerate(zip(self._channels, rows, strict=True)):
+            other = OtherSource(name, (total, *shape), first_row=first_row)
+            starts = (part.start, *(0 for _ in shape))
+            parameters[f"{name}.{index}"] = ParameterShard(own, (part.total, *shape), starts, other=other)
+            first_row += part.total
+        return parameters
+
+
+def of_rank(tensor: Tensor, heads: ShardRange) -> ParameterShard:
+    """Return the parameter of this rank's heads of a vector with a number for each head."""
+    return ParameterShard(tensor, (heads.total,), (heads.start,))

@@ -1,0 +1,127 @@
+"""The kernels of layers with a state, against the same operations in plain torch and float64."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from full_grid import full
+from reference_ops import relative_error
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch.state_rows import StateChunk, StateRows
+from text_generation_shard.engines.torch.kernels import convolution, gated_norm, scan
+from text_generation_shard.engines.torch.kernels.operands import Convolution, GatedNorm, Recurrence
+from text_generation_shard.engines.torch.layers import recurrence
+
+SLOTS = 9
+SPARE = 3
+"""Columns of wider buffers that the inputs are part of."""
+
+
+class Case(NamedTuple):
+    decoding: tuple[int, ...]
+    """Slots of decode rows."""
+    chunks: tuple[tuple[int, int, int], ...]
+    """Slot, first position and length of chunks."""
+
+
+CASES = {
+    "decode rows, one of padding": Case((4, SLOTS, 0, 7), ()),
+    "a new prompt": Case((), ((2, 0, 70),)),
+    "both, and chunks shorter than the convolution": Case((1, 3), ((5, 0, 2), (0, 9, 1), (8, 64, 66), (2, 0, 33))),
+}
+
+
+def rows_of(case: Case, device: torch.device) -> StateRows:
+    slots, positions = list(case.decoding), [5] * len(case.decoding)
+    chunks, ends = [], [0]
+    for slot, start, length in case.chunks:
+        chunks.append(StateChunk(slot, start, len(slots), length))
+        slots += [slot] * length
+        positions += range(start, start + length)
+        ends.append(ends[-1] + length)
+    numbers = [torch.tensor(each, dtype=torch.int32, device=device) for each in (slots, positions, ends)]
+    return StateRows(len(case.decoding), numbers[0], numbers[1], tuple(chunks), numbers[2])
+
+
+def part(values: Tensor) -> Tensor:
+    """Return equal values within a buffer of longer rows."""
+    wide = torch.full((len(values), values.shape[1] + SPARE), math.nan, dtype=values.dtype, device=values.device)
+    wide[:, : values.shape[1]] = values
+    return wide[:, : values.shape[1]]
+
+
+def check(out: Tensor, expected: Tensor, states: Tensor, expected_states: Tensor, case: Case, tolerance: float) -> None:
+    """Compare outputs, but those of padding, and the states of all slots, most of which must not change."""
+    real = [row for row in range(len(out)) if row >= len(case.decoding) or case.decoding[row] != SLOTS]
+    assert relative_error(out[real], expected[real]) < tolerance
+    assert not out[[row for row in range(len(out)) if row not in real]].any()
+    assert relative_error(states[:SLOTS], expected_states[:SLOTS]) < tolerance
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("taps", "bias", "activates"), [(4, True, True), (3, False, False)])
+def test_convolutions(case: Case, taps: int, bias: bool, activates: bool, device: torch.device) -> None:
+    rows, channels = rows_of(case, device), 70
+    x = part(torch.randn(len(rows.slots), channels, device=device))
+    states = torch.randn(SLOTS + 1, taps - 1, channels, device=device)
+    weight = torch.randn(taps, channels, device=device)
+    own = Convolution(weight, torch.randn(channels, device=device) if bias else None, activates)
+    exact = Convolution(weight.double(), own.bias.double() if own.bias is not None else None, activates)
+    expected_states = states.double()
+    expected = recurrence.convolve(x.double(), exact, expected_states, rows)
+    out = convolution.convolve(x, own, states, rows)
+    check(out, expected, states, expected_states, case, 1e-6)
+
+
+def random_recurrence(kind: str, keys: int, values: int, device: torch.device) -> Recurrence:
+    heads, groups = 4, 2
+    return Recurrence(
+        heads=heads,
+        groups=groups,
+        key_width=keys,
+        value_width=values,
+        query_start=0,
+        key_start=groups * keys,
+        value_start=2 * groups * keys,
+        decay=torch.rand(heads, device=device) * 0.2,
+        step_bias=torch.randn(heads, device=device),
+        skip=None if kind == "delta" else torch.randn(heads, device=device),
+        delta=kind == "delta",
+        beta_scale=2.0 if kind == "delta" else 1.0,
+        step_limits=(0.0, math.inf) if kind == "delta" else (0.1, 0.9),
+    )
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("kind", "keys", "values"),
+    [("delta", 16, 36), ("selective", 20, 16), full("delta", 128, 128), full("selective", 128, 64)],
+)
+def test_recurrences(case: Case, kind: str, keys: int, values: int, device: torch.device) -> None:
+    rows, own = rows_of(case, device), random_recurrence(kind, keys, values, device)
+    tokens, heads = len(rows.slots), own.heads
+    qkv = part(torch.randn(tokens, own.value_start + heads * values, device=device))
+    steps = part(torch.randn(tokens, heads, device=device))
+    betas = part(torch.randn(tokens, heads, device=device)) if own.delta else None
+    states = torch.randn(SLOTS + 1, heads, keys, values, device=device)
+    expected_states = states.double()
+    exact = None if betas is None else betas.double()
+    expected = recurrence.scan(qkv.double(), steps.double(), exact, own, expected_states, rows)
+    out = scan.scan(qkv, steps, betas, own, states, rows)
+    check(out, expected, states, expected_states, case, 1e-5)
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_gated_norms(gate_first: bool, device: torch.device) -> None:
+    x, gate = (part(torch.randn(5, 36, device=device)) for _ in range(2))
+    norm = GatedNorm(torch.randn(36, device=device), 1e-2, 12, gate_first)
+    exact = GatedNorm(norm.weight.double(), 1e-2, 12, gate_first)
+    expected = recurrence.gated_norm(x.double(), gate.double(), exact)
+    assert relative_error(gated_norm.gated_norm(x, gate, norm), expected) < 1e-6
+    out = torch.empty(5, 36, dtype=torch.float16, device=device)
+    gated_norm.gated_norm(x, gate, norm, out)
+    assert relative_error(out, expected) < 1e-3
