@@ -209,6 +209,11 @@ WRAPPERS_INTRODUCTION = """\
 With `longrope` the native code uses the long factors at every length, as vLLM does, if the context of the config is longer than
 the original one; transformers uses the short ones for shorter texts. `--model-impl transformers` serves the original length only.
 
+Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence: the last inputs of the convolution, in
+the dtype of the activations, and the sums of a recurrence, in float32. The pools of all layers have room for one more sequence than
+are served, and take at most a quarter of the usable memory, which may bound the number of sequences. Prefixes are not reused. With
+`--num-shard`, transformers runs models with Mamba 2 or short convolutions.
+
 Of models of text and images the text part is served; requests cannot have images.
 
 | `model_type` | architecture | default of the text part |
@@ -231,8 +236,8 @@ Else the log says why (`the layers run in transformers`), and the library's laye
 
 * `--num-shard` divides a model by the tensor-parallel plan of its config; one without a plan, or whose heads or sizes cannot be
   divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).
-* Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence, at most a quarter of the usable
-  memory in all; this may bound the number of sequences. Prefixes are not reused.
+* Layers with a state bound the number of sequences as in the native decoder. Decode steps have no CUDA graph with them, and
+  prompts are computed one after the other.
 * Of a model of several modalities the text part is served. Where transformers has no class for it alone (Qwen2-VL to Qwen3-VL,
   GLM-4V to GLM-4.6V), the class of the whole model is used without its other parts: tensors are converted and logits scaled and
   capped as there. Where it has one, logits are scaled and capped as in that class, by the config of the text part: the whole

@@ -14,12 +14,12 @@ from torch.nn import functional
 from text_generation_bench.kernel_timing import Launch, Table, randn, timed
 from text_generation_shard.engines.torch.kernels import experts as kernels
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
-from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation, Routing
 from text_generation_shard.engines.torch.layers.expert_linear import (
     ExpertLinear,
     Routed,
+    choose_top_k,
     experts_by_loop,
-    softmax_top_k,
 )
 
 MAX_ERROR = 2e-2
@@ -52,7 +52,7 @@ class Mixture:
         return self.linear(2 * self.inner, self.hidden), self.linear(self.hidden, self.inner)
 
     def routed(self, rows: int) -> Routed:
-        return softmax_top_k(randn(rows, self.experts, dtype=torch.float32), self.experts_each, normalize=True)
+        return choose_top_k(randn(rows, self.experts, dtype=torch.float32), Routing(self.experts_each, normalize=True))
 
     def num_bytes(self, ids: Tensor) -> int:
         """Return the bytes of the weights of the experts with tokens."""

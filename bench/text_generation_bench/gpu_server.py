@@ -35,6 +35,14 @@ _LLAMA = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
+_QWEN3_NEXT = _LLAMA | {
+    "max_position_embeddings": 262144,
+    "rope_theta": 1e7,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+}
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 SHAPES = {
     "llama-8b": _LLAMA | dict(zip(_SIZES, (4096, 32, 32, 8, 14336), strict=True)),
@@ -63,6 +71,34 @@ SHAPES = {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
+    },
+    "qwen3-next-128-experts": _QWEN3_NEXT
+    | dict(zip(_SIZES, (2048, 48, 16, 2, 5120), strict=True))
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_experts": 128,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    "qwen3.5-9b": _QWEN3_NEXT
+    | dict(zip(_SIZES, (4096, 32, 16, 4, 12288), strict=True))
+    | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+    "granite-4-small": _LLAMA
+    | dict(zip(_SIZES, (4096, 40, 32, 8, 768), strict=True))
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": [("attention" if layer % 10 == 5 else "mamba") for layer in range(40)],
+        "attention_multiplier": 0.0078125,
+        "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+        "shared_intermediate_size": 1536,
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
     },
 }
 """Model shapes to serve with random weights. The vocabulary is SmolLM2's."""

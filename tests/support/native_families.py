@@ -41,6 +41,11 @@ MODELS = {
     "qwen3_5_text": "Qwen3.5 to 3.8 dense",
     "qwen3_5_moe_text": "Qwen3.5 to 3.8 MoE",
     "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
+    "granitemoehybrid": "Granite 4",
+    "bamba": "Bamba",
+    "falcon_h1": "Falcon-H1",
+    "lfm2": "LFM2, LFM2.5",
+    "lfm2_moe": "LFM2-8B-A1B",
 }
 """The models that people know of each family, for docs/models.md."""
 
@@ -66,6 +71,13 @@ def native_configs(
         "linear_num_value_heads": 6,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 12,
+    }
+    mamba = {
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mamba_d_head": 2 * shape["hidden_size"] // 8,
+        "mamba_chunk_size": 16,
     }
     hybrid_experts = hybrid | {
         "num_experts": 8,
@@ -231,5 +243,58 @@ def native_configs(
         "qwen3_5_moe, text part": transformers.Qwen3_5MoeConfig(
             text_config=transformers.Qwen3_5MoeTextConfig(**shape, **hybrid_experts).to_dict(),
             vision_config={**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": shape["hidden_size"]},
+        ),
+        "granitemoehybrid": transformers.GraniteMoeHybridConfig(
+            **shape,
+            **mamba,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            shared_intermediate_size=40,
+            layer_types=["mamba", "attention", "mamba"],
+            embedding_multiplier=3.0,
+            residual_multiplier=0.6,
+            attention_multiplier=0.2,
+            logits_scaling=4.0,
+        ),
+        "granitemoehybrid, dense, with rotation": transformers.GraniteMoeHybridConfig(
+            **shape,
+            **mamba,
+            num_local_experts=0,
+            shared_intermediate_size=40,
+            position_embedding_type="rope",
+            layer_types=["mamba", "mamba", "attention"],
+            mamba_proj_bias=True,
+        ),
+        "bamba": transformers.BambaConfig(**shape, **mamba, attn_layer_indices=[1], mlp_bias=True),
+        "falcon_h1": transformers.FalconH1Config(
+            **shape,
+            **mamba | {"mamba_d_ssm": 64, "mamba_d_head": 8},
+            lm_head_multiplier=0.5,
+            embedding_multiplier=2.0,
+            mlp_multipliers=[0.7, 1.2],
+            key_multiplier=0.6,
+            attention_in_multiplier=1.3,
+            attention_out_multiplier=0.8,
+            ssm_in_multiplier=1.1,
+            ssm_out_multiplier=0.7,
+            ssm_multipliers=[0.8, 1.1, 0.9, 1.2, 0.7],
+        ),
+        "falcon_h1, normed": transformers.FalconH1Config(
+            **shape, **mamba | {"mamba_d_ssm": 64, "mamba_d_head": 8}, mamba_rms_norm=True
+        ),
+        "lfm2": transformers.Lfm2Config(
+            **shape | {"tie_word_embeddings": True},
+            layer_types=["conv", "full_attention", "conv"],
+            conv_bias=True,
+            block_multiple_of=16,
+        ),
+        "lfm2_moe": transformers.Lfm2MoeConfig(
+            **shape,
+            layer_types=["conv", "full_attention", "conv"],
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            num_dense_layers=1,
+            routed_scaling_factor=1.5,
         ),
     }

@@ -26,7 +26,7 @@ from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, De
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers import recurrence
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
-from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
@@ -44,7 +44,7 @@ class ReferenceKernels:
     """Stands for `DeviceKernels`."""
 
     fused_tokens = 1
-    route = staticmethod(softmax_top_k)
+    route = staticmethod(choose_top_k)
     experts = staticmethod(experts_by_loop)
     convolve = staticmethod(recurrence.convolve)
     scan = staticmethod(recurrence.scan)

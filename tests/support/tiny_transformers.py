@@ -38,6 +38,8 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
     for name, factor in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(factor, 1.0, 0.3)
+        elif name.endswith("expert_bias"):
+            torch.nn.init.normal_(factor, 0.0, 0.3)
     return model
 
 

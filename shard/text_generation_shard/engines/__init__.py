@@ -84,6 +84,10 @@ def choose_code(config: ShardConfig) -> CodeChoice:
     try:
         # Checked before PyTorch is imported, which takes seconds.
         model = read_model_config(folder, config.quantize)
+        if config.world_size > 1 and model.states is not None and not model.states.divides:
+            raise UnsupportedError(
+                f"{folder}: the native decoder does not divide layers of kind {model.states.family.kind}"
+            )
     except UnsupportedError as error:
         if config.model_impl == "native":
             raise

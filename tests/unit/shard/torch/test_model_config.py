@@ -245,6 +245,10 @@ REQUIRED = {
 }
 
 
+WITH_LAYER_TYPES = ("lfm2", "lfm2_moe", "granitemoehybrid")
+"""Families of layers with a state, whose kinds a config.json must have."""
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: str) -> None:
     """Without its optional fields, a config reads as with the values that transformers gives them."""
@@ -254,9 +258,13 @@ def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: st
     reference = AutoConfig.for_model(model_type)
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == FAMILIES[model_type].architecture
     given = {**reference.to_dict(), "architectures": [FAMILIES[model_type].architecture], "dtype": "bfloat16"}
-    unsupported = dict.fromkeys((name for name, _ in FAMILIES[model_type].unsupported), 0)
-    given |= unsupported
-    required |= unsupported.keys()
+    fixed: dict[str, object] = dict.fromkeys((name for name, _ in FAMILIES[model_type].unsupported), False)
+    if model_type in WITH_LAYER_TYPES:
+        fixed["layer_types"] = ["conv", "full_attention"] * (reference.num_hidden_layers // 2)
+    elif model_type == "bamba":
+        fixed["attn_layer_indices"] = [3, 5]
+    given |= fixed
+    required |= fixed.keys()
     (tmp_path / "config.json").write_text(json.dumps(given))
     expected = read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({key: given[key] for key in required if key in given}))

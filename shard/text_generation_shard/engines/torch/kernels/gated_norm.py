@@ -40,7 +40,7 @@ def gated_norm(x: Tensor, gate: Tensor, norm: GatedNorm, out: Tensor | None = No
 def _gated_norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     gate: tl.tensor,
-    weight: tl.tensor,
+    weight: tl.tensor | None,
     out: tl.tensor,
     x_stride: int,
     gate_stride: int,
@@ -58,7 +58,8 @@ def _gated_norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     gates = gates / (1.0 + tl.exp(-gates))
     if GATE_FIRST:
         values *= gates
-    values *= norm_scale(values, eps, WIDTH) * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        values *= norm_scale(values, eps, WIDTH) * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if not GATE_FIRST:
         values *= gates
     tl.store(out + row * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)

@@ -45,6 +45,27 @@ class GatedActivation:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """The choice of the experts of a token from the logits of a router."""
+
+    chosen: int
+    """Experts that are chosen for a token."""
+    normalize: bool
+    """True: the weights of the chosen experts sum to one (`norm_topk_prob`), as in a softmax of the chosen logits."""
+    scale: Tensor | None = None
+    """[experts]: factors of the weights."""
+    choice_bias: Tensor | None = None
+    """float32 [experts]: probabilities are sigmoids, and experts are chosen by their sum with it. None: those of a softmax."""
+    has_shared: bool = False
+    """True: the last logit is the gate of an expert shared by all tokens, whose weight is the sigmoid of it."""
+
+    @property
+    def each(self) -> int:
+        """Experts of a token."""
+        return self.chosen + self.has_shared
+
+
+@dataclass(frozen=True, slots=True)
 class ChosenExperts:
     """The experts of a product with a few rows."""
 
@@ -175,8 +196,8 @@ class Recurrence:
 class GatedNorm:
     """RMS norm of each of several groups of columns, times silu(gate)."""
 
-    weight: Tensor
-    """[columns]."""
+    weight: Tensor | None
+    """[columns]; None: values are gated without a norm."""
     eps: float
     width: int
     """Columns of a group."""

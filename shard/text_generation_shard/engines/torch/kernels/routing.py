@@ -1,4 +1,4 @@
-"""The choice of experts by probability, as `softmax_top_k` in layers/expert_linear.py; equal probabilities: the first expert."""
+"""The choice of experts by probability, as `choose_top_k` in layers/expert_linear.py; equal probabilities: the first expert."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.operands import Routing
 
-def route(
-    logits: Tensor, experts_each: int, *, normalize: bool, expert_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return ids int32 and weights float32, [tokens, experts_each], for `logits` float32 [tokens, experts].
+SIGMOID_EPS = tl.constexpr(1e-6)
+"""Added to the sum of the chosen probabilities of sigmoids before it divides them, as in transformers' Lfm2MoeTopKRouter."""
 
-    The weights are multiplied by the `expert_scale` [experts] of their experts. The ids are valid for any logits; a row with NaN gets
-    weights of NaN.
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return ids int32 and weights float32, [tokens, experts of each], for `logits` float32 [tokens, experts].
+
+    The ids are valid for any logits; a row with NaN gets weights of NaN.
     """
-    tokens, experts = logits.shape
-    ids = torch.empty(tokens, experts_each, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, experts_each, dtype=torch.float32, device=logits.device)
+    tokens, experts = len(logits), logits.shape[1] - routing.has_shared
+    ids = torch.empty(tokens, routing.each, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, routing.each, dtype=torch.float32, device=logits.device)
     _route_kernel[(tokens,)](
         logits,
         ids,
         weights,
-        expert_scale,
+        routing.scale,
+        routing.choice_bias,
         logits.stride(0),
-        NORMALIZE=normalize,
+        NORMALIZE=routing.normalize,
         EXPERTS=experts,
         BINS=triton.next_power_of_2(experts),
-        EACH=experts_each,
-        EACH_PADDED=triton.next_power_of_2(experts_each),
+        CHOSEN=routing.chosen,
+        CHOSEN_PADDED=triton.next_power_of_2(routing.chosen),
+        HAS_SHARED=routing.has_shared,
         num_warps=1,
     )
     return ids, weights
@@ -41,34 +45,51 @@ def _route_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     ids: tl.tensor,
     weights: tl.tensor,
     expert_scale: tl.tensor | None,
+    choice_bias: tl.tensor | None,
     logits_stride: int,
     NORMALIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
-    EACH: tl.constexpr,
-    EACH_PADDED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOSEN_PADDED: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
 ) -> None:
     token = tl.program_id(0)
-    experts, places = tl.arange(0, BINS), tl.arange(0, EACH_PADDED)
+    experts, places = tl.arange(0, BINS), tl.arange(0, CHOSEN_PADDED)
     inside = experts < EXPERTS
     row = tl.load(logits + token * logits_stride + experts, mask=inside, other=float("-inf"))
     # NaN is never equal to a maximum: it counts as the least likely, and is added to the weights again below.
     is_number = row == row
     numbers = tl.where(is_number, row, -3e38)
-    left = tl.exp(numbers - tl.max(numbers, axis=0))
-    total = tl.sum(left, axis=0)
-    chosen_ids = tl.zeros((EACH_PADDED,), tl.int32)
-    chosen = tl.zeros((EACH_PADDED,), tl.float32)
-    for place in tl.static_range(EACH):
+    if choice_bias is None:
+        probabilities = tl.exp(numbers - tl.max(numbers, axis=0))
+        left = probabilities
+    else:
+        power = tl.exp(-tl.abs(numbers))
+        probabilities = tl.where(numbers < 0.0, power, 1.0) / (1.0 + power)
+        left = probabilities + tl.load(choice_bias + experts, mask=inside, other=0.0)
+    left = tl.where(inside, left, -3e38)
+    total = tl.sum(probabilities, axis=0)
+    chosen_ids = tl.zeros((CHOSEN_PADDED,), tl.int32)
+    chosen = tl.zeros((CHOSEN_PADDED,), tl.float32)
+    for place in tl.static_range(CHOSEN):
         best = tl.max(left, axis=0)
         index = tl.min(tl.where((left == best) & inside, experts, EXPERTS - 1), axis=0)
         chosen_ids = tl.where(places == place, index, chosen_ids)
-        chosen = tl.where(places == place, best, chosen)
-        left = tl.where(experts == index, -1.0, left)
+        probability = tl.sum(tl.where(experts == index, probabilities, 0.0), axis=0)
+        chosen = tl.where(places == place, probability, chosen)
+        left = tl.where(experts == index, -3e38, left)
     divisor = tl.sum(chosen, axis=0) if NORMALIZE else total
+    if choice_bias is not None:
+        divisor = divisor + SIGMOID_EPS if NORMALIZE else 1.0
     values = chosen / divisor + tl.sum(tl.where(is_number, 0.0, row), axis=0)
-    is_place = places < EACH
+    is_place = places < CHOSEN
     if expert_scale is not None:
         values *= tl.load(expert_scale + chosen_ids).to(tl.float32)
-    tl.store(ids + token * EACH + places, chosen_ids, mask=is_place)
-    tl.store(weights + token * EACH + places, values, mask=is_place)
+    out = token * (CHOSEN + HAS_SHARED)
+    tl.store(ids + out + places, chosen_ids, mask=is_place)
+    tl.store(weights + out + places, values, mask=is_place)
+    if HAS_SHARED:
+        gate = tl.load(logits + token * logits_stride + EXPERTS)
+        tl.store(ids + out + CHOSEN, EXPERTS)
+        tl.store(weights + out + CHOSEN, tl.sigmoid(gate))

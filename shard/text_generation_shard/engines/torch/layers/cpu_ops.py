@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, GatedActivation, Routing
 from text_generation_shard.engines.torch.layers import recurrence
-from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import ResidualStream
@@ -18,7 +18,7 @@ class CpuOps:
     """Implements `Ops` for a rank of `group`, on any device."""
 
     has_buffers = False
-    route = staticmethod(softmax_top_k)
+    route = staticmethod(choose_top_k)
     experts = staticmethod(experts_by_loop)
     convolve = staticmethod(recurrence.convolve)
     scan = staticmethod(recurrence.scan)
@@ -46,13 +46,11 @@ class CpuOps:
         before: RMSNorm,
         router: Linear,
         experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
+        routing: Routing,
         after: RMSNorm | None,
-        experts_each: int,
-        *,
-        normalize: bool,
     ) -> None:
         x, (gate_up, down, activation) = self.norm(stream, before), experts
-        ids, weights = self.route(router(x), experts_each, normalize=normalize)
+        ids, weights = self.route(router(x), routing)
         self.add(stream, self.experts(x, ids, weights, gate_up, down, activation), after)
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:

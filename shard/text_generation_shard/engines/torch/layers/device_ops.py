@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.few_experts import few_weights
-from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation, Routing
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
 from text_generation_shard.engines.torch.layers.linear import Linear
@@ -91,25 +91,23 @@ class DeviceOps:
         before: RMSNorm,
         router: Linear,
         experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
+        routing: Routing,
         after: RMSNorm | None,
-        experts_each: int,
-        *,
-        normalize: bool,
     ) -> None:
         gate_up, down, activation = experts
         weight, few = (
             self._fused_weight(router, stream),
-            few_weights(gate_up, down, experts_each * len(stream.residual)),
+            few_weights(gate_up, down, routing.each * len(stream.residual)),
         )
         if weight is None or few is None or after is not None:
             x = self.norm(stream, before)
-            ids, weights = self.route(router(x), experts_each, normalize=normalize)
+            ids, weights = self.route(router(x), routing)
             self.add(stream, self.experts(x, ids, weights, gate_up, down, activation), after)
             return
         residual, norm = stream.residual, (before.weight, before.eps)
         logits = torch.empty(len(residual), weight.shape[0], dtype=torch.float32, device=residual.device)
         self._kernels.matvec(residual, weight, logits, router.bias, norm=norm)
-        ids, weights = self.route(logits, experts_each, normalize=normalize)
+        ids, weights = self.route(logits, routing)
         self._kernels.few_experts(
             residual,
             ids,

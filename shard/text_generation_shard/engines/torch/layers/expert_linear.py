@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation, Routing
 from text_generation_shard.engines.torch.layers.linear import DenseLinear
 
 
@@ -67,19 +67,27 @@ def experts_by_loop(
     return first.to(x.dtype)
 
 
+SIGMOID_EPS = 1e-6
+"""Added to the sum of the chosen probabilities of sigmoids before it divides them, as in transformers' Lfm2MoeTopKRouter."""
 Routed = tuple[Tensor, Tensor]
 """The ids [tokens, k] and the weights, float32 [tokens, k], of the chosen experts."""
 
 
-def softmax_top_k(logits: Tensor, k: int, *, normalize: bool, expert_scale: Tensor | None = None) -> Routed:
-    """Choose by probability over all experts, from `logits` [tokens, experts]; computed in float32.
-
-    With `normalize`, the weights of a token sum to one (`norm_topk_prob`), as in a softmax of the chosen logits. Gemma 4 then
-    multiplies them by `expert_scale` [experts].
-    """
-    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
-    if normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    if expert_scale is not None:
-        weights = weights * expert_scale.float()[ids]
+def choose_top_k(logits: Tensor, routing: Routing) -> Routed:
+    """Choose by probability over all experts, from `logits` [tokens, experts]; computed in float32."""
+    gates = logits[:, -1:].float().sigmoid()
+    if routing.has_shared:
+        logits = logits[:, :-1]
+    if routing.choice_bias is None:
+        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(routing.chosen, dim=-1)
+    else:
+        probabilities = logits.float().sigmoid()
+        ids = (probabilities + routing.choice_bias).topk(routing.chosen, dim=-1).indices
+        weights = probabilities.gather(-1, ids)
+    if routing.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if routing.choice_bias is None else SIGMOID_EPS))
+    if routing.scale is not None:
+        weights = weights * routing.scale.float()[ids]
+    if routing.has_shared:
+        ids, weights = functional.pad(ids, (0, 1), value=logits.shape[1]), torch.cat((weights, gates), 1)
     return ids, weights

@@ -51,6 +51,13 @@ class DenseMLP(GatedMLP):
         self.gate_up.process_weights_after_loading()
         self.down.process_weights_after_loading()
 
+    def multiply(self, gate: float, down: float) -> None:
+        """Multiply the loaded weights of the gates and of the outputs, which are not quantized."""
+        assert isinstance(self.gate_up, ParallelLinear)
+        assert isinstance(self.down, ParallelLinear)
+        self.gate_up.weight[: len(self.gate_up.weight) // 2].mul_(gate)
+        self.down.weight.mul_(down)
+
     def pack(self) -> None:
         """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
         self.gate_up.pack()

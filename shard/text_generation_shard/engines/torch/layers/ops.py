@@ -8,7 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
-from text_generation_shard.engines.torch.kernels.operands import Convolution, GatedActivation, GatedNorm, Recurrence
+from text_generation_shard.engines.torch.kernels.operands import (
+    Convolution,
+    GatedActivation,
+    GatedNorm,
+    Recurrence,
+    Routing,
+)
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
@@ -62,10 +68,8 @@ class Ops(Protocol):
     ) -> None:
         """Add norm(norms[0](parts[0]) + norms[1](parts[1])) to the stream; the parts are first summed over the ranks."""
 
-    def route(
-        self, logits: Tensor, experts_each: int, *, normalize: bool, expert_scale: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the ids and the weights of the experts of each token: see `softmax_top_k`."""
+    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Return the ids and the weights of the experts of each token: see `choose_top_k`."""
         ...
 
     def experts(
@@ -86,10 +90,8 @@ class Ops(Protocol):
         before: RMSNorm,
         router: Linear,
         experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
+        routing: Routing,
         after: RMSNorm | None,
-        experts_each: int,
-        *,
-        normalize: bool,
     ) -> None:
         """Add the outputs of the experts (gate and up, down, activation) that the router chooses to the stream, as `add` does.
 

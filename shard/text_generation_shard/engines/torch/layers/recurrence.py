@@ -85,6 +85,9 @@ def gated_norm(x: Tensor, gate: Tensor, norm: GatedNorm, out: Tensor | None = No
     """Return the normed and gated values of `x` [tokens, columns], in the dtype of `gate` or in `out`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, factors = x.to(dtype), functional.silu(gate.to(dtype))
+    if norm.weight is None:
+        result = x * factors
+        return result.to(gate.dtype) if out is None else out.copy_(result)
     groups = (x * factors if norm.gate_first else x).view(len(x), -1, norm.width)
     normed = functional.rms_norm(groups, (norm.width,), None, norm.eps).flatten(1) * norm.weight.to(dtype)
     result = normed if norm.gate_first else normed * factors

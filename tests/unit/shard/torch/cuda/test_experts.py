@@ -15,9 +15,9 @@ from torch.nn import functional
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
 from text_generation_shard.engines.torch.kernels.experts import experts, grouped_mm, grouped_product
 from text_generation_shard.engines.torch.kernels.few_experts import few_experts
-from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation, Routing
 from text_generation_shard.engines.torch.kernels.routing import route
-from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop, softmax_top_k
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SILU = GatedActivation("silu")
@@ -158,19 +158,31 @@ def test_pairs_are_grouped_by_expert_in_their_order(device: torch.device, tokens
     )
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize(("experts_each", "count", "normalize"), [(8, 128, True), (3, 60, False)])
-def test_the_kernel_routes_as_the_formula(device: torch.device, experts_each: int, count: int, normalize: bool) -> None:
+def test_the_kernel_routes_as_the_formula(
+    device: torch.device, experts_each: int, count: int, normalize: bool, sigmoid: bool
+) -> None:
     torch.manual_seed(1)
     logits = 3 * torch.randn(5, count, device=device)
     logits[1, 7] = logits[1].amax() + 80  # one expert has all the probability
     logits[2, 5] = torch.nan
     logits[3] = torch.nan
     scale = torch.rand(count, device=device) + 0.5 if normalize else None
-    ids, weights = route(logits, experts_each, normalize=normalize, expert_scale=scale)
-    expected_ids, expected = softmax_top_k(logits, experts_each, normalize=normalize, expert_scale=scale)
+    bias = torch.randn(count, device=device) if sigmoid else None
+    routing = Routing(experts_each, normalize, scale, bias)
+    ids, weights = route(logits, routing)
+    expected_ids, expected = choose_top_k(logits, routing)
     for row in (0, 1, 4):
         likely = expected[row] > 0  # the order of experts without any probability is not defined
         assert ids[row][likely].tolist() == expected_ids[row][likely].tolist()
         assert torch.allclose(weights[row], expected[row], rtol=1e-6, atol=1e-7)
     assert weights[2:4].isnan().all()
     assert all(0 <= expert < count for expert in ids.flatten().tolist())
+    gates = torch.randn(5, 1, device=device)
+    with_shared = Routing(experts_each, normalize, scale, bias, has_shared=True)
+    for choose in (route, choose_top_k):
+        all_ids, all_weights = choose(torch.cat((logits, gates), 1), with_shared)
+        assert all_ids[[0, 1, 4], :-1].equal((ids if choose is route else expected_ids)[[0, 1, 4]])
+        assert all_ids[:, -1].tolist() == [count] * 5
+        assert torch.allclose(all_weights[:, -1:], gates.sigmoid(), rtol=1e-6)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.layers.linear import ParallelLinear
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.layers.rope import head_order
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
@@ -18,6 +19,7 @@ from text_generation_shard.engines.torch.models.native.projections import (
     of_heads,
     reorder_rows,
 )
+from text_generation_shard.engines.torch.models.native.state_config import Multipliers
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 
 
@@ -46,7 +48,9 @@ class AttentionWeights(AttentionPart):
         fused = "self_attn.qkv_proj" if family.fused_qkv else None
         # Rows of quantized weights cannot be reordered.
         self.qkv = projections.of_hidden(parts, fused, bias=config.qkv_bias, quantized=not self._reorders)
-        self.output = projections.to_hidden("self_attn.o_proj", queries, bias=config.output_bias)
+        self.output = projections.to_hidden(
+            f"self_attn.{family.names.attention_output}", queries, bias=config.output_bias
+        )
         self._first_head = heads.start
         dtype, device = projections.precision.model, projections.device
         self.sinks = torch.empty(heads.length, device=device, dtype=dtype) if family.sinks else None
@@ -58,8 +62,9 @@ class AttentionWeights(AttentionPart):
         """Return the tensors to fill, by checkpoint name."""
         parameters: dict[str, ParameterShard | Tensor] = {}
         if self.head_norms is not None:
-            parameters[f"{self._prefix}self_attn.q_norm.weight"] = self.head_norms.query.weight
-            parameters[f"{self._prefix}self_attn.k_norm.weight"] = self.head_norms.key.weight
+            names = self._config.family.names
+            parameters[f"{self._prefix}self_attn.{names.query_norm}.weight"] = self.head_norms.query.weight
+            parameters[f"{self._prefix}self_attn.{names.key_norm}.weight"] = self.head_norms.key.weight
         if self.sinks is not None:
             parameters[f"{self._prefix}self_attn.sinks"] = ParameterShard(
                 self.sinks, (self._config.num_heads,), (self._first_head,)
@@ -76,6 +81,15 @@ class AttentionWeights(AttentionPart):
             self.head_norms.fill_rows(self.shape.num_heads, self.shape.num_kv_heads, self._head_order)
         if self._reorders:
             reorder_rows(self.qkv, self._row_order())
+
+    def multiply(self, multipliers: Multipliers) -> None:
+        """Multiply the loaded projections."""
+        assert isinstance(self.qkv, ParallelLinear)
+        assert isinstance(self.output, ParallelLinear)
+        first = self.shape.num_heads * self.shape.head_dim
+        self.qkv.weight.mul_(multipliers.attention_in)
+        self.qkv.weight[first : first + self.shape.num_kv_heads * self.shape.head_dim].mul_(multipliers.key)
+        self.output.weight.mul_(multipliers.attention_out)
 
     def pack(self) -> None:
         """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""

@@ -18,16 +18,16 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.rope import Rope
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertConfig, read_experts
-from text_generation_shard.engines.torch.models.native.families import (
-    FAMILIES,
-    WRAPPERS,
-    Family,
-    Flag,
-    Wrapper,
-)
+from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
+from text_generation_shard.engines.torch.models.native.family import Family, Flag, Wrapper
 from text_generation_shard.engines.torch.models.native.layer_config import KEYS_AS_VALUES, read_layers
 from text_generation_shard.engines.torch.models.native.rope_config import FULL, SLIDING, read_ropes, rotated_layers
-from text_generation_shard.engines.torch.models.native.state_config import StateConfig, read_states
+from text_generation_shard.engines.torch.models.native.state_config import (
+    Multipliers,
+    StateConfig,
+    read_multipliers,
+    read_states,
+)
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.weights.quantization.schemes import KV_KEYS, Scheme, choose_scheme, read_scheme
@@ -83,6 +83,7 @@ class ModelConfig(DecoderNumbers):
     eos_token_ids: tuple[int, ...]
     experts: ExpertConfig | None = None
     states: StateConfig | None = None
+    multipliers: Multipliers | None = None
     quantization: Scheme | None = None
 
     @property
@@ -109,14 +110,16 @@ class ModelConfig(DecoderNumbers):
         """Return the number of weights in the projections of all layers, with some experts of those that have any."""
         attention = self.attention_layers
         mixing = sum(2 * layer.head_dim * (layer.num_heads + layer.num_kv_heads) for layer in attention)
+        states = 0
         if self.states is not None:
-            mixing += sum(self.states.layers) * self.states.layer_outputs
+            states = sum(self.states.layers) * self.states.layer_weights(self.hidden_size)
         sparse_layers, sparse, dense_layers = 0, 0, self.num_layers
         if (experts := self.experts) is not None:
             sparse_layers = sum(experts.layers)
             sparse = experts.count + 3 * (experts_counted * experts.inner + experts.shared_inner)
             dense_layers -= 0 if experts.family.beside_mlp else sparse_layers
-        return self.hidden_size * (mixing + sparse_layers * sparse + dense_layers * 3 * self.intermediate_size)
+        mlps = sparse_layers * sparse + dense_layers * 3 * self.intermediate_size
+        return self.hidden_size * (mixing + mlps) + states
 
     @property
     def embedding_weights(self) -> int:
@@ -156,6 +159,9 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     # With "vision", tokens of images alone attend to later ones.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise raw.error("use_bidirectional_attention: texts are generated with attention to earlier tokens only")
+    scheme = _without_fused_experts(folder, read_quantization(folder, raw, quantize))
+    if scheme is not None and family.layer_multipliers:
+        raise raw.unsupported("quantized weights cannot be multiplied by the factors of each projection")
     hidden_size = raw.count("hidden_size")
     num_heads = raw.count("num_attention_heads", family.num_heads)
     head_dim = raw.count("head_dim", family.head_dim or hidden_size // num_heads)
@@ -174,11 +180,11 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         dtype=_dtype(raw),
         vocab_size=raw.count("vocab_size", family.vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=raw.count("intermediate_size", family.intermediate_size),
+        intermediate_size=_intermediate_size(raw, family),
         num_heads=num_heads,
         layers=layers,
         activation=(activation := _activation(raw, family)),
-        rms_norm_eps=raw.number("rms_norm_eps", family.rms_norm_eps),
+        rms_norm_eps=raw.number(family.eps_field, family.rms_norm_eps),
         ropes=ropes,
         max_sequence_length=_max_sequence_length(raw, family, ropes),
         tie_word_embeddings=_ties(raw, family),
@@ -192,11 +198,13 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         embedding_scale=_multiplier(raw, family, "embedding_multiplier")
         * (hidden_size**0.5 if family.scales_embedding else 1.0),
         residual_scale=_multiplier(raw, family, "residual_multiplier"),
-        logits_divisor=_multiplier(raw, family, "logits_scaling"),
+        logits_divisor=_multiplier(raw, family, "logits_scaling")
+        / (raw.number("lm_head_multiplier", 1.0) if family.layer_multipliers else 1.0),
         eos_token_ids=eos_token_ids(folder, raw),
         experts=read_experts(raw, family.experts, num_layers, activation),
-        states=read_states(raw, family.states, num_layers),
-        quantization=_without_fused_experts(folder, read_quantization(folder, raw, quantize)),
+        states=read_states(raw, family.states, num_layers, hidden_size),
+        multipliers=read_multipliers(raw) if family.layer_multipliers else None,
+        quantization=scheme,
     )
 
 
@@ -274,6 +282,19 @@ def _dtype(raw: JsonObject) -> str:
     if dtype not in DTYPES:
         raise raw.error(f"dtype {shortened(dtype)} is not supported, only {', '.join(DTYPES)}")
     return dtype
+
+
+def _intermediate_size(raw: JsonObject, family: Family) -> int:
+    """Return the inner size of the dense MLPs; of LFM2, as Lfm2MLP computes it."""
+    size = raw.count(family.intermediate_field, family.intermediate_size)
+    if not family.adjusts_intermediate:
+        return size
+    size = raw.count("block_ff_dim", size)
+    if not raw.flag("block_auto_adjust_ff_dim", default=True):
+        return size
+    size = int(raw.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    multiple = raw.count("block_multiple_of", 256)
+    return -(-size // multiple) * multiple
 
 
 def _activation(raw: JsonObject, family: Family) -> str:

@@ -63,12 +63,8 @@ class GatedDeltaNet(StateLayer):
             skip=None,
             delta=True,
         )
-        self._norm = GatedNorm(
-            torch.empty(states.value_width, device=device, dtype=projections.precision.model),
-            eps,
-            states.value_width,
-            gate_first=False,
-        )
+        self._norm_weight = torch.empty(states.value_width, device=device, dtype=projections.precision.model)
+        self._norm = GatedNorm(self._norm_weight, eps, states.value_width, gate_first=False)
         self._states = torch.empty(0, heads, states.key_width, states.value_width, device=device)
 
     def _projections(self, projections: LayerProjections, keys: ShardRange, values: ShardRange) -> list[AnyLinear]:
@@ -89,14 +85,14 @@ class GatedDeltaNet(StateLayer):
         return super().named_parameters() | {
             f"{self._prefix}A_log": of_rank(self._decay_log, self._heads),
             f"{self._prefix}dt_bias": of_rank(self._recurrence.step_bias, self._heads),
-            f"{self._prefix}norm.weight": self._norm.weight,
+            f"{self._prefix}norm.weight": self._norm_weight,
         }
 
     def process_weights_after_loading(self) -> None:
         super().process_weights_after_loading()
         self._recurrence.decay = self._decay_log.exp()
         # The norm of each head has the same weight.
-        self._norm.weight = self._norm.weight.repeat(self._heads.length)
+        self._norm.weight = self._norm_weight.repeat(self._heads.length)
         if self._fused:
             reorder_rows(self._inputs[0], self._row_order())
 

@@ -18,21 +18,34 @@ class ExpertFamily:
     each_field: str = "num_experts_per_tok"
     enabled_by: str | None = None
     """The field without which a config.json has no experts; None: it always has them."""
+    optional: bool = False
+    """True: a config.json with zero experts has none."""
     beside_mlp: bool = False
     """True: each layer has a dense MLP too, and adds both outputs (Gemma 4)."""
     inner: int | None = None
     """Default of moe_intermediate_size; None: experts have intermediate_size."""
     shared_inner: int | None = None
-    """Default of shared_expert_intermediate_size; None: no expert is shared by all tokens."""
+    """Default of `shared_field`; None: no expert is shared by all tokens."""
+    shared_field: str = "shared_expert_intermediate_size"
+    shared_module: str = "mlp.shared_expert"
+    shared_gate: bool = True
+    """True: the output of the shared expert is multiplied by a gate of each token."""
     normalize: bool | tuple[str, bool] = True
     """True: the weights of a token's experts sum to one; or the field that says so, with its default."""
     sparse_layers: bool = False
     """True: decoder_sparse_step and mlp_only_layers say which layers have experts; False: all."""
+    dense_layers: tuple[str, int] | None = None
+    """The field with the number of layers without experts, which come first, and its default."""
+    sigmoid: bool = False
+    """True: probabilities are sigmoids; use_expert_bias says if experts have a bias by which they are chosen (LFM2)."""
     module: str = "mlp"
     """The module of router and experts; empty: the layer."""
     router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's projections in checkpoints with one tensor for each expert."""
+    fused_module: str = "mlp"
+    """The module that has the tensors of all experts in checkpoints with one for gate and up, and one for down."""
+    fused_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     clamped: bool = False
     """True: the experts of gpt-oss, with biases, interleaved gate and up, weights [experts, inputs, outputs]."""
 
@@ -52,6 +65,9 @@ class ExpertConfig:
     layers: tuple[bool, ...]
     """For each layer, True if it has experts."""
     activation: str
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    chosen_by_bias: bool = False
     alpha: float = 0.0
     limit: float = 0.0
     """For "clamped_swiglu" alone: see GatedActivation."""
@@ -62,19 +78,23 @@ def read_experts(raw: JsonObject, family: ExpertFamily | None, num_layers: int, 
     if family is None or (family.enabled_by is not None and not raw.flag(family.enabled_by, default=False)):
         return None
     key = "num_local_experts" if "num_local_experts" in raw and "num_experts" not in raw else "num_experts"
+    if family.optional and raw.get(key) == 0:
+        return None
     count, each = raw.count(key, family.count or None), raw.count(family.each_field, family.each or None)
     if each > count:
         raise raw.error(f"{family.each_field} is {each}, of {count} experts")
-    normalize, shared = family.normalize, "shared_expert_intermediate_size"
+    normalize = family.normalize
     return ExpertConfig(
         family,
         count,
         each,
         inner=raw.count("intermediate_size" if family.inner is None else "moe_intermediate_size", family.inner or None),
-        shared_inner=0 if family.shared_inner is None else raw.count(shared, family.shared_inner),
+        shared_inner=0 if family.shared_inner is None else raw.count(family.shared_field, family.shared_inner),
         normalize=normalize if isinstance(normalize, bool) else raw.flag(normalize[0], default=normalize[1]),
         layers=_layers(raw, family, num_layers),
         activation="clamped_swiglu" if family.clamped else activation,
+        scale=raw.number("routed_scaling_factor", 1.0) if family.sigmoid else 1.0,
+        chosen_by_bias=family.sigmoid and raw.flag("use_expert_bias", default=True),
         alpha=raw.number("swiglu_alpha", 1.702) if family.clamped else 0.0,
         limit=raw.number("swiglu_limit", 7.0) if family.clamped else 0.0,
     )
@@ -82,6 +102,10 @@ def read_experts(raw: JsonObject, family: ExpertFamily | None, num_layers: int, 
 
 def _layers(raw: JsonObject, family: ExpertFamily, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer if it has experts, as Qwen2MoeDecoderLayer decides."""
+    if family.dense_layers is not None:
+        key, default = family.dense_layers
+        first = 0 if raw.get(key) == 0 else raw.count(key, default)
+        return tuple(layer >= first for layer in range(num_layers))
     if not family.sparse_layers:
         return (True,) * num_layers
     step, dense = raw.count("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation, Routing
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, Routed
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, Projection
 from text_generation_shard.engines.torch.layers.mlp import DenseMLP
@@ -19,12 +19,25 @@ from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
 from text_generation_shard.engines.torch.weights.parameter import OtherSource, ParameterShard
 
-FUSED_MODULE = "mlp"
-"""The module that has the tensors of all experts in checkpoints that transformers 5 wrote in its own layout."""
+
+def shares_form(model: ModelConfig, layer: str) -> bool:
+    """Return True if the expert shared by all tokens has the size and the format of the others: it is then one more of them."""
+    config = model.experts
+    assert config is not None
+    if not config.family.shared_gate or config.shared_inner != config.inner:
+        return False
+    if (scheme := model.quantization) is None:
+        return True
+    modules = f"{config.family.module}.experts.0", config.family.shared_module
+    own, shared = ({scheme.format_of(f"{layer}{module}.{name}") for name in config.family.names} for module in modules)
+    return own == shared
 
 
 class Experts:
-    """A router, experts, and possibly an expert shared by all tokens. Each rank has some inner values of every expert."""
+    """A router, experts, and possibly an expert shared by all tokens. Each rank has some inner values of every expert.
+
+    A shared expert with the form of the others is the last of them, and its gate the last row of the router.
+    """
 
     def __init__(
         self,
@@ -42,23 +55,33 @@ class Experts:
         self._activation = GatedActivation(config.activation, config.family.clamped, config.alpha, config.limit)
         module = config.family.module
         self._prefix = f"{layer}{module}." if module else layer
-        self._fused = f"{layer}{FUSED_MODULE}." if module else layer
+        self._fused = f"{layer}{config.family.fused_module}." if module else layer
         self._inner = tp.even(config.inner, "inner values of an expert")
         self._shared = shared
+        merged = shared is None and config.shared_inner > 0
+        self._shared_name = f"{layer}{config.family.shared_module}." if merged else ""
+        count = config.count + merged
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
         # Rounded logits would choose other experts: they are float32 in any precision.
-        self._router = DenseLinear(empty(config.count, hidden), empty(config.count) if biased else None, torch.float32)
-        self._shared_gate = None if shared is None else DenseLinear(empty(1, hidden), None, torch.float32)
+        self._router = DenseLinear(empty(count, hidden), empty(count) if biased else None, torch.float32)
+        has_gate = shared is not None and config.family.shared_gate
+        self._shared_gate = DenseLinear(empty(1, hidden), None, torch.float32) if has_gate else None
+        choice_bias, scale = None, None
+        if config.family.sigmoid:
+            choice_bias = torch.zeros(config.count, device=device)
+            scale = torch.full((config.count,), config.scale, device=device) if config.scale != 1.0 else None
+        # gpt-oss softmaxes the chosen logits, which is the same as normalizing the probabilities.
+        self._routing = Routing(config.each, config.normalize, scale, choice_bias, merged)
         gate_up, down = (2 * self._inner.length, hidden), (hidden, self._inner.length)
         self._packed = quantized_experts(self._projections(hidden), model.quantization, device, dtype) or ()
         products = self._packed or (None, None)
-        weights = [empty(config.count, *((shape[0], 0) if self._packed else shape)) for shape in (gate_up, down)]
-        gate_up_bias = empty(config.count, gate_up[0]) if biased else None
+        weights = [empty(count, *((shape[0], 0) if self._packed else shape)) for shape in (gate_up, down)]
+        gate_up_bias = empty(count, gate_up[0]) if biased else None
         # The outputs of the ranks are summed, so only one rank adds the bias.
-        down_bias = empty(config.count, hidden) if biased and tp.rank == 0 else None
+        down_bias = empty(count, hidden) if biased and tp.rank == 0 else None
         self._gate_up = ExpertLinear(weights[0], gate_up_bias, products[0])
         self._down = ExpertLinear(weights[1], down_bias, products[1])
 
@@ -66,6 +89,8 @@ class Experts:
         """Return the projections of each expert, in the order of their rows: of gate and up, and of down."""
         whole, family = ShardRange.whole(hidden), self._config.family
         names = [f"{self._prefix}experts.{expert}." for expert in range(self._config.count)]
+        if self._shared_name:
+            names.append(self._shared_name)
         if family.clamped:
             rows = _doubled(self._inner)
             gate_up = [[Projection(f"{name}gate_up_proj", rows, whole)] for name in names]
@@ -76,15 +101,14 @@ class Experts:
         return [gate_up, [[Projection(name + down, whole, self._inner)] for name in names]]
 
     def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
-        if self._shared is None or self._shared_gate is None:
-            each, normalize = self._config.each, self._config.normalize
+        if self._shared is None:
             experts = self._gate_up, self._down, self._activation
-            ops.add_mixture(stream, before, self._router, experts, after, each, normalize=normalize)
+            ops.add_mixture(stream, before, self._router, experts, self._routing, after)
             return
         x = ops.norm(stream, before)
         out = self.outputs(ops, x, self.route(ops, x))
         shared = self._shared.down(self._activation(self._shared.gate_up(x)))
-        out += shared * self._shared_gate(x).sigmoid().to(out.dtype)
+        out += shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid().to(out.dtype)
         ops.add(stream, out, after)
 
     @property
@@ -93,10 +117,9 @@ class Experts:
         return self._router.weight
 
     def route(self, ops: Ops, x: Tensor, expert_scale: Tensor | None = None) -> Routed:
-        """Return the experts of each token: see `softmax_top_k`."""
-        # gpt-oss softmaxes the chosen logits, which is the same as normalizing the probabilities.
-        each, normalize = self._config.each, self._config.normalize
-        return ops.route(self._router(x), each, normalize=normalize, expert_scale=expert_scale)
+        """Return the experts of each token: see `choose_top_k`."""
+        routing = self._routing if expert_scale is None else replace(self._routing, scale=expert_scale)
+        return ops.route(self._router(x), routing)
 
     def outputs(self, ops: Ops, x: Tensor, routed: Routed) -> Tensor:
         """Return the weighted outputs of the chosen experts, without the other ranks' parts."""
@@ -105,20 +128,27 @@ class Experts:
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill. Those of an expert may be in a tensor of all experts instead: see OtherSource."""
         family, prefix = self._config.family, self._prefix
-        parameters: dict[str, ParameterShard | Tensor] = {f"{prefix}{family.router}.weight": self._router.weight}
+        router = self._router.weight[: self._config.count]
+        parameters: dict[str, ParameterShard | Tensor] = {f"{prefix}{family.router}.weight": router}
         if self._router.bias is not None:
             parameters[f"{prefix}{family.router}.bias"] = self._router.bias
-        if self._shared is not None and self._shared_gate is not None:
+        if self._routing.choice_bias is not None and self._config.chosen_by_bias:
+            parameters[f"{prefix}expert_bias"] = self._routing.choice_bias
+        if self._shared is not None:
             parameters |= self._shared.named_parameters()
+        if self._shared_gate is not None:
             parameters[f"{prefix}shared_expert_gate.weight"] = self._shared_gate.weight
+        if self._shared_name:
+            parameters[f"{prefix}shared_expert_gate.weight"] = self._router.weight[-1:]
         if self._prefix != self._fused:
-            weight = self._router.weight
-            other = OtherSource(f"{self._fused}{family.router}.weight", tuple(weight.shape))
-            parameters[f"{prefix}{family.router}.weight"] = replace(ParameterShard.whole(weight), other=other)
+            other = OtherSource(f"{self._fused}{family.router}.weight", tuple(router.shape))
+            parameters[f"{prefix}{family.router}.weight"] = replace(ParameterShard.whole(router), other=other)
         for each in self._packed:
             parameters |= each.named_parameters()
         for expert in range(0 if self._packed else self._config.count):
             parameters |= self._of_expert(expert)
+        if self._shared_name and not self._packed:
+            parameters |= self._of_shared()
         return parameters | self._biases()
 
     def process_weights_after_loading(self) -> None:
@@ -141,18 +171,20 @@ class Experts:
         config, inner, prefix = self._config, self._inner, f"{self._prefix}experts.{expert}."
         gate_up, down = self._gate_up.weight[expert], self._down.weight[expert]
         hidden, transposed = gate_up.shape[1], config.family.clamped
+        fused_gate_up, fused_down = config.family.fused_names
 
         def source(name: str, outputs: int, inputs: int, first_row: int = 0) -> OtherSource:
             sizes = (inputs, outputs) if transposed else (outputs, inputs)
-            name = f"{self._fused}experts.{name}"
-            return OtherSource(name, (config.count, *sizes), expert, transposed=transposed, first_row=first_row)
+            return OtherSource(
+                f"{self._fused}{name}", (config.count, *sizes), expert, transposed=transposed, first_row=first_row
+            )
 
         down_part = ParameterShard(
-            down, (hidden, inner.total), (0, inner.start), other=source("down_proj", hidden, inner.total)
+            down, (hidden, inner.total), (0, inner.start), other=source(fused_down, hidden, inner.total)
         )
         if transposed:
             rows = _doubled(inner)
-            other = source("gate_up_proj", rows.total, hidden)
+            other = source(fused_gate_up, rows.total, hidden)
             whole = ParameterShard(gate_up, (rows.total, hidden), (rows.start, 0), other=other)
             return {f"{prefix}gate_up_proj": whole, f"{prefix}down_proj": down_part}
         parts = [
@@ -160,12 +192,21 @@ class Experts:
                 part,
                 (inner.total, hidden),
                 (inner.start, 0),
-                other=source("gate_up_proj", 2 * inner.total, hidden, first),
+                other=source(fused_gate_up, 2 * inner.total, hidden, first),
             )
             for part, first in zip(gate_up.chunk(2), (0, inner.total), strict=True)
         ]
         names = (f"{prefix}{name}.weight" for name in config.family.names)
         return dict(zip(names, (*parts, down_part), strict=True))
+
+    def _of_shared(self) -> dict[str, ParameterShard]:
+        """Return the weights of the shared expert, the last one."""
+        gate_up, inner = self._gate_up.weight[-1], self._inner
+        whole, starts = (inner.total, gate_up.shape[1]), (inner.start, 0)
+        parts = [ParameterShard(part, whole, starts) for part in gate_up.chunk(2)]
+        parts.append(ParameterShard(self._down.weight[-1], whole[::-1], starts[::-1]))
+        names = (f"{self._shared_name}{name}.weight" for name in self._config.family.names)
+        return dict(zip(names, parts, strict=True))
 
     def _biases(self) -> dict[str, ParameterShard | Tensor]:
         biases: dict[str, ParameterShard | Tensor] = {}

@@ -1,40 +1,17 @@
-"""The families of decoders that this engine computes itself, by config.json's model_type.
-
-A family is its differences from Llama, with the defaults of its config class in transformers, which a config.json may omit.
-"""
+"""The families of decoders that this engine computes itself, by config.json's model_type."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
-from text_generation_shard.engines.torch.models.native.state_config import DELTA_NET_FIELDS, StateFamily
-
-Flag = bool | tuple[str, bool]
-"""A fixed switch, or a field of config.json with its default."""
-
-
-@dataclass(frozen=True, slots=True)
-class NormNames:
-    """Names of the norms of a layer in a checkpoint."""
-
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
-    after_attention: str | None = None
-    after_mlp: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """A model of text and images, of which the text part is served."""
-
-    architecture: str
-    text_type: str
-    """Default model_type of the text part."""
-    ties: bool
-    """Default of tie_word_embeddings."""
-
+from text_generation_shard.engines.torch.models.native.family import Family, NormNames, TensorNames, Wrapper
+from text_generation_shard.engines.torch.models.native.state_config import (
+    DELTA_NET_FIELDS,
+    MAMBA_FIELDS,
+    SHORT_CONVOLUTION_FIELDS,
+    StateFamily,
+)
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", ties=True),
@@ -45,92 +22,6 @@ WRAPPERS: dict[str, Wrapper] = {
     "llava": Wrapper("LlavaForConditionalGeneration", "llama", ties=False),
 }
 """By model_type."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The switches of a model_type, and the defaults of the fields that config.json may omit."""
-
-    architecture: str
-    """The architecture of this type that generates text."""
-    vocab_size: int | None = None
-    num_heads: int | None = None
-    max_positions: int | None = None
-    """Defaults of sizes, where checkpoints omit them; None: config.json must have them."""
-    intermediate_size: int | None = None
-    """The default, where no layer has a dense MLP."""
-    head_dim: int | None = None
-    """None: hidden_size / num_attention_heads."""
-    num_kv_heads: int | None = None
-    """None: num_attention_heads."""
-    full_head_dim: int | None = None
-    """Default of global_head_dim, of the layers without a window; None: all layers have the same heads."""
-    activation: str = "silu"
-    activation_field: str = "hidden_act"
-    gelu_by_tanh: bool = False
-    """True: the activation `gelu` means its approximation by tanh, as in the first checkpoints of Gemma."""
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    qkv_bias: Flag = False
-    output_bias: Flag = False
-    mlp_bias: Flag = False
-    query_key_norm: bool = False
-    value_norm: bool = False
-    """True: each value head is normed too, without a weight."""
-    layer_scalars: bool = False
-    """True: the residual stream is multiplied by a number after each layer."""
-    zero_centered_norms: bool = False
-    """True: a norm multiplies by 1 + weight."""
-    norms: NormNames = NormNames()
-    fused_qkv: bool = False
-    """True: a checkpoint has one tensor for query, key and value."""
-    fused_gate_up: bool = False
-    rope_theta: float = 10_000.0
-    rope: tuple[tuple[str, str | float], ...] = ()
-    """Default of rope_parameters, without rope_theta."""
-    local_rope_theta: float | None = None
-    """The rope_theta of layers with a window; None: that of the other layers."""
-    partial_rotary: float | None = None
-    """Default of partial_rotary_factor, the part of a head that is rotated; None: heads are rotated whole."""
-    interleaved_rotary: bool = False
-    """True: dimensions 2i and 2i + 1 are rotated together, not i and i + half of the head."""
-    no_rope_interval: int = 0
-    """Default of no_rope_layer_interval: every n-th layer has no rotation; 0: all layers have one."""
-    windows: Literal[
-        "none",
-        "all layers",
-        "use_sliding_window",
-        "use_sliding_window, all layers",
-        "use_sliding_window, every second layer",
-        "use_sliding_window, layers without rotation",
-        "layer_types",
-        "layer_types, none in the last layer",
-    ] = "none"
-    """The layers with a window: see `config._windows`."""
-    window: int | None = None
-    """Default of sliding_window."""
-    window_pattern: int = 1
-    """Without layer_types, every layer has a window but each n-th, if n > 1."""
-    attention_scale: Literal["head_dim", "query_pre_attn_scalar", "attention_multiplier", "one"] = "head_dim"
-    """The field that scales the products of query and key: the first two by the inverse of its square root."""
-    attention_softcap: float | None = None
-    """Default of attn_logit_softcapping; None: the family does not cap."""
-    final_softcap: float | None = None
-    """Default of final_logit_softcapping."""
-    scales_embedding: bool = False
-    """True: embeddings are multiplied by √hidden_size."""
-    gated_attention: bool = False
-    """True: the query projection has a gate for each query value, which the output of attention is multiplied with."""
-    sinks: bool = False
-    """True: the softmax of attention counts one more score per head, without a value."""
-    experts: ExpertFamily | None = None
-    states: StateFamily | None = None
-    """The layers with a state; None: all layers have attention."""
-    multipliers: bool = False
-    """True: the config has embedding_multiplier, residual_multiplier and logits_scaling."""
-    unsupported: tuple[tuple[str, int], ...] = ()
-    """Fields with their defaults; models in which one is not 0 are computed by transformers."""
-
 
 ATTENTION_BIAS = ("attention_bias", False)
 MLP_BIAS = ("mlp_bias", False)
@@ -194,6 +85,44 @@ QWEN3_5 = Family(
     partial_rotary=0.25,
     gated_attention=True,
     states=StateFamily("delta_net", "linear_attn", DELTA_NET_FIELDS, attention_interval=4),
+)
+LFM2 = Family(
+    "Lfm2ForCausalLM",
+    vocab_size=65_536,
+    num_heads=32,
+    max_positions=128_000,
+    num_kv_heads=8,
+    rms_norm_eps=1e-5,
+    eps_field="norm_eps",
+    tie_word_embeddings=True,
+    query_key_norm=True,
+    rope_theta=1_000_000.0,
+    norms=NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
+    names=TensorNames(
+        attention_output="out_proj",
+        query_norm="q_layernorm",
+        key_norm="k_layernorm",
+        mlp="feed_forward",
+        gate="w1",
+        up="w3",
+        down="w2",
+        last_norm="model.embedding_norm",
+    ),
+    adjusts_intermediate=True,
+    states=StateFamily("short_convolution", "conv", SHORT_CONVOLUTION_FIELDS),
+)
+BAMBA = Family(
+    "BambaForCausalLM",
+    num_kv_heads=8,
+    rms_norm_eps=1e-5,
+    max_positions=262_144,
+    qkv_bias=ATTENTION_BIAS,
+    output_bias=ATTENTION_BIAS,
+    mlp_bias=MLP_BIAS,
+    norms=NormNames(before_mlp="pre_ff_layernorm"),
+    names=TensorNames(mlp="feed_forward", last_norm="model.final_layernorm"),
+    partial_rotary=0.5,
+    states=StateFamily("mamba", "mamba", MAMBA_FIELDS),
 )
 GLM = Family(
     "GlmForCausalLM",
@@ -344,6 +273,60 @@ FAMILIES: dict[str, Family] = {
         GLM,
         architecture="Glm4ForCausalLM",
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    ),
+    "lfm2": LFM2,
+    "lfm2_moe": replace(
+        LFM2,
+        architecture="Lfm2MoeForCausalLM",
+        adjusts_intermediate=False,
+        experts=ExpertFamily(
+            32,
+            4,
+            inner=1792,
+            normalize=("norm_topk_prob", True),
+            dense_layers=("num_dense_layers", 2),
+            sigmoid=True,
+            module="feed_forward",
+            names=("w1", "w3", "w2"),
+            fused_module="feed_forward",
+        ),
+    ),
+    "bamba": BAMBA,
+    "falcon_h1": replace(
+        BAMBA,
+        architecture="FalconH1ForCausalLM",
+        max_positions=8192,
+        partial_rotary=None,
+        multipliers=True,
+        layer_multipliers=True,
+        states=StateFamily("mamba", "mamba", MAMBA_FIELDS, beside_attention=True, optional_norm=True),
+        unsupported=(("attention_bias", 0), ("mlp_bias", 0), ("mamba_proj_bias", 0), ("projectors_bias", 0)),
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        intermediate_size=1024,
+        intermediate_field="shared_intermediate_size",
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        names=TensorNames(mlp="shared_mlp", gate_up="input_linear", down="output_linear"),
+        fused_gate_up=True,
+        rope_switch=True,
+        attention_scale="attention_multiplier",
+        multipliers=True,
+        states=StateFamily("mamba", "mamba", MAMBA_FIELDS),
+        experts=ExpertFamily(
+            8,
+            2,
+            optional=True,
+            shared_inner=1024,
+            shared_field="shared_intermediate_size",
+            shared_module="shared_mlp",
+            shared_gate=False,
+            module="block_sparse_moe",
+            router="router.layer",
+            fused_module="block_sparse_moe",
+            fused_names=("input_linear.weight", "output_linear.weight"),
+        ),
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",

@@ -7,7 +7,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
-from text_generation_shard.engines.torch.models.native.families import Family
+from text_generation_shard.engines.torch.models.native.family import Family
 from text_generation_shard.json_object import JsonObject
 
 KEYS_AS_VALUES = "attention_k_eq_v"

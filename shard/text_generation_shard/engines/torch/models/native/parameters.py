@@ -23,17 +23,22 @@ from text_generation_shard.engines.torch.models.native.attention import Attentio
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import DecoderLayer, DecoderWeights
 from text_generation_shard.engines.torch.models.native.delta_net import GatedDeltaNet
-from text_generation_shard.engines.torch.models.native.experts import Experts, ExpertsBesideMLP
+from text_generation_shard.engines.torch.models.native.experts import Experts, ExpertsBesideMLP, shares_form
+from text_generation_shard.engines.torch.models.native.mamba import Mamba
 from text_generation_shard.engines.torch.models.native.projections import LayerProjections
+from text_generation_shard.engines.torch.models.native.short_convolution import ShortConvolution
+from text_generation_shard.engines.torch.models.native.state_config import Multipliers
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
+
+StateWeights = GatedDeltaNet | Mamba | ShortConvolution
 
 
 class LayerWeights(DecoderLayer):
     """Weights of one layer of a checkpoint: its attention or its part with a state, its MLP, and its norms."""
 
     attention: AttentionWeights | None
-    states: GatedDeltaNet | None
+    states: StateWeights | None
     mlp: DenseMLP | Experts | ExpertsBesideMLP
 
     def __init__(
@@ -58,31 +63,40 @@ class LayerWeights(DecoderLayer):
         config = self._config
         return LayerProjections(prefix, config.hidden_size, config.quantization, tp, self._device, self._precision)
 
-    def _state_part(self, index: int, tp: TensorParallelRank) -> GatedDeltaNet | None:
-        states = self._config.states
+    def _state_part(self, index: int, tp: TensorParallelRank) -> StateWeights | None:
+        states, eps = self._config.states, self._config.rms_norm_eps
         if states is None or not states.layers[index]:
             return None
         projections = self._projections_of(f"{self._prefix}{states.family.module}.", tp)
-        return GatedDeltaNet(states, self._config.rms_norm_eps, projections)
+        match states.family.kind:
+            case "delta_net":
+                return GatedDeltaNet(states, eps, projections)
+            case "mamba":
+                return Mamba(states, eps, projections)
+            case "short_convolution":
+                return ShortConvolution(states, projections)
 
     def _mlp(self, index: int, tp: TensorParallelRank) -> DenseMLP | Experts | ExpertsBesideMLP:
-        experts, hidden_size = self._config.experts, self._config.hidden_size
+        experts, hidden_size, names = self._config.experts, self._config.hidden_size, self._config.family.names
         if experts is None or not experts.layers[index]:
-            return self._dense_mlp("mlp", self._config.intermediate_size, tp)
-        shared = self._dense_mlp("mlp.shared_expert", experts.shared_inner, tp) if experts.shared_inner else None
+            return self._dense_mlp(names.mlp, self._config.intermediate_size, tp)
+        shared = None
+        if experts.shared_inner and not shares_form(self._config, self._prefix):
+            shared = self._dense_mlp(experts.family.shared_module, experts.shared_inner, tp)
         sparse = Experts(self._config, self._prefix, tp, self._device, self._precision.model, shared)
         if not experts.family.beside_mlp:
             return sparse
-        dense = self._dense_mlp("mlp", self._config.intermediate_size, tp)
+        dense = self._dense_mlp(names.mlp, self._config.intermediate_size, tp)
         return ExpertsBesideMLP(sparse, dense, self._prefix, self._norm, hidden_size)
 
     def _dense_mlp(self, name: str, inner_size: int, tp: TensorParallelRank) -> DenseMLP:
         config, inner = self._config, tp.even(inner_size, "inner values of the MLP")
-        gate_up = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
-        fused = f"{name}.gate_up_proj" if config.family.fused_gate_up else None
+        names = config.family.names
+        gate_up = [(f"{name}.{names.gate}", inner), (f"{name}.{names.up}", inner)]
+        fused = f"{name}.{names.gate_up}" if config.family.fused_gate_up else None
         return DenseMLP(
             self._projections.of_hidden(gate_up, fused, bias=config.mlp_bias),
-            self._projections.to_hidden(f"{name}.down_proj", inner, bias=config.mlp_bias),
+            self._projections.to_hidden(f"{name}.{names.down}", inner, bias=config.mlp_bias),
             config.activation,
         )
 
@@ -113,7 +127,7 @@ class LayerWeights(DecoderLayer):
         return parameters
 
     @property
-    def _parts(self) -> list[AttentionWeights | GatedDeltaNet | DenseMLP | Experts | ExpertsBesideMLP]:
+    def _parts(self) -> list[AttentionWeights | StateWeights | DenseMLP | Experts | ExpertsBesideMLP]:
         return [each for each in (self.attention, self.states, self.mlp) if each is not None]
 
     def process_weights_after_loading(self) -> None:
@@ -123,6 +137,17 @@ class LayerWeights(DecoderLayer):
             norm.process_weights_after_loading()
         if self._scalar is not None:
             self.scale = float(self._scalar)
+        if self._config.multipliers is not None:
+            self._multiply(self._config.multipliers)
+
+    def _multiply(self, multipliers: Multipliers) -> None:
+        """Multiply the loaded projections."""
+        if self.attention is not None:
+            self.attention.multiply(multipliers)
+        if isinstance(self.states, Mamba):
+            self.states.multiply(multipliers)
+        if isinstance(self.mlp, DenseMLP):
+            self.mlp.multiply(multipliers.gate, multipliers.down)
 
     def pack(self) -> None:
         """Reorder all weights for products on a CPU: see `Linear.pack`."""
@@ -167,6 +192,7 @@ class ModelWeights(DecoderWeights):
         self.norm = RMSNorm(
             config.hidden_size, config.rms_norm_eps, device, dtype, zero_centered=config.family.zero_centered_norms
         )
+        self._last_norm = config.family.names.last_norm
         self._vocabulary = tp.padded(config.vocab_size)
         rows = -(-config.vocab_size // tp.world_size)
         # Padding rows are zero, and so are their logits; the gather of logits drops them.
@@ -181,7 +207,7 @@ class ModelWeights(DecoderWeights):
         """Return the tensors to fill, by checkpoint name."""
         parameters: dict[str, ParameterShard | Tensor] = {
             "model.embed_tokens.weight": self.embedding,
-            "model.norm.weight": self.norm.weight,
+            f"{self._last_norm}.weight": self.norm.weight,
         }
         own = self._vocabulary
         if not self.tied and own.length:

@@ -7,7 +7,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from text_generation_shard.engines.torch.layers.rope import NO_ROPE, Rope
-from text_generation_shard.engines.torch.models.native.families import Family
+from text_generation_shard.engines.torch.models.native.family import Family
 from text_generation_shard.json_object import NUMBERS, JsonObject
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
@@ -22,6 +22,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def read_ropes(raw: JsonObject, family: Family, windows: tuple[int | None, ...]) -> tuple[Rope, ...]:
     """Return the rotation of each layer. `windows` are the sliding windows of the layers."""
+    if family.rope_switch and raw.get("position_embedding_type") != "rope":
+        return (NO_ROPE,) * len(windows)
     max_positions = raw.count("max_position_embeddings", family.max_positions)
     given = next((raw.get(key) for key in ("rope_scaling", "rope_parameters") if key in raw), dict(family.rope))
     if not isinstance(given, dict):

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from reprlib import repr as shortened
-from typing import Literal
+from typing import Any, Literal
 
 from text_generation_shard.json_object import JsonObject
 
 ATTENTION_TYPES = ("full_attention", "attention")
+STATE_TYPES = ("linear_attention", "mamba", "conv")
 
 
 @dataclass(frozen=True, slots=True)
 class StateFamily:
     """The layers with a state of a model_type: names in its checkpoints and config, with defaults of fields that may be omitted."""
 
-    kind: Literal["delta_net"]
+    kind: Literal["delta_net", "mamba", "short_convolution"]
     module: str
     """The module of the layer in a checkpoint."""
-    fields: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    fields: Mapping[str, tuple[str, int]]
     """For each size of StateConfig, its field and the default."""
     attention_interval: int = 1
     """Without layer_types, each n-th layer has attention."""
     fused: bool = False
     """True: one projection has all parts of each group of heads (Qwen3-Next); False: one for each part."""
+    beside_attention: bool = False
+    """True: each layer has attention and a state (Falcon-H1)."""
+    optional_norm: bool = False
+    """True: mamba_rms_norm says if outputs are normed, and mamba_norm_before_gate if before the gate; False: always, after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateConfig:
-    """The layers with a state of a model, with the heads of all ranks."""
+    """The layers with a state of a model, with the heads of all ranks. A short convolution alone has no heads."""
 
     family: StateFamily
     layers: tuple[bool, ...]
@@ -38,11 +43,17 @@ class StateConfig:
     """For each layer, True if it has attention."""
     taps: int
     """Tokens that the convolution reads, including its own."""
-    groups: int
+    groups: int = 0
     """Heads of queries and keys."""
-    heads: int
-    key_width: int
-    value_width: int
+    heads: int = 0
+    key_width: int = 0
+    value_width: int = 0
+    bias: bool = False
+    """True: the projections have biases."""
+    convolution_bias: bool = False
+    has_norm: bool = True
+    gate_first: bool = False
+    """True: outputs are gated before they are normed."""
 
     @property
     def keys(self) -> int:
@@ -60,9 +71,29 @@ class StateConfig:
         return sum(self.layers) * self.heads * self.key_width * self.value_width * 4
 
     @property
-    def layer_outputs(self) -> int:
-        """Outputs of the projections of a layer, with its output projection: the weights per value of a hidden state."""
-        return 2 * self.keys + 3 * self.values + 2 * self.heads
+    def divides(self) -> bool:
+        """True: ranks can have parts of the layers."""
+        return self.family.kind == "delta_net"
+
+    def layer_weights(self, hidden_size: int) -> int:
+        """Return the number of weights in the projections of a layer."""
+        if self.family.kind == "short_convolution":
+            return 4 * hidden_size * hidden_size
+        return hidden_size * (2 * self.keys + 3 * self.values + 2 * self.heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multipliers:
+    """Factors of the projections of a layer (Falcon-H1), which the loaded weights are multiplied with."""
+
+    attention_in: float
+    key: float
+    attention_out: float
+    gate: float
+    down: float
+    state_parts: tuple[float, ...]
+    """Factors of gates, values, keys, queries and steps, times that of their input."""
+    state_out: float
 
 
 DELTA_NET_FIELDS = {
@@ -72,32 +103,119 @@ DELTA_NET_FIELDS = {
     "key_width": ("linear_key_head_dim", 128),
     "value_width": ("linear_value_head_dim", 128),
 }
+MAMBA_FIELDS = {
+    "taps": ("mamba_d_conv", 4),
+    "groups": ("mamba_n_groups", 1),
+    "heads": ("mamba_n_heads", 128),
+    "key_width": ("mamba_d_state", 256),
+}
+SHORT_CONVOLUTION_FIELDS = {"taps": ("conv_L_cache", 3)}
 
 
-def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int) -> StateConfig | None:
+def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hidden_size: int) -> StateConfig | None:
     """Read the layers with a state of a config.json; None without. Raises EngineError with a one-line message."""
     if family is None:
         return None
     attention = _attention_layers(raw, family, num_layers)
-    sizes = {name: raw.count(key, default) for name, (key, default) in family.fields.items()}
-    if sizes["heads"] % sizes["groups"]:
-        raise raw.error(f"{sizes['heads']} heads of values cannot share {sizes['groups']} heads of keys")
+    layers = (True,) * num_layers if family.beside_attention else tuple(not each for each in attention)
+    sizes: dict[str, Any] = {name: raw.count(key, default) for name, (key, default) in family.fields.items()}
     if sizes["taps"] < 2:
         raise raw.unsupported(f"{family.fields['taps'][0]} is 1: the convolution reads no earlier token")
-    return StateConfig(family=family, layers=tuple(not each for each in attention), attention=attention, **sizes)
+    flags: dict[str, Any] = {}
+    if family.kind == "short_convolution":
+        flags["bias"] = flags["convolution_bias"] = raw.flag("conv_bias", default=False)
+    elif sizes["heads"] % sizes["groups"]:
+        raise raw.error(f"{sizes['heads']} heads of values cannot share {sizes['groups']} heads of keys")
+    if family.kind == "mamba":
+        sizes["value_width"] = _mamba_head(raw, family, sizes["heads"], hidden_size)
+        flags = _mamba_flags(raw, family)
+    return StateConfig(family=family, layers=layers, attention=attention, **sizes, **flags)
+
+
+def _mamba_head(raw: JsonObject, family: StateFamily, heads: int, hidden_size: int) -> int:
+    """Return the values of a head: those of all heads are `mamba_d_ssm`, or the hidden size times `mamba_expand`."""
+    values = hidden_size * raw.count("mamba_expand", 2)
+    if family.beside_attention and not raw.is_null("mamba_d_ssm"):
+        values = raw.count("mamba_d_ssm", 1024)
+    if raw.get("mamba_d_head") in (None, "auto"):
+        width, rest = divmod(values, heads)
+    else:
+        width = raw.count("mamba_d_head")
+        rest = values - width * heads
+    if rest:
+        raise raw.error(f"{heads} heads of Mamba do not have {values} values")
+    return width
+
+
+def _mamba_flags(raw: JsonObject, family: StateFamily) -> dict[str, Any]:
+    # The library clamps the steps of prompts, but not those of single tokens.
+    limit = raw.get("time_step_limit")
+    if limit is not None and (not isinstance(limit, list) or len(limit) != 2 or not _is_unlimited(*limit)):
+        raise raw.unsupported(f"time_step_limit is {shortened(limit)}: only steps without a limit are supported")
+    has_norm, norm_first = True, False
+    if family.optional_norm:
+        has_norm = raw.flag("mamba_rms_norm", default=False)
+        norm_first = raw.flag("mamba_norm_before_gate", default=True)
+    return {
+        "bias": raw.flag("mamba_proj_bias", default=False),
+        "convolution_bias": raw.flag("mamba_conv_bias", default=True),
+        "has_norm": has_norm,
+        "gate_first": not norm_first,
+    }
+
+
+def _is_unlimited(least: object, most: object) -> bool:
+    """Return True for 0 and infinity, which JSON has no number for: writers use a name, or an object with one."""
+    name = next(iter(most.values()), None) if isinstance(most, dict) else most
+    return least == 0 and str(name).lower() in ("inf", "infinity")
 
 
 def _attention_layers(raw: JsonObject, family: StateFamily, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer if it has attention."""
+    if family.beside_attention:
+        return (True,) * num_layers
     types = raw.get("layer_types")
     if types is None:
+        attention = _without_types(raw, family, num_layers)
+    elif not isinstance(types, list) or len(types) != num_layers:
+        raise raw.error(f"layer_types must name {num_layers} layers")
+    elif unknown := [kind for kind in types if kind not in (*ATTENTION_TYPES, *STATE_TYPES)]:
+        raise raw.unsupported(f"layer types {shortened(unknown[:1])} are not supported")
+    else:
+        attention = tuple(kind in ATTENTION_TYPES for kind in types)
+    if not any(attention):
+        raise raw.unsupported("no layer has attention")
+    return attention
+
+
+def _without_types(raw: JsonObject, family: StateFamily, num_layers: int) -> tuple[bool, ...]:
+    if family.kind == "delta_net":
         interval = raw.count("full_attention_interval", family.attention_interval)
         return tuple((index + 1) % interval == 0 for index in range(num_layers))
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise raw.error(f"layer_types must name {num_layers} layers")
-    known = (*ATTENTION_TYPES, "linear_attention")
-    if unknown := [kind for kind in types if kind not in known]:
-        raise raw.unsupported(f"layer types {shortened(unknown[:1])} are not supported")
-    if not set(types) & set(ATTENTION_TYPES):
-        raise raw.unsupported("layer_types has no layer with attention")
-    return tuple(kind in ATTENTION_TYPES for kind in types)
+    key = "full_attn_idxs" if family.kind == "short_convolution" else "attn_layer_indices"
+    indices = raw.get(key)
+    if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+        raise raw.unsupported(f"neither layer_types nor {key} says which layers have attention")
+    return tuple(index in indices for index in range(num_layers))
+
+
+def read_multipliers(raw: JsonObject) -> Multipliers:
+    """Read the factors of a Falcon-H1. Raises EngineError."""
+
+    def numbers(key: str, count: int) -> tuple[float, ...]:
+        values = raw.numbers(key, count) if key in raw else (1.0,) * count
+        if len(values) != count:
+            raise raw.error(f"{key} must have {count} numbers")
+        return values
+
+    gate, down = numbers("mlp_multipliers", 2)
+    state_in = raw.number("ssm_in_multiplier", 1.0)
+    return Multipliers(
+        attention_in=raw.number("attention_in_multiplier", 1.0),
+        key=raw.number("key_multiplier", 1.0),
+        attention_out=raw.number("attention_out_multiplier", 1.0),
+        gate=gate,
+        down=down,
+        state_parts=tuple(state_in * part for part in numbers("ssm_multipliers", 5)),
+        state_out=raw.number("ssm_out_multiplier", 1.0),
+    )

@@ -1,0 +1,143 @@
+"""A family of decoders: its differences from Llama, with the defaults of its config class in transformers, which a config.json may omit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
+from text_generation_shard.engines.torch.models.native.state_config import StateFamily
+
+Flag = bool | tuple[str, bool]
+"""A fixed switch, or a field of config.json with its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """Names of the norms of a layer in a checkpoint."""
+
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    after_attention: str | None = None
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of the other modules of a layer in a checkpoint, and of the last norm."""
+
+    attention_output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    last_norm: str = "model.norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A model of text and images, of which the text part is served."""
+
+    architecture: str
+    text_type: str
+    """Default model_type of the text part."""
+    ties: bool
+    """Default of tie_word_embeddings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The switches of a model_type, and the defaults of the fields that config.json may omit."""
+
+    architecture: str
+    """The architecture of this type that generates text."""
+    vocab_size: int | None = None
+    num_heads: int | None = None
+    max_positions: int | None = None
+    """Defaults of sizes, where checkpoints omit them; None: config.json must have them."""
+    intermediate_size: int | None = None
+    """The default, where no layer has a dense MLP."""
+    intermediate_field: str = "intermediate_size"
+    """The size of the dense MLPs."""
+    adjusts_intermediate: bool = False
+    """True: two thirds of the size, rounded up, if block_auto_adjust_ff_dim says so."""
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    """None: num_attention_heads."""
+    full_head_dim: int | None = None
+    """Default of global_head_dim, of the layers without a window; None: all layers have the same heads."""
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+    gelu_by_tanh: bool = False
+    """True: the activation `gelu` means its approximation by tanh, as in the first checkpoints of Gemma."""
+    rms_norm_eps: float = 1e-6
+    eps_field: str = "rms_norm_eps"
+    tie_word_embeddings: bool = False
+    qkv_bias: Flag = False
+    output_bias: Flag = False
+    mlp_bias: Flag = False
+    query_key_norm: bool = False
+    value_norm: bool = False
+    """True: each value head is normed too, without a weight."""
+    layer_scalars: bool = False
+    """True: the residual stream is multiplied by a number after each layer."""
+    zero_centered_norms: bool = False
+    """True: a norm multiplies by 1 + weight."""
+    norms: NormNames = NormNames()
+    names: TensorNames = TensorNames()
+    fused_qkv: bool = False
+    """True: a checkpoint has one tensor for query, key and value."""
+    fused_gate_up: bool = False
+    rope_theta: float = 10_000.0
+    rope: tuple[tuple[str, str | float], ...] = ()
+    """Default of rope_parameters, without rope_theta."""
+    local_rope_theta: float | None = None
+    """The rope_theta of layers with a window; None: that of the other layers."""
+    partial_rotary: float | None = None
+    """Default of partial_rotary_factor, the part of a head that is rotated; None: heads are rotated whole."""
+    interleaved_rotary: bool = False
+    """True: dimensions 2i and 2i + 1 are rotated together, not i and i + half of the head."""
+    rope_switch: bool = False
+    """True: layers have a rotation only if position_embedding_type is "rope"."""
+    no_rope_interval: int = 0
+    """Default of no_rope_layer_interval: every n-th layer has no rotation; 0: all layers have one."""
+    windows: Literal[
+        "none",
+        "all layers",
+        "use_sliding_window",
+        "use_sliding_window, all layers",
+        "use_sliding_window, every second layer",
+        "use_sliding_window, layers without rotation",
+        "layer_types",
+        "layer_types, none in the last layer",
+    ] = "none"
+    """The layers with a window: see `config._windows`."""
+    window: int | None = None
+    """Default of sliding_window."""
+    window_pattern: int = 1
+    """Without layer_types, every layer has a window but each n-th, if n > 1."""
+    attention_scale: Literal["head_dim", "query_pre_attn_scalar", "attention_multiplier", "one"] = "head_dim"
+    """The field that scales the products of query and key: the first two by the inverse of its square root."""
+    attention_softcap: float | None = None
+    """Default of attn_logit_softcapping; None: the family does not cap."""
+    final_softcap: float | None = None
+    """Default of final_logit_softcapping."""
+    scales_embedding: bool = False
+    """True: embeddings are multiplied by √hidden_size."""
+    gated_attention: bool = False
+    """True: the query projection has a gate for each query value, which the output of attention is multiplied with."""
+    sinks: bool = False
+    """True: the softmax of attention counts one more score per head, without a value."""
+    experts: ExpertFamily | None = None
+    states: StateFamily | None = None
+    """The layers with a state; None: all layers have attention."""
+    multipliers: bool = False
+    """True: the config has embedding_multiplier, residual_multiplier and logits_scaling."""
+    layer_multipliers: bool = False
+    """True: the config has a factor for each projection of a layer, and lm_head_multiplier (Falcon-H1)."""
+    unsupported: tuple[tuple[str, int], ...] = ()
+    """Fields with their defaults; models in which one is not 0 are computed by transformers."""
