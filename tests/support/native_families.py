@@ -235,7 +235,9 @@ def native_configs(
         ),
         "qwen3_5_text": transformers.Qwen3_5TextConfig(**shape, **hybrid),
         "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig(**shape, **hybrid_experts),
-        "qwen3_next": transformers.Qwen3NextConfig(**shape, **hybrid_experts, mlp_only_layers=[1]),
+        "qwen3_next": transformers.Qwen3NextConfig(
+            **shape, **hybrid_experts | {"shared_expert_intermediate_size": 24}, mlp_only_layers=[1]
+        ),
         "qwen3_5, text part": transformers.Qwen3_5Config(
             text_config=transformers.Qwen3_5TextConfig(**shape, **hybrid).to_dict(),
             vision_config={**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": shape["hidden_size"]},

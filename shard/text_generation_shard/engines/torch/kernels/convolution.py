@@ -101,7 +101,7 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tl.store(out + row * channels + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "ends"])
+@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["slots", "positions", "ends"])
 def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     states: tl.tensor,

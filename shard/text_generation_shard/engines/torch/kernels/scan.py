@@ -180,7 +180,7 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tl.store(target, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["ends"])
+@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["ends"])
 def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     qkv: tl.tensor,
     steps: tl.tensor,
@@ -256,7 +256,7 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tl.store(reads + rows[:, None] * (HEADS * KEYS) + head * KEYS + dims[None, :], solution, mask=is_key)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "ends"])
+@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["slots", "positions", "ends"])
 def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     qkv: tl.tensor,
     steps: tl.tensor,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ class StatePart(Protocol):
     """Outputs of `project`."""
     mixed_width: int
     """Outputs of `mix`, and inputs of `output`."""
+
+    inputs: Sequence[Any]
+    """The linear layers of `project`."""
 
     @property
     def output(self) -> Linear: ...
@@ -97,7 +100,9 @@ class DecoderWeights:
         """Convert weights of products with normed hidden states to the final precision: see `Precision.after_loading`."""
         norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
         mlps = [layer.mlp.gate_up for layer in self.layers if isinstance(layer.mlp, GatedMLP)]
-        after_norms = [self.head, *(layer.attention.qkv for layer in self.layers if layer.attention), *mlps]
+        projections = [layer.attention.qkv for layer in self.layers if layer.attention is not None]
+        inputs = [each for layer in self.layers if layer.states is not None for each in layer.states.inputs]
+        after_norms = [self.head, *projections, *inputs, *mlps]
         self.precision = self.precision.after_loading(norms, after_norms)
 
 

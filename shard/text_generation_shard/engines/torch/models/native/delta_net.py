@@ -94,7 +94,7 @@ class GatedDeltaNet(StateLayer):
         # The norm of each head has the same weight.
         self._norm.weight = self._norm_weight.repeat(self._heads.length)
         if self._fused:
-            reorder_rows(self._inputs[0], self._row_order())
+            reorder_rows(self.inputs[0], self._row_order())
 
     def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
         heads = self._heads.length

@@ -70,7 +70,7 @@ class Mamba(StateLayer):
 
     def multiply(self, multipliers: Multipliers) -> None:
         """Multiply the loaded projections."""
-        (inputs,) = self._inputs
+        (inputs,) = self.inputs
         assert isinstance(inputs, ParallelLinear)
         assert isinstance(self.output, ParallelLinear)
         for rows, factor in zip(torch.split(inputs.weight, self._parts), multipliers.state_parts, strict=True):

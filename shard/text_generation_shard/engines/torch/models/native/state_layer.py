@@ -37,7 +37,7 @@ class StateLayer:
         activates: bool = True,
     ) -> None:
         self.output = output
-        self._inputs, self._channels = inputs, channels
+        self.inputs, self._channels = inputs, channels
         self._convolution_name = f"{projections.prefix}{convolution}"
         device, dtype = projections.device, projections.precision.model
         width = sum(part.length for part in channels)
@@ -61,10 +61,10 @@ class StateLayer:
         self._states = self._states.new_zeros(slots + 1, *self._states.shape[1:])
 
     def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm, out: Tensor | None) -> Tensor:
-        if len(self._inputs) == 1:
-            return ops.norm_linear(stream, norm, self._inputs[0], out)
+        if len(self.inputs) == 1:
+            return ops.norm_linear(stream, norm, self.inputs[0], out)
         normed = ops.norm(stream, norm)
-        return torch.cat([linear(normed) for linear in self._inputs], dim=1, out=out)
+        return torch.cat([linear(normed) for linear in self.inputs], dim=1, out=out)
 
     def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -75,19 +75,19 @@ class StateLayer:
         for kind, tensor in (("weight", self._taps), ("bias", self._bias)):
             if tensor is not None:
                 parameters |= self._channel_parameters(f"{self._convolution_name}.{kind}", tensor)
-        for each in (*self._inputs, self.output):
+        for each in (*self.inputs, self.output):
             parameters |= each.named_parameters()
         return parameters
 
     def process_weights_after_loading(self) -> None:
         """Prepare the loaded weights for use."""
-        for each in (*self._inputs, self.output):
+        for each in (*self.inputs, self.output):
             each.process_weights_after_loading()
         self.convolution.weight = self._taps[:, 0].t().contiguous()
 
     def pack(self) -> None:
         """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
-        for each in (*self._inputs, self.output):
+        for each in (*self.inputs, self.output):
             each.pack()
 
     def _channel_parameters(self, name: str, tensor: Tensor) -> Parameters:
