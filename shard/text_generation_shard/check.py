@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
     if choice.model is not None:
         native = prepare(config, choice.model, target)
         footprint = native_footprint(config, native, limits)
-        info, quantization = native.info, choice.model.quantization
+        quantization = choice.model.quantization
     else:
         from text_generation_shard.engines.torch.build.transformers import prepare_for_transformers
 
@@ -63,14 +62,11 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
         except EngineError as error:
             raise both_errors(choice, error) from None
         quantization = foreign.model.quantization
-        info = foreign.info
-    info = replace(info, keeps_states=footprint.states > 0)
-    blocks = footprint.blocks(info, limits)
     return _described(
-        info,
+        footprint.info,
         code="transformers" if choice.model is None else "native",
         reason=choice.reason,
-        blocks=blocks,
+        blocks=footprint.blocks(limits),
         quantization=None if quantization is None else quantization.label,
         memory={
             "device": target.memory,

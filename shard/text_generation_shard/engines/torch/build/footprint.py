@@ -14,6 +14,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
+from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.device.memory import margin_of
 from text_generation_shard.engines.torch.engine.warm_up import pool_blocks
 from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
@@ -44,6 +45,8 @@ LOGIT_BYTES = 12
 class Footprint:
     """The memory of a model on one device, in bytes, as far as it is known before it is loaded."""
 
+    info: EngineInfo
+    """The description of the engine, with as many slots as there is memory for their states."""
     memory: int
     """The memory of the device that may be used."""
     weights: int
@@ -59,9 +62,9 @@ class Footprint:
         """The memory that is left for the KV cache."""
         return self.memory - self.weights - self.largest_step - self.states
 
-    def blocks(self, info: EngineInfo, limits: WarmUpLimits) -> int | None:
+    def blocks(self, limits: WarmUpLimits) -> int | None:
         """Return the KV blocks that fit; None if the size of a token is not known. Raises EngineError."""
-        return None if self.token is None else pool_blocks(info, limits, self.token * BLOCK_SIZE, self.cache)
+        return None if self.token is None else pool_blocks(self.info, limits, self.token * BLOCK_SIZE, self.cache)
 
 
 def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limits: WarmUpLimits) -> Footprint:
@@ -74,8 +77,7 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     if config.load_format != "dummy":
         plan_loading(Path(config.model_path), parameters, model.quantization)
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
-    states = weights.state_bytes * (prepared.info.max_slots + 1)
-    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, model.hidden_size, states)
+    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, model.hidden_size, weights.state_bytes)
 
 
 def transformers_footprint(
@@ -96,7 +98,7 @@ def transformers_footprint(
         model.record()
     except EngineError:  # the values of tensors decide on its path: it cannot be followed without them
         return _footprint(config, prepared, limits, nbytes, (), hidden_size)
-    states = model.states.bytes_each * (prepared.info.max_slots + 1) if model.keeps_states else 0
+    states = model.states.bytes_each if model.keeps_states else 0
     return _footprint(config, prepared, limits, nbytes, model.layers, hidden_size, states)
 
 
@@ -107,9 +109,12 @@ def _footprint(
     weights: int,
     layers: Iterable[LayerShape],
     hidden_size: int,
-    states: int = 0,
+    state_bytes: int = 0,
 ) -> Footprint:
     layers, target, info = tuple(layers), prepared.target, prepared.info
+    fraction = config.cpu_memory_fraction if target.device.type == "cpu" else config.cuda_memory_fraction
+    if state_bytes:
+        info = with_states(info, state_bytes, int(target.memory * fraction))
     shape = CacheShape(layers, META, prepared.dtype)
     tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
     slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
@@ -117,10 +122,11 @@ def _footprint(
     width = prepared.model.active_weights // (max(len(layers), 1) * hidden_size) // config.world_size
     step = tokens * (width + 4 * hidden_size) * prepared.dtype.itemsize
     if target.device.type == "cpu":
-        memory = int(target.memory * config.cpu_memory_fraction)
+        memory = int(target.memory * fraction)
         step += slots * info.vocab_size * SORTED_BYTES + CPU_PROCESS
     else:
-        memory = int(target.memory * config.cuda_memory_fraction) - margin_of(target.memory)
+        memory = int(target.memory * fraction) - margin_of(target.memory)
         graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(len(layers) + 1) // PIECES_PER_GRAPH)
         step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES
-    return Footprint(memory, weights, shape.block_bytes // BLOCK_SIZE if layers else None, step, states)
+    token = shape.block_bytes // BLOCK_SIZE if layers else None
+    return Footprint(info, memory, weights, token, step, state_bytes * (info.max_slots + 1))

@@ -23,14 +23,15 @@ UNIT_EPS = 1e-6
 def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
     """Return the convolved values [tokens, channels] of `x` [tokens, channels]; updates the states."""
     x = rows.in_plan_order(x)
-    weight, bias = convolution.weight, convolution.bias
+    weight = convolution.weight.to(x.dtype)
+    bias = None if convolution.bias is None else convolution.bias.to(x.dtype)
     taps, count = len(weight), rows.decoding
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if count:
         slots = rows.slots[:count].long()
         window = torch.cat((states[slots].to(x.dtype), x[:count].unsqueeze(1)), dim=1)
         states[slots] = window[:, 1:].to(states.dtype)
-        out[:count] = torch.einsum("rtc,tc->rc", window, weight.to(x.dtype))
+        out[:count] = torch.einsum("rtc,tc->rc", window, weight)
         if bias is not None:
             out[:count] += bias
     for chunk in rows.chunks:
@@ -38,7 +39,7 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
         before = states[chunk.slot].to(x.dtype)
         window = torch.cat((before if chunk.start else torch.zeros_like(before), x[own]))
         states[chunk.slot] = window[len(window) - taps + 1 :].to(states.dtype)
-        out[own] = functional.conv1d(window.t(), weight.to(x.dtype).t().unsqueeze(1), bias, groups=x.shape[1]).t()
+        out[own] = functional.conv1d(window.t(), weight.t().unsqueeze(1), bias, groups=x.shape[1]).t()
     return rows.in_step_order(functional.silu(out) if convolution.activates else out)
 
 

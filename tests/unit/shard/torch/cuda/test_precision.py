@@ -12,7 +12,9 @@ import torch
 from reference_kernels import ALONE, CPU, reference_decoder
 from structlog.testing import capture_logs
 from tiny_checkpoint import COMPRESSED_DYNAMIC, load_for_cuda, random_tensors, write_checkpoint
+from tiny_transformers import SHAPE, random_model, save
 from torch import Tensor
+from transformers import Lfm2Config
 
 from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
@@ -191,3 +193,10 @@ def test_logits_are_closer_to_float32_than_with_bfloat16_alone(make: Make, seque
     ours, exact = make(BF16).logits(ids), make(FP32).logits(ids)
     # Unfused: 4.6e-3; with normed hidden states in bfloat16 6.1e-3, with products in bfloat16 too 7.9e-3.
     assert float((ours - exact).norm() / exact.norm()) < 5.3e-3
+
+
+def test_projections_of_layers_with_a_state_are_converted_as_others(tmp_path: Path, device: torch.device) -> None:
+    config = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv"])
+    weights = load_for_cuda(Path(save(random_model(config).bfloat16(), tmp_path)), device, BF16)
+    assert weights.precision == FINE
+    assert {each.weight.dtype for layer in weights.layers if layer.states for each in layer.states.inputs} == {FP16}
