@@ -153,6 +153,8 @@ def attend(table: Table, case: Attended, *, flashinfer: bool) -> None:
         kernel = DecodeAttention(num_heads, case.num_kv_heads, head_dim, rows, DEVICE, config=config)
         call = partial(lambda kernel, cache: kernel.run(queries, cache, step, None, out), kernel)
         table.row(title, rows, timed(one_each(caches, call)), case.num_bytes)
+        fp8 = one_each(caches.to(torch.float8_e4m3fn), call)
+        table.row("  the same, FP8 cache", rows, timed(fp8), case.num_bytes // 2)
     if not flashinfer:
         return
     for title, tensor_cores in (("  FlashInfer", False), ("  FlashInfer, tensor cores", True)):

@@ -24,7 +24,6 @@ from text_generation_shard.config import ShardSettings
 
 _TUNNEL, _ROPE = "run a tunnel of your own to --port", "set rope_scaling in the config.json of the model"
 UNSUPPORTED = {
-    "kv_cache_dtype": "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options",
     "ngrok": _TUNNEL,
     "ngrok_authtoken": _TUNNEL,
     "ngrok_edge": _TUNNEL,

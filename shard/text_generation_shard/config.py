@@ -19,6 +19,7 @@ EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers"]
 DType = Literal["float16", "bfloat16", "float32"]
+KVCacheDType = Literal["auto", "fp8_e4m3fn", "fp8_e5m2"]
 Quantize = Literal[
     "awq",
     "bitsandbytes",
@@ -40,7 +41,7 @@ class ShardSettings(SharedSettings, ShardAccess):
     """The settings of a shard that a user may give to the launcher."""
 
     topics: ClassVar[Mapping[Topic, str]] = {
-        Topic.MODEL: "model_id engine model_impl dtype quantize load_format device",
+        Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype quantize load_format device",
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
         Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads",
@@ -57,7 +58,10 @@ class ShardSettings(SharedSettings, ShardAccess):
     """Code that runs the model in the torch engine. native: ours; transformers: Hugging Face's, with our cache and scheduler.
     auto: native for the models that it knows and supports, else transformers."""
     dtype: DType | None = None
-    """Data type of weights, activations and KV cache; default: that of the checkpoint."""
+    """Data type of weights, activations and, unless kv_cache_dtype says otherwise, KV cache; default: that of the checkpoint."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """Data type of the KV cache (torch engine). auto: that of the model. fp8_e4m3fn, fp8_e5m2: half the memory, with the scales of
+    the checkpoint or 1; less accurate: docs/quantization.md."""
     quantize: Quantize | None = None
     """Quantization of the weights. fp8: the torch engine quantizes those of a checkpoint without quantization while it loads
     them. The format of a quantized checkpoint is read from its config.json: a value that differs from it is refused."""

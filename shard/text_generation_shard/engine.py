@@ -88,6 +88,8 @@ class EngineInfo:
     """Names of the LoRA adapters that sequences may have."""
     scores_generated: bool = False
     """Sequences may be replays: LogprobOptions.generated."""
+    kv_cache_dtype: str = ""
+    """The FP8 type of the KV cache; empty: `dtype`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ The kernels compute in the dtype of their inputs, including float64, but at leas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
 from text_generation_shard.engines.torch.build.prepare import engine_info
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
@@ -88,6 +89,7 @@ class ReferenceKernels:
         step: RopeStep,
         cache_layer: Tensor,
         head_norms: tuple[Tensor, Tensor] | None,
+        scales: Tensor | None = None,
     ) -> None:
         heads = qkv.view(qkv.shape[0], -1, step.head_dim)
         unrotated, keys = heads[:, : step.num_heads], heads[:, step.num_heads : step.num_heads + step.num_kv_heads]
@@ -107,19 +109,24 @@ class ReferenceKernels:
             rotated_queries = rotated_queries * (1 + step.query_beta * passed).view(-1, 1, 1)
         queries.copy_(rotated_queries)
         blocks = step.block_tables[step.slots.long(), positions // BLOCK_SIZE].long()
-        cache_layer[blocks, 0, :, positions % BLOCK_SIZE] = rotated_keys.to(cache_layer.dtype)
-        cache_layer[blocks, 1, :, positions % BLOCK_SIZE] = values.to(cache_layer.dtype)
+        store(cache_layer, blocks, positions % BLOCK_SIZE, (rotated_keys, values), scales)
 
     def append(
-        self, keys: Tensor, values: Tensor, cache_layer: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+        self,
+        keys: Tensor,
+        values: Tensor,
+        cache_layer: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        scales: Tensor | None = None,
     ) -> None:
         blocks, offsets = (
             block_tables[slots.long(), positions.long() // BLOCK_SIZE].long(),
             positions.long() % BLOCK_SIZE,
         )
-        for which, heads in enumerate((keys, values)):
-            widened = functional.pad(heads, (0, cache_layer.shape[4] - heads.shape[2]))
-            cache_layer[blocks, which, :, offsets] = widened.transpose(0, 1).to(cache_layer.dtype)
+        widened = [functional.pad(heads, (0, cache_layer.shape[4] - heads.shape[2])) for heads in (keys, values)]
+        store(cache_layer, blocks, offsets, [heads.transpose(0, 1) for heads in widened], scales)
 
     def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
         gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
@@ -174,8 +181,9 @@ class ReferenceKernels:
         window: int | None,
         out: Tensor,
         sinks: Tensor | None,
+        scales: Tensor | None = None,
     ) -> None:
-        rules = (window, step.scale, step.softcap, sinks)
+        rules, cache_layer = (window, step.scale, step.softcap, sinks), loaded(cache_layer, scales)
         for row, (position, slot) in enumerate(zip(step.positions.tolist(), step.slots.tolist(), strict=True)):
             out[row] = attend(queries[row : row + 1], cache_layer, step.block_tables[slot], position + 1, *rules)
 
@@ -192,9 +200,15 @@ class ReferenceKernels:
         ]
 
     def chunk_attention(
-        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None,
+        scales: Tensor | None = None,
     ) -> None:
-        at = 0
+        at, cache_layer = 0, loaded(cache_layer, scales)
         for tokens, pages, length in self._chunks:
             own = queries[at : at + tokens]
             out[at : at + tokens] = attend(own, cache_layer, pages, length, window, self._scale, self._softcap, sinks)
@@ -207,6 +221,26 @@ class ReferenceKernels:
         token_ids.copy_(chosen)
         logprobs.copy_(own)
         last_tokens[slots.long()] = chosen.int()
+
+
+def store(
+    cache_layer: Tensor, blocks: Tensor, offsets: Tensor, keys_values: Sequence[Tensor], scales: Tensor | None
+) -> None:
+    """Write keys and values [tokens, KV heads, head_dim], in FP8 at most the largest number."""
+    for which, heads in enumerate(keys_values):
+        stored = heads if scales is None else heads / scales[which].unsqueeze(1)
+        if cache_layer.dtype.itemsize > 1:
+            cache_layer[blocks, which, :, offsets] = stored.to(cache_layer.dtype)
+            continue
+        largest = torch.finfo(cache_layer.dtype).max
+        stored = stored.float().clamp(-largest, largest).to(cache_layer.dtype)
+        cache_layer.view(torch.uint8)[blocks, which, :, offsets] = stored.view(torch.uint8)
+
+
+def loaded(cache_layer: Tensor, scales: Tensor | None) -> Tensor:
+    """Return a cache with its keys and values as numbers that can be multiplied."""
+    cache_layer = cache_layer.float() if cache_layer.dtype.itemsize == 1 else cache_layer
+    return cache_layer if scales is None else cache_layer * scales.view(2, -1, 1, 1)
 
 
 def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
@@ -280,7 +314,8 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         weights.process_weights_after_loading()
         kernels, decoder = reference_decoder(model, weights, dtype)
         weights.allocate_states(info.max_slots)
-        shape = CacheShape(weights.layer_shapes, CPU, dtype)
+        fp8 = fp8_cache(config, {n: ALONE.tp.kv_heads(each.num_kv_heads) for n, each in enumerate(model.layers)}, CPU)
+        shape = CacheShape(weights.layer_shapes, CPU, dtype, fp8)
         runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None

@@ -82,7 +82,7 @@ class Auditor:
         self._observer = observer
         self._settings = settings
         self._info = info
-        self._bounds = bounds_of(info.engine, info.dtype)
+        self._bounds = bounds_of(info.engine, info.dtype, info.kv_cache_dtype)
         self._findings = Findings()
         self._records: deque[tuple[RequestId, bytes]] = deque()
         """Findings that are not written yet."""

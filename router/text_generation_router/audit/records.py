@@ -94,7 +94,7 @@ async def replay_record(record: Mapping[str, Any], client: ShardClient) -> Judge
         if report.generated_scores:
             call.cancel()
             served, sampling = order.prompt[tokens - order.generated_tokens :], convert.sampling_from_pb(order.sampling)
-            bounds = bounds_of(info.engine, info.dtype)
+            bounds = bounds_of(info.engine, info.dtype, info.kv_cache_dtype)
             return judge(served, record["served_logprobs"], scores_of(report.generated_scores[0]), sampling, bounds)
     raise BadRecord("the shard ended its stream")
 

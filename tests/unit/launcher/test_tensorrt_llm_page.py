@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from standin import table
 
-from text_generation_launcher.config import UNSUPPORTED, LauncherConfig
+from text_generation_launcher.config import LauncherConfig
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.tensorrt_llm.build import read_model
 from text_generation_shard.engines.tensorrt_llm.options import RESERVED, check_options, read_options
 
 ROOT = Path(__file__).parents[3]
@@ -65,10 +68,10 @@ def test_flags_of_the_table_exist() -> None:
     assert {flag.replace("-", "_") for flag in flags} <= LauncherConfig.model_fields.keys()
 
 
-def test_the_flag_documented_as_rejected_is() -> None:
-    refused = re.search(r"^TGI's `--([a-z-]+)` is refused", PAGE, re.MULTILINE)
-    assert refused is not None
-    assert refused[1].replace("-", "_") in UNSUPPORTED
+def test_the_flag_documented_as_refused_is() -> None:
+    assert "TGI's `--kv-cache-dtype` is refused here" in PAGE
+    with pytest.raises(EngineError, match=r"--kv-cache-dtype fp8_e5m2: .* kv_cache_config"):
+        read_model(ShardConfig(kv_cache_dtype="fp8_e5m2"))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,10 @@ def read_model(
             f"--quantize {config.quantize}: the tensorrt-llm engine serves checkpoints that are quantized already, "
             "and needs no flag for it"
         )
+    if config.kv_cache_dtype != "auto":
+        raise EngineError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: the tensorrt-llm engine has kv_cache_config: {{dtype: fp8}} in --trtllm-options"
+        )
     path = Path(config.model_path)
     found = inspect_folder(path)
     if isinstance(found, CompiledEngine):

@@ -104,5 +104,6 @@ def test_the_last_token_may_have_no_score() -> None:
 
 
 def test_bounds_follow_the_data_type() -> None:
-    assert [bounds_of("torch", dtype) for dtype in ("float32", "bfloat16", "float16")] == [EXACT, ROUNDED, ROUNDED]
-    assert bounds_of("echo", "float32") is EXACT
+    assert [bounds_of("torch", dtype, "") for dtype in ("float32", "bfloat16", "float16")] == [EXACT, ROUNDED, ROUNDED]
+    assert bounds_of("echo", "float32", "") is EXACT
+    assert bounds_of("torch", "float32", "fp8_e4m3fn") is ROUNDED

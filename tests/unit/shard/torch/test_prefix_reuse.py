@@ -39,12 +39,16 @@ IDS = ["greedy", "seeded", "prompt penalized", "output penalized"]
 
 
 @pytest.fixture(
-    scope="module", params=[full("full attention"), full("sliding window"), "sliding window in some layers"]
+    scope="module",
+    params=[full("full attention"), full("sliding window"), "sliding window in some layers", "FP8 cache"],
 )
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
-    folder = save(random_model(CONFIGS[request.param]), tmp_path_factory.mktemp("checkpoint"))
+    is_fp8 = request.param == "FP8 cache"
+    config = CONFIGS["full attention" if is_fp8 else request.param]
+    folder = save(random_model(config), tmp_path_factory.mktemp("checkpoint"))
     # Few slots, so that they are reused.
-    return build_engine(ShardConfig(model_path=folder, device="cpu", max_batch_size=6))
+    kv_cache_dtype = "fp8_e4m3fn" if is_fp8 else "auto"
+    return build_engine(ShardConfig(model_path=folder, device="cpu", max_batch_size=6, kv_cache_dtype=kv_cache_dtype))
 
 
 @pytest.fixture
@@ -64,7 +68,7 @@ def only_pool(engine: TorchEngine) -> Tensor:
 def blocks_of(driver: Driver, blocks: list[int]) -> Tensor:
     """Return a copy of blocks in every layer."""
     assert isinstance(driver.engine, TorchEngine)
-    return only_pool(driver.engine)[:, blocks].clone()
+    return only_pool(driver.engine)[:, blocks].float()
 
 
 def without_reuse(driver: Driver, prompts: list[tuple[int, ...]], new: int, sampling: Sampling) -> list[list[int]]:

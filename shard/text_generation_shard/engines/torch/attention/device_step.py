@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,8 @@ class StepContext:
     """int32 [slots + 1, blocks]: a row for each slot and one for the dummy slot."""
     last_tokens: Tensor
     """int32 [slots + 1]: the token sampled last."""
+    scales: Mapping[int, Tensor] = field(default_factory=dict)
+    """As in `Fp8Cache`."""
 
 
 class DeviceStep(Step):
@@ -128,23 +130,26 @@ class DeviceStep(Step):
                 head_norms is not None and head_norms.values,
             )
         weights = None if head_norms is None else (head_norms.query.weight, head_norms.key.weight)
-        self._context.kernels.rotate_and_append(qkv, out, step, self._context.cache[layer], weights)
+        context = self._context
+        context.kernels.rotate_and_append(qkv, out, step, context.cache[layer], weights, context.scales.get(layer))
         return out
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         context = self._context
-        context.kernels.append(keys, values, context.cache[layer], self.positions, self._slots, context.block_tables)
+        places = self.positions, self._slots, context.block_tables
+        context.kernels.append(keys, values, context.cache[layer], *places, context.scales.get(layer))
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
         context, count = self._context, self._num_decoding
         if out is None:
             out = torch.empty(queries.shape[0], queries[0].numel(), dtype=queries.dtype, device=queries.device)
         row_queries, chunk_queries, row_out, chunk_out = self._divided(queries, out)
-        cache_layer, window, sinks = context.cache[layer], context.layers[layer].window, rules.sinks
+        cache_layer, window, scores = context.cache[layer], context.layers[layer].window, self._decode_step(rules)
+        others = rules.sinks, context.scales.get(layer)
         if count:
-            context.kernels.decode_attention(row_queries, cache_layer, self._decode_step(rules), window, row_out, sinks)
+            context.kernels.decode_attention(row_queries, cache_layer, scores, window, row_out, *others)
         if count < len(queries):
-            context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out, sinks)
+            context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out, *others)
         return out
 
     def _divided(self, queries: Tensor, out: Tensor) -> tuple[Tensor, ...]:

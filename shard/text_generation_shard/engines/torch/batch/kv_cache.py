@@ -11,7 +11,7 @@ sequence is padded to the length of another, it reads its own last block again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,6 +43,25 @@ WriteIndex = Mapping[int, Tensor]
 """The index that `PagedKVCache.write` needs, by the number of KV heads of the layer."""
 
 
+FP8_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Types of an FP8 cache by the values of --kv-cache-dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Cache:
+    """Keys and values in FP8: the nearest numbers to their quotients by a scale, at most the largest number of the type."""
+
+    dtype: torch.dtype
+    scales: Mapping[int, Tensor] = field(default_factory=dict)
+    """float32 [2, KV heads] of some layers, keys first; those of the others are 1."""
+
+    def quantize(self, layer: int, keys_values: Tensor) -> Tensor:
+        """Return `keys_values` [tokens, 2 · KV heads, head_dim] as they are stored."""
+        largest, scales = torch.finfo(self.dtype).max, self.scales.get(layer)
+        quotients = keys_values.float() if scales is None else keys_values / scales.view(1, -1, 1)
+        return quotients.clamp(-largest, largest).to(self.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """Shape of the KV cache, layer by layer, and its dtype."""
@@ -50,12 +69,25 @@ class CacheShape:
     layers: tuple[LayerShape, ...]
     device: torch.device
     dtype: torch.dtype
+    """The dtype of queries, and of keys and values before they are stored."""
+    fp8: Fp8Cache | None = None
+    """None: keys and values are stored in `dtype`."""
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of keys and values in the cache."""
+        return self.dtype if self.fp8 is None else self.fp8.dtype
+
+    @property
+    def scales(self) -> Mapping[int, Tensor]:
+        """As in `Fp8Cache`."""
+        return {} if self.fp8 is None else self.fp8.scales
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         head_dims = sum(layer.num_kv_heads * layer.head_dim for layer in self.layers)
-        return 2 * BLOCK_SIZE * head_dims * self.dtype.itemsize
+        return 2 * BLOCK_SIZE * head_dims * self.stored.itemsize
 
 
 class PagedKVCache:
@@ -63,6 +95,7 @@ class PagedKVCache:
 
     def __init__(self, shape: CacheShape, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self._fp8, self._scales = shape.fp8, shape.scales
         sizes = [(layer.num_kv_heads, layer.head_dim) for layer in shape.layers]
         self._num_kv_heads = [num_kv_heads for num_kv_heads, _ in sizes]
         # Not zeroed: every block is written or cleared before it is read, and on CPU an unused block is never committed.
@@ -72,7 +105,7 @@ class PagedKVCache:
                 num_blocks,
                 2 * num_kv_heads * BLOCK_SIZE * head_dim,
                 device=shape.device,
-                dtype=shape.dtype,
+                dtype=shape.stored,
             )
             for num_kv_heads, head_dim in dict.fromkeys(sizes)
         }
@@ -100,6 +133,10 @@ class PagedKVCache:
     def write(self, layer: int, index: WriteIndex, keys_values: Tensor) -> None:
         """Store `keys_values` [tokens, 2 · KV heads, head_dim], keys first."""
         tokens = self._tokens[layer]
+        if self._fp8 is not None:
+            # Bytes: torch copies no FP8 by an index.
+            tokens = tokens.view(torch.uint8)
+            keys_values = self._fp8.quantize(layer, keys_values).view(torch.uint8)
         tokens.index_copy_(0, index[self._num_kv_heads[layer]], keys_values.reshape(-1, tokens.shape[1]))
 
     def read_index(self, blocks: Tensor, num_kv_heads: int) -> Tensor:
@@ -109,9 +146,15 @@ class PagedKVCache:
     def read(self, layer: int, index: Tensor, out: Tensor) -> None:
         """Copy keys and values to `out`, which has the layout [2, sequences, KV heads, tokens, head_dim]."""
         pairs = self._pairs[layer]
-        torch.index_select(pairs, 0, index, out=out.view(-1, pairs.shape[1]))
+        out = out.view(-1, pairs.shape[1])
+        if self._fp8 is None:
+            torch.index_select(pairs, 0, index, out=out)
+            return
+        out.copy_(torch.index_select(pairs, 0, index))
+        if (scales := self._scales.get(layer)) is not None:
+            out.mul_(scales.flatten()[index % scales.numel()].unsqueeze(1))
 
     def clear(self, blocks: Tensor) -> None:
         """Zero the given blocks in every layer."""
         for pool in self.pools.values():
-            pool.index_fill_(1, blocks, 0.0)
+            pool.view(torch.uint8).index_fill_(1, blocks, 0)

@@ -9,7 +9,7 @@ import torch
 from text_generation_common.cpus import usable_cpus
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
-from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, LayerShape
+from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, Fp8Cache, LayerShape
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
 from text_generation_shard.engines.torch.device.memory import DeviceMemory, keep_freed_memory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
@@ -56,9 +56,10 @@ class EngineBuilder:
         scales: ScoreScales,
         hidden_size: int,
         group: ParallelGroup | None = None,
+        fp8: Fp8Cache | None = None,
     ) -> Runner:
         """Return the runner of a model; with `group`, for the steps of another group than that of the model."""
-        shape = CacheShape(tuple(layers), self.device, self.dtype)
+        shape = CacheShape(tuple(layers), self.device, self.dtype, fp8)
         group = group or self.group
         sizes = self.info.max_slots, self.info.max_sequence_length
         if self.device.type == "cpu":

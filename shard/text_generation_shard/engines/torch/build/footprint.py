@@ -12,7 +12,7 @@ import torch
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo
-from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, FP8_DTYPES, CacheShape, Fp8Cache, LayerShape
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
 from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.device.memory import margin_of
@@ -115,7 +115,8 @@ def _footprint(
     fraction = config.cpu_memory_fraction if target.device.type == "cpu" else config.cuda_memory_fraction
     if state_bytes:
         info = with_states(info, state_bytes, int(target.memory * fraction))
-    shape = CacheShape(layers, META, prepared.dtype)
+    fp8 = None if config.kv_cache_dtype == "auto" else Fp8Cache(FP8_DTYPES[config.kv_cache_dtype])
+    shape = CacheShape(layers, META, prepared.dtype, fp8)
     tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
     slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
     # The outputs of all projections of a layer, and the residual stream around them.

@@ -7,6 +7,7 @@ import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
+from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
 from text_generation_shard.engines.torch.build.prepare import Target, prepare
 from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
@@ -21,6 +22,12 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
     builder = EngineBuilder(config, prepare(config, model_config, Target.of(config)))
     on_cpu, group = builder.device.type == "cpu", builder.group
     weights = empty_weights(model_config, group.tp, builder.device, builder.dtype, on_cpu=on_cpu)
+    kv_heads = {
+        index: group.tp.kv_heads(model_config.layers[index].num_kv_heads)
+        for index, layer in enumerate(weights.layers)
+        if layer.attention is not None
+    }
+    fp8 = fp8_cache(config, kv_heads, builder.device)
     load(config, weights.named_parameters(), model_config.quantization)
     weights.process_weights_after_loading()
     if on_cpu:
@@ -30,6 +37,10 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
         weights.allocate_states(builder.info.max_slots)
     scales = [(model_config.attention_scale, model_config.attention_softcap)] * len(weights.layer_shapes)
     runner = builder.runner(
-        lambda ops: Decoder(model_config, weights, ops, group), weights.layer_shapes, scales, model_config.hidden_size
+        lambda ops: Decoder(model_config, weights, ops, group),
+        weights.layer_shapes,
+        scales,
+        model_config.hidden_size,
+        fp8=fp8,
     )
     return builder.engine(runner)

@@ -70,7 +70,7 @@ class Prepared(Generic[Description]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type of weights, activations and KV cache."""
+        """The data type of weights and activations."""
         dtype: torch.dtype = getattr(torch, self.info.dtype)
         return dtype
 
@@ -139,6 +139,7 @@ def engine_info(
         max_top_n_tokens=MAX_TOP_N_TOKENS,
         grammar_kinds=grammars.kinds if grammars is not None else (),
         scores_generated=True,
+        kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
 
 

@@ -11,7 +11,9 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
+from text_generation_shard.engines.torch.batch.kv_cache import Fp8Cache
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
+from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target, check_memory, describe
 from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.engine.executor import Executor
@@ -35,17 +37,19 @@ def build_transformers_engine(config: ShardConfig) -> Engine:
     prepared = prepare_for_transformers(config, Target.of(config))
     builder = EngineBuilder(config, prepared)
     on_cpu, group, device = builder.device.type == "cpu", builder.group, builder.device
+    fp8 = fp8_cache(config, {}, device)
     library = load_model(config, prepared.model, group, device, builder.dtype)
     model = TransformersModel(library, () if on_cpu else FLASHINFER_HEAD_DIMS)
     hidden_size = library.get_input_embeddings().weight.shape[1]
     builder.info = info = _with_states(builder.info, model, builder.usable_memory)
 
-    def runner(steps_of: ParallelGroup | None = None) -> Runner:
+    def runner(steps_of: ParallelGroup | None = None, fp8: Fp8Cache | None = None) -> Runner:
         if not on_cpu:
             torch.cuda.empty_cache()
-        return builder.runner(model.with_ops, model.layers, model.rules, hidden_size, steps_of)
+        return builder.runner(model.with_ops, model.layers, model.rules, hidden_size, steps_of, fp8)
 
     def executor() -> Executor:
+        # The check compares with the library, which has no FP8 cache.
         alone = ParallelGroup(TensorParallelRank())
         return builder.executor(runner(alone), alone)
 
@@ -60,7 +64,7 @@ def build_transformers_engine(config: ShardConfig) -> Engine:
     model.record()
     if not on_cpu:
         builder.info = _bounded_by_chunk(info, model)
-    return builder.engine(runner())
+    return builder.engine(runner(fp8=fp8))
 
 
 def prepare_for_transformers(config: ShardConfig, target: Target) -> Prepared[TransformersConfig]:

@@ -7,17 +7,24 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.kernels.fp8 import to_cache
 
 _ELEMENTS_PER_PROGRAM = 1024
 
 
 def append(
-    keys: Tensor, values: Tensor, cache_layer: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor
+    keys: Tensor,
+    values: Tensor,
+    cache_layer: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """Write `keys` and `values` [heads, tokens, dim] with any strides of heads and tokens to the cache of a layer.
 
     `cache_layer` [blocks, 2, heads, BLOCK_SIZE, head_dim], contiguous; zeros fill each head up to its head_dim. `positions` and
-    `slots` int32 [tokens], `block_tables` int32 [slots, blocks].
+    `slots` int32 [tokens], `block_tables` int32 [slots, blocks]. `scales` as in `rotate_and_append`.
     """
     heads, tokens, key_dim = keys.shape
     head_dim = cache_layer.shape[4]
@@ -30,6 +37,7 @@ def append(
         positions,
         slots,
         block_tables,
+        scales,
         keys.stride(0),
         keys.stride(1),
         values.stride(0),
@@ -55,6 +63,7 @@ def _append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     positions: tl.tensor,
     slots: tl.tensor,
     block_tables: tl.tensor,
+    scales: tl.tensor | None,
     key_head_stride: int,
     key_token_stride: int,
     value_head_stride: int,
@@ -79,13 +88,16 @@ def _append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         keys + place * key_token_stride + heads * key_head_stride + columns,
         mask=is_head & (columns < KEY_DIM),
         other=0.0,
-    )
+    ).to(tl.float32)
     value = tl.load(
         values + place * value_token_stride + heads * value_head_stride + columns,
         mask=is_head & (columns < VALUE_DIM),
         other=0.0,
-    )
+    ).to(tl.float32)
+    if scales is not None:
+        key /= tl.load(scales + heads, mask=is_head, other=1.0)
+        value /= tl.load(scales + HEADS + heads, mask=is_head, other=1.0)
     targets = cache_layer + ((block * (2 * HEADS) + heads) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM + columns
     stored = is_head & (columns < HEAD_DIM)
-    tl.store(targets, key.to(cache_layer.dtype.element_ty), mask=stored)
-    tl.store(targets + HEADS * BLOCK_SIZE * HEAD_DIM, value.to(cache_layer.dtype.element_ty), mask=stored)
+    tl.store(targets, to_cache(key, cache_layer), mask=stored)
+    tl.store(targets + HEADS * BLOCK_SIZE * HEAD_DIM, to_cache(value, cache_layer), mask=stored)

@@ -78,13 +78,19 @@ class PagedChunkAttention:
         self._columns, self._longest = columns, plan.longest_chunk
 
     def run(
-        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None = None
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         """out = softmax(scale · q·kᵀ)·v for the tokens of the chunks, [tokens, heads · head_dim], in the dtype of `queries`.
 
         `queries` [tokens, heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, KV heads, BLOCK_SIZE,
         head_dim], contiguous. With a `window`, only keys with position − window < key <= position. `sinks` [heads] are scores of
-        keys without values.
+        keys without values. `scales` float32 [2, KV heads] multiply the keys and values of the cache.
         """
         columns, tile = self._columns, self._tile
         tokens = tile.rows // self._heads_each
@@ -99,6 +105,7 @@ class PagedChunkAttention:
             columns["pages"],
             out,
             sinks,
+            scales,
             self._scale * LOG2_E if self._softcap is None else self._scale / self._softcap,
             0.0 if self._softcap is None else self._softcap * LOG2_E,
             NO_WINDOW if window is None else window,
@@ -139,6 +146,7 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     pages: tl.tensor,
     out: tl.tensor,
     sinks: tl.tensor | None,
+    scales: tl.tensor | None,
     scale: float,
     softcap: float,
     window: int,
@@ -176,6 +184,8 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     heads = kv_head * GROUP + tl.minimum(heads, GROUP - 1)
     tokens = tl.minimum(tokens, tl.minimum((tile + 1) * TOKENS, count) - 1)
     positions = length - count + tokens
+    if scales is not None:
+        scale *= tl.load(scales + kv_head)
     dims = tl.arange(0, WIDTH)
     is_dim = (dims < HEAD_DIM)[None, :]
     # A step may have more than 2³¹ numbers of queries.
@@ -201,7 +211,7 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
         sources = numbers.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (keys % BLOCK) * HEAD_DIM
         sources = keys_of_head + sources[:, None] + dims[None, :]
         key = tl.load(sources, mask=is_key[:, None] & is_dim, other=0.0)
-        scores = tl.dot(query, tl.trans(key)) * scale
+        scores = tl.dot(query, tl.trans(key.to(query.dtype))) * scale
         if HAS_SOFTCAP:
             # tanh(x) = 2 · sigmoid(2x) - 1.
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
@@ -214,9 +224,11 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
         decay = tl.exp2(maximum - new_maximum)
         total = total * decay + tl.sum(weights, axis=1)
         value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=is_key[:, None] & is_dim, other=0.0)
-        mean = tl.dot(weights.to(value.dtype), value, mean * decay[:, None])
+        mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
         maximum = new_maximum
     if sinks is not None:
         total += sink_weights(sinks, heads, maximum)
     mean = mean / total[:, None]
+    if scales is not None:
+        mean *= tl.load(scales + KV_HEADS + kv_head)
     tl.store(out + lines[:, None] * out_stride + places, mean.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim)

@@ -75,12 +75,14 @@ class DecodeAttention:
         window: int | None,
         out: Tensor,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         """out = softmax(scale · q·kᵀ)·v, [T, num_heads · head_dim], in the dtype of `queries`.
 
         `queries` [T, num_heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, num_kv_heads,
         BLOCK_SIZE, head_dim], contiguous. With a `window`, only keys with position − window < key <= position.
-        `sinks` [num_heads] are scores of keys without values.
+        `sinks` [num_heads] are scores of keys without values. `scales` float32 [2, num_kv_heads] multiply the keys and values of
+        the cache.
         """
         rows = queries.shape[0]
         config = self._configs[rows - 1]
@@ -95,6 +97,7 @@ class DecodeAttention:
             self._logs,
             self._arrivals,
             sinks,
+            scales,
             step.scale * LOG2_E if step.softcap is None else step.scale / step.softcap,
             0.0 if step.softcap is None else step.softcap * LOG2_E,
             NO_WINDOW if window is None else window,
@@ -147,6 +150,7 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     logs: tl.tensor,
     arrivals: tl.tensor,
     sinks: tl.tensor | None,
+    scales: tl.tensor | None,
     scale: float,
     softcap: float,
     window: int,
@@ -182,6 +186,8 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     query = tl.load(
         queries + row * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_head & is_dim, other=0.0
     )
+    if scales is not None:
+        scale *= tl.load(scales + kv_head)
     offsets = tl.arange(0, BLOCK)
     element_offsets = offsets[:, None] * HEAD_DIM + dims[None, :]
     keys_of_head = cache_layer + kv_head * (BLOCK * HEAD_DIM)
@@ -204,7 +210,8 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
         sources = keys_of_head + number.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + element_offsets
         key = tl.load(sources, mask=visible[:, None] & is_dim, other=0.0)
         value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=visible[:, None] & is_dim, other=0.0)
-        scores = tl.dot(query, tl.trans(key)) * scale
+        # FP8 keys and values are exact in the data type of the query.
+        scores = tl.dot(query, tl.trans(key.to(query.dtype))) * scale
         if HAS_SOFTCAP:
             # tanh(x) = 2 · sigmoid(2x) - 1.
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
@@ -213,13 +220,15 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
         weights = tl.exp2(scores - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
         total = total * decay + tl.sum(weights, axis=1)
-        mean = tl.dot(weights.to(value.dtype), value, mean * decay[:, None])
+        mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
         maximum = new_maximum
         number = next_number
     if sinks is not None:
         # A row that is split adds the sinks when its parts are merged.
         total = tl.where(parts == 1, total + _sink_weights(sinks, heads, GROUP, maximum), total)
     mean = mean / total[:, None]
+    if scales is not None:
+        mean *= tl.load(scales + KV_HEADS + kv_head)
 
     if parts == 1:
         targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]

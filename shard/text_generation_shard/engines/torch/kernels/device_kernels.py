@@ -81,7 +81,9 @@ class DeviceKernels:
                 raise EngineError(f"head_dim {heads[2]} is not served on CUDA, only up to {MAX_HEAD_DIM}")
             if heads[2] in FLASHINFER_HEAD_DIMS:
                 windows = frozenset(shape.layers[index].window for index in layers)
-                self._chunks[heads] = FlashInferChunks(*heads, windows, shape.dtype, scale=scale, softcap=softcap)
+                self._chunks[heads] = FlashInferChunks(
+                    *heads, windows, (shape.dtype, shape.stored), scale=scale, softcap=softcap
+                )
             else:
                 self._chunks[heads] = PagedChunkAttention(*heads, shape.device, scale=scale, softcap=softcap)
             self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device)
@@ -92,9 +94,15 @@ class DeviceKernels:
             chunks.plan(plan, columns)
 
     def chunk_attention(
-        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None,
+        scales: Tensor | None,
     ) -> None:
-        self._chunks[_heads(queries, cache_layer)].run(queries, cache_layer, window, out, sinks)
+        self._chunks[_heads(queries, cache_layer)].run(queries, cache_layer, window, out, sinks, scales)
 
     def decode_attention(
         self,
@@ -104,8 +112,9 @@ class DeviceKernels:
         window: int | None,
         out: Tensor,
         sinks: Tensor | None,
+        scales: Tensor | None,
     ) -> None:
-        self._decoding[_heads(queries, cache_layer)].run(queries, cache_layer, step, window, out, sinks)
+        self._decoding[_heads(queries, cache_layer)].run(queries, cache_layer, step, window, out, sinks, scales)
 
 
 def _heads(queries: Tensor, cache_layer: Tensor) -> Heads:

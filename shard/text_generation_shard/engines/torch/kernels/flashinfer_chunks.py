@@ -29,7 +29,10 @@ BUFFER_SETS = 2
 
 
 class FlashInferChunks:
-    """The interface of `PagedChunkAttention`; `windows` are the sliding windows of the layers, None for full attention."""
+    """The interface of `PagedChunkAttention`; `windows` are the sliding windows of the layers, None for full attention.
+
+    `dtypes` are those of queries and of the cache.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class FlashInferChunks:
         num_kv_heads: int,
         head_dim: int,
         windows: frozenset[int | None],
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         *,
         scale: float,
         softcap: float | None = None,
@@ -49,7 +52,7 @@ class FlashInferChunks:
                 f"the torch engine on CUDA needs FlashInfer: pip install 'flashinfer-python>=0.6.14' 'ninja>=1.11' ({error})"
             ) from None
         self._heads = (num_heads, num_kv_heads, head_dim)
-        self._dtype = dtype
+        self._dtype, self._cache_dtype = dtypes
         self._scale, self._softcap = scale, softcap
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
         self._buffer_sets: list[dict[int | None, BatchPrefillWithPagedKVCacheWrapper]] = [
@@ -79,17 +82,32 @@ class FlashInferChunks:
                 sm_scale=self._scale,
                 logits_soft_cap=self._softcap,
                 q_data_type=self._dtype,
+                kv_data_type=self._cache_dtype,
                 non_blocking=True,
                 max_token_per_sequence=longest,
             )
 
     def run(
-        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None = None
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         wrapper, heads_out = self._buffer_sets[0][window], out.view(queries.shape)
+        if scales is not None:
+            # FlashInfer has one scale for all heads.
+            key_scales, value_scales = scales.repeat_interleave(queries.shape[1] // cache_layer.shape[2], 1).unsqueeze(
+                2
+            )
+            queries = (queries * key_scales).to(queries.dtype)
         if sinks is None:
             wrapper.run(queries, cache_layer, out=heads_out)
         else:
             # A sink s scales the result by 1 / (1 + exp(s) / Σ exp(scores)).
             _, log2_sums = wrapper.run(queries, cache_layer, out=heads_out, return_lse=True)
             heads_out.mul_(torch.sigmoid(log2_sums * math.log(2) - sinks.float()).unsqueeze(-1))
+        if scales is not None:
+            heads_out.mul_(value_scales)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.kernels.fp8 import to_cache
 from text_generation_shard.engines.torch.kernels.operands import RopeStep
 
 _MANY_TOKENS = 128
@@ -22,7 +23,12 @@ _ELEMENTS_PER_THREAD = 8
 
 
 def rotate_and_append(
-    qkv: Tensor, queries: Tensor, step: RopeStep, cache_layer: Tensor, head_norms: tuple[Tensor, Tensor] | None
+    qkv: Tensor,
+    queries: Tensor,
+    step: RopeStep,
+    cache_layer: Tensor,
+    head_norms: tuple[Tensor, Tensor] | None,
+    scales: Tensor | None = None,
 ) -> None:
     """Write rotated queries, x·cos + rotate_half(x)·sin, to `queries`; rotated keys and unchanged values to the cache.
 
@@ -30,7 +36,8 @@ def rotate_and_append(
     are the keys before their norm and rotation. `queries` [tokens, num_heads, head_dim], heads contiguous, may be the query heads
     of `qkv` itself. `cache_layer` [blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim], contiguous. Each of these in any float dtype. `head_norms`: optional weights [head_dim] of the RMS norms of each query head
     and each key head before the rotation. Norm and rotation are computed in float32 and rounded once. If tokens share a slot and
-    a position, the keys and values of any one of them remain.
+    a position, the keys and values of any one of them remain. `scales` float32 [2, num_kv_heads] divide the keys and values that
+    are stored.
     """
     tokens = len(qkv)
     group, half_block, num_groups, num_warps = _tile(
@@ -47,6 +54,7 @@ def rotate_and_append(
         step.table,
         query_weight,
         key_weight,
+        scales,
         qkv.stride(0),
         queries.stride(0),
         step.block_tables.stride(0),
@@ -78,7 +86,7 @@ def _tile(num_pieces: int, head_dim: int, many_tokens: bool) -> tuple[int, int, 
 
 # Read one number at a time, at any offset of a buffer: the same compiled kernel serves aligned and unaligned pointers.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots", "block_tables"])
-def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+def _rotate_and_append_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     qkv: tl.tensor,
     queries: tl.tensor,
     cache_layer: tl.tensor,
@@ -88,6 +96,7 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     table: tl.tensor,
     query_weight: tl.tensor | None,
     key_weight: tl.tensor | None,
+    scales: tl.tensor | None,
     qkv_stride: int,
     queries_stride: int,
     block_tables_stride: int,
@@ -150,5 +159,9 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     pieces = block.to(tl.int64) * (2 * NUM_KV_HEADS) + (heads - NUM_HEADS)
     targets = cache_layer + (pieces * BLOCK_SIZE + position % BLOCK_SIZE) * (2 * HALF) + columns
     is_cached = is_real & ~is_query
-    tl.store(targets, first.to(cache_layer.dtype.element_ty), mask=is_cached & inside)
-    tl.store(targets + HALF, second.to(cache_layer.dtype.element_ty), mask=is_cached & inside)
+    if scales is not None:
+        head_scales = tl.load(scales + heads - NUM_HEADS, mask=is_cached, other=1.0)
+        first /= head_scales
+        second /= head_scales
+    tl.store(targets, to_cache(first, cache_layer), mask=is_cached & inside)
+    tl.store(targets + HALF, to_cache(second, cache_layer), mask=is_cached & inside)

@@ -108,12 +108,14 @@ class DeviceRunner(Runner):
         cache = tuple(
             torch.zeros(
                 (num_blocks, 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim),
-                dtype=self._shape.dtype,
+                dtype=self._shape.stored,
                 device=self.device,
             )
             for layer in self._shape.layers
         )
-        return StepContext(self._kernels, cache, self._shape.layers, self._tables, self._last_tokens)
+        return StepContext(
+            self._kernels, cache, self._shape.layers, self._tables, self._last_tokens, self._shape.scales
+        )
 
     def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
         """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""

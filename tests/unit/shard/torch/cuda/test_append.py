@@ -31,3 +31,19 @@ def test_keys_and_values_are_written_and_filled_with_zeros(
     ReferenceKernels(1.0).append(keys, values, expected, positions, slots, tables)
     assert torch.equal(cache, expected)
     assert (cache == 7.0).sum() == cache.numel() - 5 * 2 * 3 * head_dim
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_is_the_quotient_by_the_scale_of_a_head_and_saturates(stored: torch.dtype, device: torch.device) -> None:
+    """The quotients are FP8 numbers already: Triton's interpreter rounds some numbers wrongly."""
+    scales = torch.tensor([[0.25, 1.0, 4.0], [0.5, 3.0, 0.125]], device=device)
+    quotients = (torch.rand(2, 3, 5, 64, device=device) + 0.5).to(stored).float()
+    keys, values = quotients * scales.view(2, 3, 1, 1)
+    keys[1, 2, 3], values[0, 0, 0] = 1e6, -1e6
+    tables = torch.tensor([[1, 4]], dtype=torch.int32, device=device)
+    positions = torch.arange(14, 19, dtype=torch.int32, device=device)
+    cache, expected = torch.zeros(2, 5, 2, 3, BLOCK_SIZE, 64, device=device).to(stored)
+    for target, write in ((cache, append), (expected, ReferenceKernels(1.0).append)):
+        write(keys, values, target, positions, torch.zeros_like(positions), tables, scales)
+    assert torch.equal(cache.float(), expected.float())
+    assert expected[4, 0, 1, 0, 3] == torch.finfo(stored).max

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from full_grid import full
-from reference_kernels import attend
+from reference_kernels import attend, loaded
 from reference_ops import relative_error
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.batch.step_plan import PlanSizes, StepPlan, pageable_memory
 from text_generation_shard.engines.torch.kernels.chunk_attention import ChunkTile, PagedChunkAttention, tile_for
+from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FlashInferChunks
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 LENGTHS = ((1, 1), (5, 5), (3, 60), (40, 75))
 """Tokens of each chunk, and the length of its sequence after it."""
 
 
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "softcap"),
@@ -28,13 +30,51 @@ def test_chunks_match_the_formula(
     head_dim: int,
     softcap: float | None,
     window: int | None,
+    stored: torch.dtype | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Positions of the cache that no token attends to are NaN."""
+    attention = PagedChunkAttention(heads, kv_heads, head_dim, device, scale=head_dim**-0.5, softcap=softcap)
+    compare(attention, (heads, kv_heads, head_dim), softcap, window, stored, device, dtype)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashInfer needs a GPU")
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 128), (8, 4, 256)])
+def test_flashinfer_matches_the_formula(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    stored: torch.dtype | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    shape, windows = (heads, kv_heads, head_dim), frozenset([window])
+    attention = FlashInferChunks(*shape, windows, (dtype, stored or dtype), scale=head_dim**-0.5)
+    compare(attention, shape, None, window, stored, device, dtype)
+
+
+def compare(
+    attention: PagedChunkAttention | FlashInferChunks,
+    shape: tuple[int, int, int],
+    softcap: float | None,
+    window: int | None,
+    stored: torch.dtype | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Compare attention with the formula in float64.
+
+    Positions of the cache that no token attends to are NaN, for our kernel. A cache of another dtype has scales.
+    """
+    heads, kv_heads, head_dim = shape
+    ours = isinstance(attention, PagedChunkAttention)
+    scales = None if stored is None else torch.linspace(0.3, 2.0, 2 * kv_heads, device=device).view(2, kv_heads)
     tables = [-(-length // BLOCK_SIZE) for _, length in LENGTHS]
     numbers = torch.randperm(sum(tables) + 3)
-    cache = torch.full((len(numbers), 2, kv_heads, BLOCK_SIZE, head_dim), torch.nan, dtype=dtype)
+    cache = torch.full((len(numbers), 2, kv_heads, BLOCK_SIZE, head_dim), torch.nan if ours else 0.0, dtype=dtype)
     pages = list(numbers.split([*tables, 3]))[:-1]
     for (tokens, length), own in zip(LENGTHS, pages, strict=True):
         for position in range(0 if window is None else max(0, length - tokens - window + 1), length):
@@ -49,17 +89,23 @@ def test_chunks_match_the_formula(
     columns = {name: torch.from_numpy(plan.column(name)).to(device) for name in names}
     wide = 2 * torch.randn(total, (heads + 2) * head_dim, device=device).to(dtype)
     queries, sinks = wide[:, : heads * head_dim].view(total, heads, head_dim), torch.linspace(-2, 3, heads)
-    cache, out = cache.to(device), torch.full((total, heads * head_dim + 8), torch.nan, device=device, dtype=dtype)
-    attention = PagedChunkAttention(heads, kv_heads, head_dim, device, scale=head_dim**-0.5, softcap=softcap)
+    cache, out = (
+        cache.to(device, stored),
+        torch.full((total, heads * head_dim + 8 * ours), torch.nan, device=device, dtype=dtype),
+    )
     attention.plan(plan, columns)
-    attention.run(queries, cache, window, out[:, :-8], sinks.to(device))
+    attention.run(queries, cache, window, out[:, : heads * head_dim], sinks.to(device), scales)
     expected, first = [], 0
     for (tokens, length), own in zip(LENGTHS, pages, strict=True):
         own_queries, rules = queries[first : first + tokens].double(), (window, head_dim**-0.5, softcap)
-        expected.append(attend(own_queries, cache, own.to(device), length, *rules, sinks.double().to(device)))
+        expected.append(
+            attend(own_queries, loaded(cache, scales), own.to(device), length, *rules, sinks.double().to(device))
+        )
         first += tokens
-    assert relative_error(out[:, :-8], torch.cat(expected)) < TOLERANCES[dtype]
-    assert out[:, -8:].isnan().all()
+    # FlashInfer rounds scaled queries and results once more.
+    tolerance = TOLERANCES[dtype] * (1 if ours else 3)
+    assert relative_error(out[:, : heads * head_dim], torch.cat(expected)) < tolerance
+    assert out[:, heads * head_dim :].isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", [40, 96, 192, 512])

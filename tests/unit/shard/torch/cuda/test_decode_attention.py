@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from full_grid import full
-from reference_kernels import attend
+from reference_kernels import attend, loaded
 from reference_ops import relative_error as error
 from torch import Tensor
 
@@ -45,11 +45,11 @@ class Case:
     def queries(self) -> Tensor:
         return self.qkv[:, : self.shape.heads * self.shape.head_dim].view(-1, self.shape.heads, self.shape.head_dim)
 
-    def expected(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
-        step, rows = self.step, []
+    def expected(self, window: int | None, sinks: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+        step, rows, cache_layer = self.step, [], loaded(self.cache_layer, scales)
         for query, position, slot in zip(self.queries.double(), step.positions.tolist(), step.slots, strict=True):
             table, rules = step.block_tables[slot], (window, step.scale, step.softcap, sinks)
-            rows.append(attend(query.unsqueeze(0), self.cache_layer, table, position + 1, *rules))
+            rows.append(attend(query.unsqueeze(0), cache_layer, table, position + 1, *rules))
         return torch.cat(rows)
 
     def run(
@@ -58,12 +58,13 @@ class Case:
         window: int | None = None,
         out_dtype: torch.dtype | None = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         shape, out_dtype = self.shape, out_dtype or self.qkv.dtype
         out = torch.full(
             (len(self.qkv), shape.heads * shape.head_dim), torch.nan, dtype=out_dtype, device=self.qkv.device
         )
-        attention.run(self.queries, self.cache_layer, self.step, window, out, sinks)
+        attention.run(self.queries, self.cache_layer, self.step, window, out, sinks, scales)
         return out
 
 
@@ -95,6 +96,18 @@ def test_capped_scores_and_sinks(merge: Merge, device: torch.device, dtype: torc
     sinks = torch.linspace(-2, 3, SMOL.heads, dtype=torch.float64, device=device)
     out = case.run(DecodeAttention(*SMOL, 4, device, config=replace(SPLIT, merge=merge)), sinks=sinks.float())
     assert error(out, case.expected(None, sinks)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_keys_and_values_are_multiplied_by_the_scales_of_their_head(
+    stored: torch.dtype, device: torch.device, dtype: torch.dtype
+) -> None:
+    case = a_case(LLAMA, [1, 16, 70, 17], device, torch.float32)
+    case = replace(case, qkv=case.qkv.to(dtype), cache_layer=case.cache_layer.to(stored))
+    scales = torch.tensor([[0.5, 1.3], [3.0, 0.2]], device=device)
+    for given in (None, scales):
+        out = case.run(DecodeAttention(*LLAMA, 4, device, config=SPLIT), scales=given)
+        assert error(out, case.expected(None, scales=given)) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("merge", ["second kernel", "last arrival"])

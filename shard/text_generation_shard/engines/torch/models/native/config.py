@@ -12,8 +12,6 @@ from itertools import compress
 from pathlib import Path
 from reprlib import repr as shortened
 
-import structlog
-
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.rope import Rope
@@ -30,10 +28,8 @@ from text_generation_shard.engines.torch.models.native.state_config import (
 )
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
-from text_generation_shard.engines.torch.weights.quantization.schemes import KV_KEYS, Scheme, choose_scheme, read_scheme
+from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme, choose_scheme, read_scheme
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_ids
-
-log = structlog.get_logger()
 
 FUSED_EXPERTS = "experts.gate_up_proj"
 """The end of the name of the gate and up projections of all experts of a layer."""
@@ -260,9 +256,6 @@ def read_quantization(folder: Path, raw: JsonObject, asked: str | None) -> Schem
         scheme = choose_scheme(read_scheme(given) if given else None, asked)
     except UnsupportedSchemeError as error:
         raise source.error(str(error)) from None
-    if kinds := [given[key] for key in KV_KEYS if given and given.get(key)]:
-        # Our KV cache is more precise than the checkpoint asks for; the scales for keys and values are not needed.
-        log.info("the KV cache is not quantized", checkpoint_asks=kinds[0])
     return scheme
 
 

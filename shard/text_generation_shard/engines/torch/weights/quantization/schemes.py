@@ -22,8 +22,6 @@ from text_generation_shard.engines.torch.weights.quantization.formats.float8 imp
 from text_generation_shard.engines.torch.weights.quantization.formats.gptq import gptq_ignored, read_gptq
 from text_generation_shard.engines.torch.weights.quantization.modules import matches_any, module_names, parts_of_names
 
-KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Keys of a checkpoint's KV cache quantization."""
 ALL_MODULES = ("*",)
 ONLINE_MODULES = ("*_proj",)
 """The modules that are quantized while a checkpoint without quantization is loaded."""
