@@ -22,6 +22,9 @@ SHOWN_AFTER_S, SHOWN_S = 0.5, 0.2
 
 log = structlog.get_logger()
 
+finished_work: dict[str, float] = {}
+"""Seconds of the work that this process has finished, by its name."""
+
 Display = Callable[[str], None]
 _displays: list[Display] = []
 """The display of this process; empty: progress goes to the log."""
@@ -77,6 +80,7 @@ class WorkProgress:
 
     def end(self) -> None:
         """Remove the state from the terminal."""
+        _finish(self._work, self.seconds)
         show("")
 
 
@@ -93,8 +97,13 @@ def phase(work: str) -> Iterator[None]:
         delayed.cancel()
         delayed.join()
         show("")
+        _finish(work, time.monotonic() - started)
         if not _displays and time.monotonic() - started >= LOG_S:
             log.info("done", work=work, seconds=round(time.monotonic() - started, 1))
+
+
+def _finish(work: str, seconds: float) -> None:
+    finished_work[work] = finished_work.get(work, 0.0) + seconds
 
 
 def gib(size: int) -> float:

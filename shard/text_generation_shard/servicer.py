@@ -10,6 +10,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from text_generation_common.progress import finished_work
 from text_generation_proto.channel import SESSION_OPEN
 from text_generation_proto.parts import BadParts, Joiner, most_orders, split
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -75,7 +76,15 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             )
         seconds = time.monotonic() - started
         if not was_warm:
-            log.info("warmed up", kv_blocks=num_blocks, block_size=block_size, seconds=round(seconds, 2))
+            phases = {work: round(each, 1) for work, each in finished_work.items()}
+            log.info(
+                "warmed up",
+                kv_blocks=num_blocks,
+                block_size=block_size,
+                seconds=round(seconds, 2),
+                seconds_by_work=phases,
+            )
+            finished_work.clear()
         return pb.WarmUpResponse(
             num_blocks=num_blocks, block_size=block_size, warm_up_seconds=seconds, was_warm=was_warm
         )

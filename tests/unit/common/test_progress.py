@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from text_generation_common.log_writer import ERASE_LINE, LogWriter
-from text_generation_common.progress import WorkProgress
+from text_generation_common.progress import WorkProgress, finished_work
 
 LAUNCHER = """
 import asyncio, os, sys
@@ -56,6 +56,7 @@ def test_progress_is_logged_every_five_seconds_with_an_estimate() -> None:
     fields = {"gib": 2.0, "of_gib": 4.0, "percent": 50, "seconds_left": 5}
     assert logs == [{"event": "loading weights", "log_level": "info", **fields}]
     assert round(progress.seconds, 1) == 10.1
+    assert round(finished_work.pop("loading weights"), 1) == 10.1
 
 
 def test_a_status_stays_below_the_lines_of_the_log() -> None:

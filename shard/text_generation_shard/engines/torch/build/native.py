@@ -7,9 +7,11 @@ import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
+from text_generation_shard.engines.torch.build.compile_ahead import CompileAhead
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
-from text_generation_shard.engines.torch.build.prepare import Target, prepare
+from text_generation_shard.engines.torch.build.prepare import Prepared, Target, prepare
 from text_generation_shard.engines.torch.build.states import with_states
+from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
@@ -19,7 +21,17 @@ from text_generation_shard.engines.torch.weights.load import load
 @torch.inference_mode()
 def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
-    builder = EngineBuilder(config, prepare(config, model_config, Target.of(config)))
+    prepared = prepare(config, model_config, Target.of(config))
+    ahead = CompileAhead(config, prepared)
+    builder, runner = build_model(config, prepared)
+    ahead.wait()
+    return builder.engine(runner)
+
+
+def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[EngineBuilder, Runner]:
+    """Load a model and return its runner, and the builder of its engine. Raises EngineError."""
+    model_config = prepared.model
+    builder = EngineBuilder(config, prepared)
     on_cpu, group = builder.device.type == "cpu", builder.group
     weights = empty_weights(model_config, group.tp, builder.device, builder.dtype, on_cpu=on_cpu)
     kv_heads = {
@@ -43,4 +55,4 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
         model_config.hidden_size,
         fp8=fp8,
     )
-    return builder.engine(runner)
+    return builder, runner

@@ -82,10 +82,10 @@ class Runner(ABC):
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of `num_blocks` blocks; drops the graphs."""
 
-    def capture(self, *, only_largest: bool = False, max_tokens: int | None = None) -> int:
+    def capture(self, *, only_largest: bool = False, max_tokens: int | None = None, part: slice = slice(None)) -> int:
         """Capture the graphs, if the device has any; returns the memory weight of a full set, in whole-step graphs.
 
-        With `max_tokens`, only those of at most that number of tokens.
+        With `max_tokens`, only those of at most that number of tokens; with `part`, of the others only some, by their place.
         """
         return 0
 

@@ -56,7 +56,7 @@ class DeviceRunner(Runner):
         self._tables[self._max_slots] = num_blocks
 
     @torch.inference_mode()
-    def capture(self, *, only_largest: bool = False, max_tokens: int | None = None) -> int:
+    def capture(self, *, only_largest: bool = False, max_tokens: int | None = None, part: slice = slice(None)) -> int:
         if self.device.type != "cuda":
             return 0
         self.drop_graphs()
@@ -67,10 +67,10 @@ class DeviceRunner(Runner):
         self._graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
         sizes = self._graphs.sizes
         progress = WorkProgress("capturing graphs", len(sizes) + len(CAPTURE_SIZES))
-        for size in wanted_sizes(sizes, only_largest, max_tokens):
+        for size in wanted_sizes(sizes, only_largest, max_tokens)[part]:
             self._graphs.capture(size, pool)
             progress.add()
-        pieces = self.capture_pieces(pool, wanted_sizes(CAPTURE_SIZES, only_largest, max_tokens), progress.add)
+        pieces = self.capture_pieces(pool, wanted_sizes(CAPTURE_SIZES, only_largest, max_tokens)[part], progress.add)
         progress.end()
         return len(sizes) + (0 if pieces is None else len(pieces))
 

@@ -1,0 +1,129 @@
+"""Compiles the kernels of a model in other processes, compile_part.py, while its weights are loaded.
+
+They run the model with one layer of each kind and random weights. Their kernels are those of the model, because no kernel depends on
+the number of layers, and stay in the caches on disk: of Triton, FlashInfer and humming. A file beside Triton's cache remembers a
+model for which this was done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from threading import Thread
+
+import structlog
+import torch
+
+from text_generation_common.one_line import one_line
+from text_generation_common.progress import finished_work, show
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.torch.build.footprint import native_footprint
+from text_generation_shard.engines.torch.build.prepare import Prepared
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
+
+PROGRAM = "text_generation_shard.engines.torch.build.compile_part"
+HELPERS = 4
+SETTINGS = frozenset(
+    ("model_path", "dtype", "quantize", "kv_cache_dtype", "device", "max_batch_size", "cuda_memory_fraction")
+)
+"""The settings on which kernels depend."""
+KERNEL = "kernel "
+"""Start of a line with the name of a kernel that a helper has compiled."""
+
+log = structlog.get_logger()
+
+
+class CompileAhead:
+    """The helpers of a start. None run on a CPU, in a group, without room for them, or if all has been compiled before."""
+
+    def __init__(self, config: ShardConfig, prepared: Prepared[ModelConfig]) -> None:
+        self._helpers: list[subprocess.Popen[str]] = []
+        self._started = time.monotonic()
+        self._kernels = 0
+        self._others: dict[int, str] = {}
+        """The last other line of each helper, by process id: the error of one that fails."""
+        if prepared.target.device.type == "cpu" or config.world_size > 1:
+            return
+        self._settings = config.model_dump_json(include=set(SETTINGS))
+        self._done = _marker(config, self._settings, prepared.target.device)
+        if self._done.exists() or not _have_room(config, prepared):
+            return
+        for part in range(HELPERS):
+            command = [sys.executable, "-m", PROGRAM, str(part), str(HELPERS)]
+            helper = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            assert helper.stdin is not None
+            helper.stdin.write(f"{self._settings}\n")
+            helper.stdin.flush()
+            self._helpers.append(helper)
+            Thread(target=self._follow, args=(helper,), name="compiling", daemon=True).start()
+
+    def _follow(self, helper: subprocess.Popen[str]) -> None:
+        """Show the names of the kernels that a helper compiles."""
+        assert helper.stdout is not None
+        for line in helper.stdout:
+            if line.startswith(KERNEL):
+                self._kernels += 1
+                show(f"compiling kernels: {line.removeprefix(KERNEL).strip()}")
+            elif line.strip():
+                self._others[helper.pid] = line.strip()
+
+    def wait(self) -> None:
+        """Wait for the helpers. What they failed to compile is compiled when it is used."""
+        if not self._helpers:
+            return
+        codes = {helper.pid: helper.wait() for helper in self._helpers}
+        show("")
+        finished_work["compiling kernels ahead"] = seconds = time.monotonic() - self._started
+        errors = sorted({one_line(self._others.get(pid, "")) for pid, code in codes.items() if code})
+        log.info("kernels compiled", processes=HELPERS, kernels=self._kernels, seconds=round(seconds, 1), errors=errors)
+        if not errors:
+            self._done.parent.mkdir(parents=True, exist_ok=True)
+            self._done.touch()
+
+
+def one_of_each_kind(model: ModelConfig) -> ModelConfig:
+    """Return a model with the first of the layers that have the same attention, rotation, kind of MLP and states."""
+    experts, states = model.experts, model.states
+    no = (False,) * model.num_layers
+    has_experts = no if experts is None else experts.layers
+    has_states, has_attention = (no, no) if states is None else (states.layers, states.attention)
+    kinds = list(zip(model.layers, model.ropes, has_experts, has_states, has_attention, strict=True))
+    layers, ropes, has_experts, has_states, has_attention = zip(*sorted(set(kinds), key=kinds.index), strict=True)
+    return replace(
+        model,
+        layers=layers,
+        ropes=ropes,
+        experts=experts and replace(experts, layers=has_experts),
+        states=states and replace(states, layers=has_states, attention=has_attention),
+    )
+
+
+def _marker(config: ShardConfig, settings: str, device: torch.device) -> Path:
+    import triton  # torch for CPUs comes without
+
+    files = [Path(config.model_path) / name for name in ("config.json", "hf_quant_config.json")]
+    versions = [version("text-generation-trtllm"), torch.__version__, triton.__version__]
+    known = (
+        settings,
+        *versions,
+        torch.cuda.get_device_name(device),
+        *(file.read_text() for file in files if file.exists()),
+    )
+    digest = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+    return Path(triton.knobs.cache.dir) / f"text-generation-{digest}"
+
+
+def _have_room(config: ShardConfig, prepared: Prepared[ModelConfig]) -> bool:
+    """Return True if the model and the helpers fit in the device's memory together."""
+    whole = native_footprint(config, prepared, WarmUpLimits())
+    dummy = config.model_copy(update={"load_format": "dummy"})
+    small = native_footprint(dummy, replace(prepared, model=one_of_each_kind(prepared.model)), WarmUpLimits())
+    return whole.weights + HELPERS * (small.weights + whole.largest_step) <= whole.memory
