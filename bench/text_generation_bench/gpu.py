@@ -13,6 +13,8 @@ a table. Times are medians unless noted, in ms:
               device (bytes read and written, measured before the server starts). The cache is that in the middle of the answers.
     itl/floor inter-token latency as a multiple of the floor
 
+    make bench-gpu ARGS="--shape llama-8b --streams 256 --isl 2000 --osl 200 --launcher-args '--kv-cache-dtype fp8_e4m3fn'"
+
 With --launcher-args "--num-replicas 2", streams are assumed to be spread evenly over the replicas.
 """
 
@@ -171,9 +173,10 @@ def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, band
         (context if layer.window is None else min(context, layer.window)) * layer.num_kv_heads * layer.head_dim
         for layer in config.attention_layers
     )
+    is_fp8 = (_flag(options.launcher_args, "--kv-cache-dtype") or "auto") != "auto"
     states = 0 if config.states is None else config.states.state_bytes
     # Keys and values of all tokens are read; a state is read and written.
-    cache = streams * 2 * (read * size + states)
+    cache = streams * 2 * (read * (1 if is_fp8 else size) + states)
     return float((layers + head + cache) / options.num_shard / bandwidth)
 
 

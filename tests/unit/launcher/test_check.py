@@ -142,6 +142,8 @@ def test_transformers_and_native_code_take_the_same_memory(tmp_path: Path) -> No
     for each in found:
         assert each["memory"]["weights"] == sum(tensor.nbytes for tensor in tensors.values())
         assert each["memory"]["kv_cache_token"] == 2 * 2 * 2 * 16 * 4
+    fp8 = check(ShardCheckConfig(**settings, kv_cache_dtype="fp8_e5m2"))
+    assert fp8["memory"]["kv_cache_token"] == 2 * 2 * 2 * 16
 
 
 def test_sizes_of_memory() -> None:
