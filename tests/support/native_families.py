@@ -44,6 +44,7 @@ MODELS = {
     "granitemoehybrid": "Granite 4",
     "bamba": "Bamba",
     "falcon_h1": "Falcon-H1",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2",
     "lfm2": "LFM2, LFM2.5",
     "lfm2_moe": "LFM2-8B-A1B",
 }
@@ -298,5 +299,16 @@ def native_configs(
             moe_intermediate_size=24,
             num_dense_layers=1,
             routed_scaling_factor=1.5,
+        ),
+        "nemotron_h": transformers.NemotronHConfig(
+            **{key: value for key, value in shape.items() if key != "num_hidden_layers"},
+            head_dim=head_dim,
+            layers_block_type=["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+            mamba_num_heads=8,
+            mamba_head_dim=12,
+            n_groups=2,
+            ssm_state_size=12,
+            chunk_size=16,
+            mlp_bias=True,
         ),
     }

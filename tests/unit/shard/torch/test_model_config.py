@@ -261,6 +261,8 @@ def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: st
     fixed: dict[str, object] = dict.fromkeys((name for name, _ in FAMILIES[model_type].unsupported), False)
     if model_type in WITH_LAYER_TYPES:
         fixed["layer_types"] = ["conv", "full_attention"] * (reference.num_hidden_layers // 2)
+    elif model_type == "nemotron_h":
+        fixed["layers_block_type"] = ["linear_attention", "full_attention", "mlp"]
     elif model_type == "bamba":
         fixed["attn_layer_indices"] = [3, 5]
     given |= fixed

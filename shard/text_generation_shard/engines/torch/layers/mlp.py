@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.layers.linear import Linear, ParallelLinear
@@ -62,3 +63,14 @@ class DenseMLP(GatedMLP):
         """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
         self.gate_up.pack()
         self.down.pack()
+
+
+class PlainMLP(DenseMLP):
+    """down(max(up(x), 0)²), without a gate; `dtype` is that of the model."""
+
+    def __init__(self, up: Linear, down: Linear, dtype: torch.dtype) -> None:
+        super().__init__(up, down, "relu2")
+        self._dtype = dtype
+
+    def inner(self, ops: Ops, stream: ResidualStream, before: RMSNorm) -> Tensor:
+        return ops.norm_linear(stream, before, self.gate_up).relu_().square_().to(self._dtype)

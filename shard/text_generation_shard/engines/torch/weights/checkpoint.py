@@ -23,8 +23,9 @@ from text_generation_shard.engine import EngineError
 INDEX = "model.safetensors.index.json"
 
 
-TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""Prefixes of the text part of a model of text and images, as transformers 4 and 5 write it, and those of a model of text."""
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "backbone.": "model."}
+"""Prefixes of the text part of a model of text and images, as transformers 4 and 5 write it, and of a Nemotron-H; and those of
+other models of text."""
 
 
 class Checkpoint:

@@ -25,7 +25,15 @@ log = structlog.get_logger()
 
 DUMMY_STD = 0.02
 """Standard deviation of random weights: transformers' default initializer_range, small enough for finite logits at any depth."""
-ONES = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "layer_scalar", "router.scale", "per_expert_scale")
+ONES = (
+    "norm.weight",
+    "norm_f.weight",
+    "layernorm_1.weight",
+    "layernorm_2.weight",
+    "layer_scalar",
+    "router.scale",
+    "per_expert_scale",
+)
 """Ends of the names of parameters that are 1 in a model without training."""
 
 

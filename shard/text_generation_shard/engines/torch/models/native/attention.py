@@ -36,20 +36,21 @@ class AttentionWeights(AttentionPart):
         self._config, self._prefix = config, projections.prefix
         heads, kv_heads = tp.even(config.num_heads, "attention heads"), tp.kv_heads(whole.num_kv_heads)
         self.shape = replace(whole, num_heads=heads.length, num_kv_heads=kv_heads.length)
-        self.is_gated = family.gated_attention
+        self.is_gated, module = family.gated_attention, family.names.attention
+        self._module = module
         queries, keys = of_heads(heads, whole.head_dim), of_heads(kv_heads, whole.head_dim)
         gated = of_heads(heads, 2 * whole.head_dim) if self.is_gated else queries
-        parts = [("self_attn.q_proj", gated), ("self_attn.k_proj", keys)]
+        parts = [(f"{module}.q_proj", gated), (f"{module}.k_proj", keys)]
         if not config.values_are_keys or whole.window is not None:
-            parts.append(("self_attn.v_proj", keys))
+            parts.append((f"{module}.v_proj", keys))
         self.qkv_width = sum(rows.length for _, rows in parts)
         self._head_order = head_order(config.ropes[index], whole.head_dim)
         self._reorders = self._head_order is not None or self.is_gated
-        fused = "self_attn.qkv_proj" if family.fused_qkv else None
+        fused = f"{module}.qkv_proj" if family.fused_qkv else None
         # Rows of quantized weights cannot be reordered.
         self.qkv = projections.of_hidden(parts, fused, bias=config.qkv_bias, quantized=not self._reorders)
         self.output = projections.to_hidden(
-            f"self_attn.{family.names.attention_output}", queries, bias=config.output_bias
+            f"{module}.{family.names.attention_output}", queries, bias=config.output_bias
         )
         self._first_head = heads.start
         dtype, device = projections.precision.model, projections.device
@@ -63,10 +64,10 @@ class AttentionWeights(AttentionPart):
         parameters: dict[str, ParameterShard | Tensor] = {}
         if self.head_norms is not None:
             names = self._config.family.names
-            parameters[f"{self._prefix}self_attn.{names.query_norm}.weight"] = self.head_norms.query.weight
-            parameters[f"{self._prefix}self_attn.{names.key_norm}.weight"] = self.head_norms.key.weight
+            parameters[f"{self._prefix}{self._module}.{names.query_norm}.weight"] = self.head_norms.query.weight
+            parameters[f"{self._prefix}{self._module}.{names.key_norm}.weight"] = self.head_norms.key.weight
         if self.sinks is not None:
-            parameters[f"{self._prefix}self_attn.sinks"] = ParameterShard(
+            parameters[f"{self._prefix}{self._module}.sinks"] = ParameterShard(
                 self.sinks, (self._config.num_heads,), (self._first_head,)
             )
         return {**parameters, **self.qkv.named_parameters(), **self.output.named_parameters()}

@@ -18,13 +18,18 @@ from text_generation_shard.engines.torch.layers.rope import Rope
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertConfig, read_experts
 from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
 from text_generation_shard.engines.torch.models.native.family import Family, Flag, Wrapper
-from text_generation_shard.engines.torch.models.native.layer_config import KEYS_AS_VALUES, read_layers
+from text_generation_shard.engines.torch.models.native.layer_config import (
+    KEYS_AS_VALUES,
+    read_intermediate_size,
+    read_layers,
+)
 from text_generation_shard.engines.torch.models.native.rope_config import FULL, SLIDING, read_ropes, rotated_layers
 from text_generation_shard.engines.torch.models.native.state_config import (
     Multipliers,
     StateConfig,
     read_multipliers,
     read_states,
+    with_layer_types,
 )
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
@@ -114,7 +119,9 @@ class ModelConfig(DecoderNumbers):
             sparse_layers = sum(experts.layers)
             sparse = experts.count + 3 * (experts_counted * experts.inner + experts.shared_inner)
             dense_layers -= 0 if experts.family.beside_mlp else sparse_layers
-        mlps = sparse_layers * sparse + dense_layers * 3 * self.intermediate_size
+        if self.states is not None:
+            dense_layers -= self.num_layers - sum(self.states.mlps)
+        mlps = sparse_layers * sparse + dense_layers * (2 + self.family.gated_mlp) * self.intermediate_size
         return self.hidden_size * (mixing + mlps) + states
 
     @property
@@ -161,6 +168,8 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     hidden_size = raw.count("hidden_size")
     num_heads = raw.count("num_attention_heads", family.num_heads)
     head_dim = raw.count("head_dim", family.head_dim or hidden_size // num_heads)
+    if family.states is not None and family.states.single_parts:
+        raw = with_layer_types(raw)
     num_layers = raw.count("num_hidden_layers")
     windows = _windows(raw, family, num_layers)
     layers = read_layers(raw, family, windows, num_heads, head_dim)
@@ -176,7 +185,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         dtype=_dtype(raw),
         vocab_size=raw.count("vocab_size", family.vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=_intermediate_size(raw, family),
+        intermediate_size=read_intermediate_size(raw, family),
         num_heads=num_heads,
         layers=layers,
         activation=(activation := _activation(raw, family)),
@@ -277,24 +286,13 @@ def _dtype(raw: JsonObject) -> str:
     return dtype
 
 
-def _intermediate_size(raw: JsonObject, family: Family) -> int:
-    """Return the inner size of the dense MLPs; of LFM2, as Lfm2MLP computes it."""
-    size = raw.count(family.intermediate_field, family.intermediate_size)
-    if not family.adjusts_intermediate:
-        return size
-    size = raw.count("block_ff_dim", size)
-    if not raw.flag("block_auto_adjust_ff_dim", default=True):
-        return size
-    size = int(raw.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
-    multiple = raw.count("block_multiple_of", 256)
-    return -(-size // multiple) * multiple
-
-
 def _activation(raw: JsonObject, family: Family) -> str:
     name = family.activation_field
     activation = raw.optional_text(name) or family.activation
     if family.gelu_by_tanh and activation == "gelu":
         return "gelu_pytorch_tanh"
+    if activation == "relu2" and not family.gated_mlp:
+        return activation
     if activation not in ACTIVATIONS:
         raise raw.unsupported(f"{name} {shortened(activation)} is not supported, only {', '.join(ACTIVATIONS)}")
     return activation

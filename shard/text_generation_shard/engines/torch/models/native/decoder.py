@@ -69,7 +69,7 @@ class StatePart(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class DecoderLayer:
-    """The weights of a layer that the forward pass reads. It has attention, a part with a state, both or none."""
+    """The weights of a layer that the forward pass reads. It has attention, a part with a state, both or none; then an MLP or none."""
 
     attention: AttentionPart | None
     input_norm: RMSNorm
@@ -77,7 +77,7 @@ class DecoderLayer:
     after_attention: RMSNorm | None
     """The norm of the output of attention, before it is added to the residual stream."""
     after_mlp: RMSNorm | None
-    mlp: LayerMLP
+    mlp: LayerMLP | None
     states: StatePart | None = None
     scale: float = 1.0
     """Factor of the residual stream after the layer."""
@@ -186,7 +186,8 @@ class Decoder:
                 self._add_mixed(stream, layer, states, mixed, attended)
             elif attention is not None and attended is not None:
                 ops.add_linear(stream, attended, attention.output, layer.after_attention)
-            layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
+            if layer.mlp is not None:
+                layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
             if layer.scale != 1.0:
                 ops.multiply(stream, layer.scale)
         return ops.norm(stream, weights.norm, buffers.normed)

@@ -9,6 +9,7 @@ from text_generation_shard.engines.torch.models.native.family import Family, Nor
 from text_generation_shard.engines.torch.models.native.state_config import (
     DELTA_NET_FIELDS,
     MAMBA_FIELDS,
+    NEMOTRON_FIELDS,
     SHORT_CONVOLUTION_FIELDS,
     StateFamily,
 )
@@ -301,6 +302,25 @@ FAMILIES: dict[str, Family] = {
         layer_multipliers=True,
         states=StateFamily("mamba", "mamba", MAMBA_FIELDS, beside_attention=True, optional_norm=True),
         unsupported=(("attention_bias", 0), ("mlp_bias", 0), ("mamba_proj_bias", 0), ("projectors_bias", 0)),
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        num_heads=32,
+        vocab_size=131_072,
+        max_positions=4096,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=21_504,
+        rms_norm_eps=1e-5,
+        eps_field="layer_norm_epsilon",
+        activation="relu2",
+        activation_field="mlp_hidden_act",
+        gated_mlp=False,
+        mlp_bias=MLP_BIAS,
+        norms=NormNames(before_attention="norm", before_mlp="norm"),
+        names=TensorNames(attention="mixer", mlp="mixer", last_norm="model.norm_f", embedding="model.embeddings"),
+        rope_switch=True,
+        states=StateFamily("mamba", "mixer", NEMOTRON_FIELDS, single_parts=True),
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",

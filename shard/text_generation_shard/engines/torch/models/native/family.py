@@ -26,6 +26,7 @@ class NormNames:
 class TensorNames:
     """Names of the other modules of a layer in a checkpoint, and of the last norm."""
 
+    attention: str = "self_attn"
     attention_output: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
@@ -35,6 +36,7 @@ class TensorNames:
     gate_up: str = "gate_up_proj"
     down: str = "down_proj"
     last_norm: str = "model.norm"
+    embedding: str = "model.embed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Family:
     """Default of global_head_dim, of the layers without a window; None: all layers have the same heads."""
     activation: str = "silu"
     activation_field: str = "hidden_act"
+    gated_mlp: bool = True
+    """False: MLPs are down(act(up(x)))."""
     gelu_by_tanh: bool = False
     """True: the activation `gelu` means its approximation by tanh, as in the first checkpoints of Gemma."""
     rms_norm_eps: float = 1e-6

@@ -1,4 +1,4 @@
-"""Reads the heads of each layer of a config.json."""
+"""Reads the heads of each layer of a config.json, and the size of its MLPs."""
 
 from __future__ import annotations
 
@@ -53,3 +53,16 @@ def _changes(raw: JsonObject, num_layers: int) -> Mapping[int, Mapping[str, Any]
         if unknown := [name for name in fields if name not in LAYER_FIELDS]:
             raise raw.error(f"{BY_LAYER}: {shortened(unknown[0])} is not supported, only {', '.join(LAYER_FIELDS)}")
     return {int(layer): fields for layer, fields in changes.items()}
+
+
+def read_intermediate_size(raw: JsonObject, family: Family) -> int:
+    """Return the inner size of the dense MLPs; of LFM2, as Lfm2MLP computes it."""
+    size = raw.count(family.intermediate_field, family.intermediate_size)
+    if not family.adjusts_intermediate:
+        return size
+    size = raw.count("block_ff_dim", size)
+    if not raw.flag("block_auto_adjust_ff_dim", default=True):
+        return size
+    size = int(raw.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    multiple = raw.count("block_multiple_of", 256)
+    return -(-size // multiple) * multiple

@@ -1,6 +1,8 @@
-"""Mamba 2 (Dao and Gu 2024, arXiv 2405.21060) of Granite 4, Bamba and Falcon-H1: weights and states."""
+"""Mamba 2 (Dao and Gu 2024, arXiv 2405.21060) of Granite 4, Bamba, Falcon-H1 and Nemotron-H: weights and states."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -49,6 +51,7 @@ class Mamba(StateLayer):
             step_bias=numbers(),
             skip=self._skip,
             delta=False,
+            step_limits=(states.least_step, math.inf),
         )
         weight = torch.empty(values, device=device, dtype=projections.precision.model) if states.has_norm else None
         self._norm = GatedNorm(weight, eps, values // states.groups, states.gate_first)

@@ -15,7 +15,7 @@ from torch import Tensor
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.linear import DenseLinear
-from text_generation_shard.engines.torch.layers.mlp import DenseMLP
+from text_generation_shard.engines.torch.layers.mlp import DenseMLP, PlainMLP
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
@@ -39,7 +39,7 @@ class LayerWeights(DecoderLayer):
 
     attention: AttentionWeights | None
     states: StateWeights | None
-    mlp: DenseMLP | Experts | ExpertsBesideMLP
+    mlp: DenseMLP | Experts | ExpertsBesideMLP | None
 
     def __init__(
         self, config: ModelConfig, index: int, tp: TensorParallelRank, device: torch.device, precision: Precision
@@ -51,11 +51,14 @@ class LayerWeights(DecoderLayer):
         if config.states is None or config.states.attention[index]:
             self.attention = AttentionWeights(config, index, self._projections, self._norm)
         self.states = self._state_part(index, tp)
-        self.mlp = self._mlp(index, tp)
+        self.mlp = self._mlp(index, tp) if config.states is None or config.states.mlps[index] else None
         self._scalar = torch.empty(1, device=device, dtype=precision.model) if config.family.layer_scalars else None
         self.scale = 1.0
         names, hidden_size = config.family.norms, config.hidden_size
-        self.input_norm, self.mlp_norm = self._norm(hidden_size), self._norm(hidden_size)
+        self.input_norm = self._norm(hidden_size)
+        # A layer of a single part has a single norm.
+        single = config.states is not None and config.states.family.single_parts
+        self.mlp_norm = self.input_norm if single else self._norm(hidden_size)
         self.after_attention = self._norm(hidden_size) if names.after_attention else None
         self.after_mlp = self._norm(hidden_size) if names.after_mlp else None
 
@@ -92,13 +95,13 @@ class LayerWeights(DecoderLayer):
     def _dense_mlp(self, name: str, inner_size: int, tp: TensorParallelRank) -> DenseMLP:
         config, inner = self._config, tp.even(inner_size, "inner values of the MLP")
         names = config.family.names
+        down = self._projections.to_hidden(f"{name}.{names.down}", inner, bias=config.mlp_bias)
+        if not config.family.gated_mlp:
+            up = self._projections.of_hidden([(f"{name}.{names.up}", inner)], bias=config.mlp_bias)
+            return PlainMLP(up, down, self._precision.model)
         gate_up = [(f"{name}.{names.gate}", inner), (f"{name}.{names.up}", inner)]
         fused = f"{name}.{names.gate_up}" if config.family.fused_gate_up else None
-        return DenseMLP(
-            self._projections.of_hidden(gate_up, fused, bias=config.mlp_bias),
-            self._projections.to_hidden(f"{name}.{names.down}", inner, bias=config.mlp_bias),
-            config.activation,
-        )
+        return DenseMLP(self._projections.of_hidden(gate_up, fused, bias=config.mlp_bias), down, config.activation)
 
     def _norm(self, width: int, factor: float = 1.0) -> RMSNorm:
         config, dtype = self._config, self._precision.model
@@ -192,7 +195,7 @@ class ModelWeights(DecoderWeights):
         self.norm = RMSNorm(
             config.hidden_size, config.rms_norm_eps, device, dtype, zero_centered=config.family.zero_centered_norms
         )
-        self._last_norm = config.family.names.last_norm
+        self._last_norm, self._embedding_name = config.family.names.last_norm, config.family.names.embedding
         self._vocabulary = tp.padded(config.vocab_size)
         rows = -(-config.vocab_size // tp.world_size)
         # Padding rows are zero, and so are their logits; the gather of logits drops them.
@@ -206,7 +209,7 @@ class ModelWeights(DecoderWeights):
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill, by checkpoint name."""
         parameters: dict[str, ParameterShard | Tensor] = {
-            "model.embed_tokens.weight": self.embedding,
+            f"{self._embedding_name}.weight": self.embedding,
             f"{self._last_norm}.weight": self.norm.weight,
         }
         own = self._vocabulary

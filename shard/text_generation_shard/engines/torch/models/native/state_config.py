@@ -11,6 +11,9 @@ from text_generation_shard.json_object import JsonObject
 
 ATTENTION_TYPES = ("full_attention", "attention")
 STATE_TYPES = ("linear_attention", "mamba", "conv")
+MLP_TYPE = "mlp"
+PATTERN = {"M": "mamba", "*": "attention", "-": MLP_TYPE, "E": "moe"}
+"""The types of layers by their letters in hybrid_override_pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class StateFamily:
     """True: one projection has all parts of each group of heads (Qwen3-Next); False: one for each part."""
     beside_attention: bool = False
     """True: each layer has attention and a state (Falcon-H1)."""
+    single_parts: bool = False
+    """True: a layer has attention, a state or an MLP, not two of them (Nemotron-H)."""
     optional_norm: bool = False
     """True: mamba_rms_norm says if outputs are normed, and mamba_norm_before_gate if before the gate; False: always, after it."""
 
@@ -54,6 +59,9 @@ class StateConfig:
     has_norm: bool = True
     gate_first: bool = False
     """True: outputs are gated before they are normed."""
+    mlps: tuple[bool, ...]
+    """For each layer, True if it has an MLP."""
+    least_step: float = 0.0
 
     @property
     def keys(self) -> int:
@@ -103,12 +111,20 @@ DELTA_NET_FIELDS = {
     "key_width": ("linear_key_head_dim", 128),
     "value_width": ("linear_value_head_dim", 128),
 }
+NEMOTRON_FIELDS = {
+    "taps": ("conv_kernel", 4),
+    "groups": ("n_groups", 8),
+    "heads": ("mamba_num_heads", 128),
+    "key_width": ("ssm_state_size", 128),
+    "value_width": ("mamba_head_dim", 64),
+}
 MAMBA_FIELDS = {
     "taps": ("mamba_d_conv", 4),
     "groups": ("mamba_n_groups", 1),
     "heads": ("mamba_n_heads", 128),
     "key_width": ("mamba_d_state", 256),
 }
+NEMOTRON_FLAGS = (("bias", "bias", False), ("convolution_bias", "conv_bias", True))
 SHORT_CONVOLUTION_FIELDS = {"taps": ("conv_L_cache", 3)}
 
 
@@ -117,7 +133,11 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
     if family is None:
         return None
     attention = _attention_layers(raw, family, num_layers)
-    layers = (True,) * num_layers if family.beside_attention else tuple(not each for each in attention)
+    mlps = (True,) * num_layers
+    layers = mlps if family.beside_attention else tuple(not each for each in attention)
+    if family.single_parts:
+        mlps = tuple(kind == MLP_TYPE for kind in raw.get("layer_types"))
+        layers = tuple(not each for each in map(max, attention, mlps))
     sizes: dict[str, Any] = {name: raw.count(key, default) for name, (key, default) in family.fields.items()}
     if sizes["taps"] < 2:
         raise raw.unsupported(f"{family.fields['taps'][0]} is 1: the convolution reads no earlier token")
@@ -126,10 +146,23 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
         flags["bias"] = flags["convolution_bias"] = raw.flag("conv_bias", default=False)
     elif sizes["heads"] % sizes["groups"]:
         raise raw.error(f"{sizes['heads']} heads of values cannot share {sizes['groups']} heads of keys")
-    if family.kind == "mamba":
+    if family.single_parts:
+        flags = {name: raw.flag(f"use_{key}", default=value) for name, key, value in NEMOTRON_FLAGS}
+        flags |= {"gate_first": True, "least_step": raw.number("time_step_min", 0.001)}
+    elif family.kind == "mamba":
         sizes["value_width"] = _mamba_head(raw, family, sizes["heads"], hidden_size)
         flags = _mamba_flags(raw, family)
-    return StateConfig(family=family, layers=layers, attention=attention, **sizes, **flags)
+    return StateConfig(family=family, layers=layers, attention=attention, mlps=mlps, **sizes, **flags)
+
+
+def with_layer_types(raw: JsonObject) -> JsonObject:
+    """Return the config of a Nemotron-H with layer_types and num_hidden_layers. Raises EngineError."""
+    types, pattern = raw.get("layers_block_type"), raw.optional_text("hybrid_override_pattern")
+    if types is None and pattern is not None and set(pattern) <= PATTERN.keys():
+        types = [PATTERN[letter] for letter in pattern]
+    if not isinstance(types, list) or not types:
+        raise raw.error("layers_block_type must name the layers")
+    return raw.merged({"layer_types": types, "num_hidden_layers": len(types)})
 
 
 def _mamba_head(raw: JsonObject, family: StateFamily, heads: int, hidden_size: int) -> int:
@@ -174,12 +207,12 @@ def _attention_layers(raw: JsonObject, family: StateFamily, num_layers: int) -> 
     """Return for each layer if it has attention."""
     if family.beside_attention:
         return (True,) * num_layers
-    types = raw.get("layer_types")
+    types, own = raw.get("layer_types"), (MLP_TYPE,) if family.single_parts else ()
     if types is None:
         attention = _without_types(raw, family, num_layers)
     elif not isinstance(types, list) or len(types) != num_layers:
         raise raw.error(f"layer_types must name {num_layers} layers")
-    elif unknown := [kind for kind in types if kind not in (*ATTENTION_TYPES, *STATE_TYPES)]:
+    elif unknown := [kind for kind in types if kind not in (*ATTENTION_TYPES, *STATE_TYPES, *own)]:
         raise raw.unsupported(f"layer types {shortened(unknown[:1])} are not supported")
     else:
         attention = tuple(kind in ATTENTION_TYPES for kind in types)
