@@ -145,9 +145,9 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     if tl.program_id(1) == 0:
         # The only program of these channels that reads the history, in all its threads, before it writes it.
         tl.debug_barrier()
-        for kept in tl.static_range(TAPS - 1):
-            source = length - (TAPS - 1) + kept
+        for place in tl.static_range(TAPS - 1):
+            source = length - (TAPS - 1) + place
             value = tl.load(rows + source * x_stride, mask=(source >= 0) & inside, other=0.0).to(tl.float32)
             old = history + (source + TAPS - 1) * channels
             value += tl.load(old, mask=(source < 0) & continues & inside, other=0.0).to(tl.float32)
-            tl.store(history + kept * channels, value.to(states.dtype.element_ty), mask=inside)
+            tl.store(history + place * channels, value.to(states.dtype.element_ty), mask=inside)

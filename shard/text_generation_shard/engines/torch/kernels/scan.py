@@ -29,8 +29,8 @@ def scan(
     """Return the outputs [tokens, heads · value_width] in the dtype of `qkv`; updates the states.
 
     `qkv` [tokens, …] has queries, keys and values in the columns that `recurrence` says; `steps` and `betas` are [tokens, heads].
-    Rows may have any distance. Products of chunks have operands of the dtype of `qkv`, everything else is float32. The outputs of
-    padding rows, which have the spare slot, are zeros.
+    Rows may have any distance. Products of chunks have operands of the dtype of `qkv`, of which float32 ones are rounded to eleven
+    significant bits; everything else is float32. The outputs of padding rows, which have the spare slot, are zeros.
     """
     heads, value_width = recurrence.heads, recurrence.value_width
     out = torch.empty(len(qkv), heads * value_width, dtype=qkv.dtype, device=qkv.device)
@@ -235,7 +235,7 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     operand = keys.to(dtype)
     below = places[:, None] > places[None, :]
     between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-    products = tl.dot(operand, tl.trans(operand), input_precision="tf32x3")
+    products = tl.dot(operand, tl.trans(operand), input_precision="tf32")
     system = tl.where(below, -beta[:, None] * products * between, 0.0)
     # Row after row by forward substitution: those before `row` are those of the inverse without its diagonal.
     inverse = system
@@ -249,10 +249,10 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     # Loaded after the loop, which needs the registers.
     values = tl.load(own + VALUE_START + head * VALUES + columns[None, :], mask=is_value, other=0.0).to(tl.float32)
     scaled = (beta[:, None] * values).to(dtype)
-    solution = tl.dot(inverse, scaled, input_precision="tf32x3").to(dtype)
+    solution = tl.dot(inverse, scaled, input_precision="tf32").to(dtype)
     tl.store(updates + rows[:, None] * (HEADS * VALUES) + head * VALUES + columns[None, :], solution, mask=is_value)
     decayed = ((beta * tl.exp(total))[:, None] * keys).to(dtype)
-    solution = tl.dot(inverse, decayed, input_precision="tf32x3").to(dtype)
+    solution = tl.dot(inverse, decayed, input_precision="tf32").to(dtype)
     tl.store(reads + rows[:, None] * (HEADS * KEYS) + head * KEYS + dims[None, :], solution, mask=is_key)
 
 
@@ -323,21 +323,21 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
             read = tl.load(reads + rows[:, None] * (HEADS * KEYS) + head * KEYS + dims[None, :], mask=is_key, other=0.0)
             solved = updates + rows[:, None] * (HEADS * VALUES) + head * VALUES + columns[None, :]
             update = tl.load(solved, mask=is_value, other=0.0).to(tl.float32)
-            update -= tl.dot(read, rounded, input_precision="tf32x3")
+            update -= tl.dot(read, rounded, input_precision="tf32")
         else:
             sources = own + VALUE_START + head * VALUES + columns[None, :]
             values = tl.load(sources, mask=is_value, other=0.0).to(tl.float32)
             update = size[:, None] * values
         operand = update.to(dtype)
         between = tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0))
-        products = tl.dot(queries.to(dtype), tl.trans(keys.to(dtype)), input_precision="tf32x3")
+        products = tl.dot(queries.to(dtype), tl.trans(keys.to(dtype)), input_precision="tf32")
         weights = tl.where(causal, products * between, 0.0).to(dtype)
-        result = tl.dot(weights, operand, input_precision="tf32x3")
-        result += tl.exp(total)[:, None] * tl.dot(queries.to(dtype), rounded, input_precision="tf32x3")
+        result = tl.dot(weights, operand, input_precision="tf32")
+        result += tl.exp(total)[:, None] * tl.dot(queries.to(dtype), rounded, input_precision="tf32")
         if skip is not None:
             result += tl.load(skip + head) * values
         targets = out + rows[:, None] * (HEADS * VALUES) + head * VALUES + columns[None, :]
         tl.store(targets, result.to(out.dtype.element_ty), mask=is_value)
         rest = (keys * tl.exp(last - total)[:, None]).to(dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(rest), operand, input_precision="tf32x3")
+        state = state * tl.exp(last) + tl.dot(tl.trans(rest), operand, input_precision="tf32")
     tl.store(kept, state, mask=in_state)

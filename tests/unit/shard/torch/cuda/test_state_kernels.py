@@ -112,7 +112,9 @@ def test_recurrences(case: Case, kind: str, keys: int, values: int, device: torc
     exact = None if betas is None else betas.double()
     expected = recurrence.scan(qkv.double(), steps.double(), exact, own, expected_states, rows)
     out = scan.scan(qkv, steps, betas, own, states, rows)
-    check(out, expected, states, expected_states, case, 1e-5)
+    # The interpreter does not round the operands of products.
+    rounds = device.type == "cuda" and case.chunks
+    check(out, expected, states, expected_states, case, 5e-3 if rounds else 1e-5)
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
