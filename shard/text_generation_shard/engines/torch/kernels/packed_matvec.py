@@ -27,7 +27,7 @@ _MANTISSA_BITS = 23
 _DENORMAL_BITS = 149
 """The smallest float32 is 2^-149."""
 _FLOAT_MANTISSA_BITS = {4: 1, 8: 3}
-"""Of E2M1 and E4M3, by bits."""
+"""Bits of the mantissa of E2M1 and E4M3, by the bits of a code."""
 _FLOAT_SCALE_BITS = {4: 126, 8: 120}
 """The difference of the exponents' biases of float32 and of E2M1 and E4M3."""
 _UNIT = tl.constexpr(2.0**-63)
