@@ -4,7 +4,7 @@ python -m text_generation_bench.scheduler [--profile]
 
 * A decision (`apply` of a step, `dispatch`, `decide`) with 256 running and 1,000 queued requests, 10 tenants and shared
   prefixes. The budget is 100 µs.
-* The same with 1 running request and an empty queue, and with 8 replicas.
+* The same with 1 running request and an empty queue, with 8 replicas, and with window groups of 128 and 1,024 tokens.
 * A prefix hit (peek, acquire, release) of 1,000 and of 8,000 tokens in a tree of 200,000 tokens.
 """
 
@@ -19,6 +19,7 @@ import time
 from array import array
 from collections.abc import Callable
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FinishReason
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.messages import ReplicaSpec, SchedulerOutput, StepOutput
@@ -34,7 +35,15 @@ SYSTEM_PROMPTS = [tuple(range(1000 * number, 1000 * number + 400)) for number in
 class SchedulerLoad:
     """A scheduler with full replicas and a queue of constant length."""
 
-    def __init__(self, *, running: int, queued: int, replicas: int, target_itl_s: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        running: int,
+        queued: int,
+        replicas: int,
+        target_itl_s: float | None = None,
+        windows: tuple[int, ...] = (),
+    ) -> None:
         policy = Policy(4096, running, target_itl_s=target_itl_s)
         self._scheduler = Scheduler(policy, replicas)
         self._draw = random.Random(1)
@@ -48,7 +57,8 @@ class SchedulerLoad:
         self._orders: list[SchedulerOutput | None] = [None] * replicas
         self._number = [0] * replicas
         for replica in range(replicas):
-            self._scheduler.open(replica, ReplicaSpec(running + 64, running * 100, BLOCK))
+            groups = tuple(CacheGroup(running * 100, window) for window in windows)
+            self._scheduler.open(replica, ReplicaSpec(running + 64, running * 100, BLOCK, further_groups=groups))
         for _ in range(replicas * running + queued):
             self._submit()
 
@@ -162,6 +172,11 @@ def main() -> None:
         lambda: decisions(
             "the same under a latency target",
             SchedulerLoad(running=256, queued=1000, replicas=1, target_itl_s=0.03),
+            2000,
+        ),
+        lambda: decisions(
+            "the same with three groups of KV blocks",
+            SchedulerLoad(running=256, queued=1000, replicas=1, windows=(128, 1024)),
             2000,
         ),
         lambda: decisions("the same with 8 replicas", SchedulerLoad(running=256, queued=1000, replicas=8), 300),

@@ -15,6 +15,7 @@ from text_generation_common.command_line import parse_config, print_to_end
 from text_generation_common.exit_codes import ExitCode
 from text_generation_common.lifeline import follow_parent
 from text_generation_common.logs import configure_logging
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardCheckConfig, choose_engine
 from text_generation_shard.convert import info_to_pb
@@ -26,7 +27,8 @@ def check(config: ShardCheckConfig) -> dict[str, Any]:
     """Return the facts of the model as JSON values. Raises EngineError with the reason why it would be refused."""
     name = choose_engine(config.engine, has_gpu=has_gpu(config) or (config.memory > 0 and config.device != "cpu"))
     if name == "echo":
-        return _described(build_engine(config).info, code="echo", reason="--engine echo", blocks=config.echo_blocks)
+        groups = (CacheGroup(config.echo_blocks),)
+        return _described(build_engine(config).info, code="echo", reason="--engine echo", groups=groups)
     if name == "tensorrt-llm":
         return _check_tensorrt_llm(config)
     return _check_torch(config)
@@ -62,11 +64,13 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
         except EngineError as error:
             raise both_errors(choice, error) from None
         quantization = foreign.model.quantization
+    groups, shape = footprint.groups(limits), footprint.cache_shape
+    token = None if shape is None else sum(shape.block_bytes) // footprint.info.block_size
     return _described(
         footprint.info,
         code="transformers" if choice.model is None else "native",
         reason=choice.reason,
-        blocks=footprint.blocks(limits),
+        groups=groups,
         quantization=None if quantization is None else quantization.label,
         memory={
             "device": target.memory,
@@ -75,7 +79,7 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
             "states": footprint.states,
             "largest_step": footprint.largest_step,
             "kv_cache_left": footprint.cache,
-            "kv_cache_token": footprint.token,
+            "kv_cache_token": token,
         },
     )
 
@@ -102,7 +106,7 @@ def _described(
     *,
     code: str,
     reason: str,
-    blocks: int | None,
+    groups: tuple[CacheGroup, ...] | None,
     quantization: str | None = None,
     memory: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
@@ -117,7 +121,8 @@ def _described(
         "max_sequence_length": info.max_sequence_length,
         "max_slots": info.max_slots,
         "block_size": info.block_size,
-        "blocks": blocks,
+        "blocks": None if groups is None else groups[0].num_blocks,
+        "cache_groups": {group.name: group.num_blocks for group in groups or ()},
         "memory": memory,
         "description": info_to_pb(info, 0, 1).SerializeToString().hex(),
     }

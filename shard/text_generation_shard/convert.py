@@ -8,6 +8,7 @@ from importlib.metadata import version
 from itertools import islice
 
 from text_generation_proto import convert
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import TraceContext
 from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
@@ -23,11 +24,6 @@ def orders_from_pb(message: pb.Orders) -> Orders:
     """Convert orders. Raises InvalidOrders if columns that belong together differ in length."""
     if len(message.prefill_slots) != len(message.prefill_tokens):
         raise InvalidOrders("prefill_slots and prefill_tokens differ in length")
-    if len(message.allocation_slots) != len(message.allocation_counts):
-        raise InvalidOrders("allocation_slots and allocation_counts differ in length")
-    if sum(message.allocation_counts) != len(message.allocation_blocks):
-        raise InvalidOrders("allocation_counts do not add up to allocation_blocks")
-    blocks = iter(message.allocation_blocks)
     placements: list[NewSequence] = []
     for sequence in message.placements:
         placements.append(_new_sequence(sequence, placements))
@@ -35,12 +31,23 @@ def orders_from_pb(message: pb.Orders) -> Orders:
         number=message.number,
         release=tuple(message.release),
         placements=tuple(placements),
-        allocations=tuple(
-            (slot, tuple(islice(blocks, count)))
-            for slot, count in zip(message.allocation_slots, message.allocation_counts, strict=True)
-        ),
+        allocations=_allocations(message.allocation_slots, message.allocation_counts, message.allocation_blocks),
         prefill=tuple(zip(message.prefill_slots, message.prefill_tokens, strict=True)),
+        further_allocations=tuple(
+            _allocations(group.slots, group.counts, group.blocks) for group in message.further_allocations
+        ),
     )
+
+
+def _allocations(
+    slots: Sequence[int], counts: Sequence[int], blocks: Sequence[int]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    if len(slots) != len(counts):
+        raise InvalidOrders("allocation_slots and allocation_counts differ in length")
+    if sum(counts) != len(blocks):
+        raise InvalidOrders("allocation_counts do not add up to allocation_blocks")
+    left = iter(blocks)
+    return tuple((slot, tuple(islice(left, count))) for slot, count in zip(slots, counts, strict=True))
 
 
 def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> NewSequence:
@@ -63,6 +70,7 @@ def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> New
         adapter=message.adapter,
         priority=message.priority,
         trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
+        further_blocks=tuple((group.first, tuple(group.blocks)) for group in message.further_blocks),
     )
 
 
@@ -111,6 +119,16 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
             drawn_logprobs=replayed.drawn_logprobs,
         )
     return message
+
+
+def pool_to_pb(groups: Sequence[CacheGroup], block_size: int) -> pb.WarmUpResponse:
+    """Return the answer of `WarmUp`, as far as it tells the KV cache."""
+    first, *others = groups
+    return pb.WarmUpResponse(
+        num_blocks=first.num_blocks,
+        block_size=block_size,
+        further_groups=[pb.CacheGroup(num_blocks=group.num_blocks, window=group.window or 0) for group in others],
+    )
 
 
 def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:

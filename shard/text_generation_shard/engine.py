@@ -18,6 +18,7 @@ from enum import Enum
 from itertools import chain
 from typing import Protocol
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import (
     LOGIT_BIAS,
     MAX_ALLOWED_TOKENS,
@@ -115,6 +116,8 @@ class NewSequence:
     """For an engine with a queue of its own: from 1, the most urgent, to 4; 0: unspecified."""
     trace: TraceContext | None = None
     """The sampled trace of its request."""
+    further_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Of each group after the first: the index of its first block, and its KV blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,8 @@ class Orders:
     """(slot, additional KV blocks)."""
     prefill: tuple[tuple[int, int], ...] = ()
     """(slot, prompt tokens to compute in the next step)."""
+    further_allocations: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ()
+    """The allocations of each group after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +239,8 @@ class Engine(Protocol):
     def grammars(self) -> Grammars | None:
         """The builder of grammar matchers; constant. None if the engine supports no grammars. Used from any thread."""
 
-    def warm_up(self, limits: WarmUpLimits) -> int:
-        """Run the largest step, allocate the KV pool and return its number of blocks. Drops every sequence.
+    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
+        """Run the largest step, allocate the KV cache and return its groups, a full one first. Drops every sequence.
 
         Raises InsufficientMemory if `limits` do not fit.
         """
@@ -258,7 +263,7 @@ class Engine(Protocol):
 
     @property
     def used_blocks(self) -> int:
-        """Number of KV blocks that those sequences hold; a shared block counts once."""
+        """Number of KV blocks of the first group that those sequences hold; a shared block counts once."""
 
     @property
     def queued(self) -> int:

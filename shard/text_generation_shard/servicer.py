@@ -16,7 +16,7 @@ from text_generation_proto.parts import BadParts, Joiner, most_orders, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_proto.values import WarmUpLimits
-from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, report_to_pb
+from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, pool_to_pb, report_to_pb
 from text_generation_shard.engine import Engine, EngineError, InsufficientMemory, StepResult
 from text_generation_shard.guard import settled
 from text_generation_shard.health import ShardHealth
@@ -65,29 +65,30 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a Run session is open")
             warming = self._owner.warmed_up(limits) or self._owner.warm_up(engine, limits)
         try:
-            num_blocks = await asyncio.shield(warming)  # other calls may wait for it, too
+            groups = await asyncio.shield(warming)  # other calls may wait for it, too
         except InsufficientMemory as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except EngineError as error:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
-        if num_blocks < 1:
+        if min(group.num_blocks for group in groups) < 1:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"the KV pool is smaller than a block of {block_size} tokens"
             )
         seconds = time.monotonic() - started
         if not was_warm:
+            blocks = ", ".join(f"{group.num_blocks} {group.name}" for group in groups)
             phases = {work: round(each, 1) for work, each in finished_work.items()}
             log.info(
                 "warmed up",
-                kv_blocks=num_blocks,
+                kv_blocks=blocks,
                 block_size=block_size,
                 seconds=round(seconds, 2),
                 seconds_by_work=phases,
             )
             finished_work.clear()
-        return pb.WarmUpResponse(
-            num_blocks=num_blocks, block_size=block_size, warm_up_seconds=seconds, was_warm=was_warm
-        )
+        answer = pool_to_pb(groups, block_size)
+        answer.warm_up_seconds, answer.was_warm = seconds, was_warm
+        return answer
 
     @settled
     async def Run(  # type: ignore[override]  # noqa: N802 - the stubs know generators only, gRPC also context.write
@@ -96,7 +97,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         owner = self._owner
         if self._rank:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
-        if owner.engine is None or not owner.num_blocks:
+        if owner.engine is None or not owner.is_warm:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "WarmUp comes first")
         if not await owner.wait_until_free():
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "another Run session is open")

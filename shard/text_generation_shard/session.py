@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import structlog
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult
@@ -163,9 +164,9 @@ class SessionOwner:
         self._tracer = tracer
         self.engine: Engine | None = None
         """None while the model loads."""
-        self.num_blocks = 0
-        """Size of the KV pool; 0 until the engine is warmed up."""
-        self._warmed: tuple[WarmUpLimits, asyncio.Future[int]] | None = None
+        self.is_warm = False
+        """True once the engine is warmed up."""
+        self._warmed: tuple[WarmUpLimits, asyncio.Future[tuple[CacheGroup, ...]]] | None = None
         """The last warm-up, unless it failed."""
         self.session: EngineSession | None = None
         """The open session. One that is ending stays here until its last step is done."""
@@ -196,22 +197,22 @@ class SessionOwner:
         self.engine = engine
         engine.on_broken(on_broken)
 
-    def warm_up(self, engine: Engine, limits: WarmUpLimits) -> asyncio.Future[int]:
-        """Start to warm the engine up; the result is the number of KV blocks. Needs `wait_until_free` before it."""
+    def warm_up(self, engine: Engine, limits: WarmUpLimits) -> asyncio.Future[tuple[CacheGroup, ...]]:
+        """Start to warm the engine up; the result is the groups of its cache. Needs `wait_until_free` before it."""
 
-        def on_done(done: asyncio.Future[int]) -> None:
+        def on_done(done: asyncio.Future[tuple[CacheGroup, ...]]) -> None:
             if not done.cancelled() and done.exception() is None:
-                self.num_blocks = done.result()
+                self.is_warm = all(group.num_blocks for group in done.result())
             elif self._warmed is not None and self._warmed[1] is done:
                 self._warmed = None
 
-        self.num_blocks = 0  # the old pool is gone
+        self.is_warm = False  # the old pool is gone
         warming = self._thread.submit(engine.warm_up, limits)
         self._warmed = limits, warming
         warming.add_done_callback(on_done)
         return warming
 
-    def warmed_up(self, limits: WarmUpLimits) -> asyncio.Future[int] | None:
+    def warmed_up(self, limits: WarmUpLimits) -> asyncio.Future[tuple[CacheGroup, ...]] | None:
         """Return the last warm-up if it had these limits and did not fail; it may still run."""
         return self._warmed[1] if self._warmed is not None and self._warmed[0] == limits else None
 

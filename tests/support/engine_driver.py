@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, Sampling, Stopping
 from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, PromptScores, StepResult, TopTokens
 
@@ -42,12 +43,13 @@ class Stream:
 
 
 class Driver:
-    """Holds the free slots and blocks of a warmed-up engine."""
+    """Holds the free slots and blocks of a warmed-up engine. Blocks have the same number in all groups of its cache."""
 
-    def __init__(self, engine: Engine, num_blocks: int) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[CacheGroup]) -> None:
         self.engine = engine
         self.streams: dict[int, Stream] = {}
-        self._free_blocks = list(range(num_blocks))
+        self._further = groups[1:]
+        self._free_blocks = list(range(min(group.num_blocks for group in groups)))
         self._number = 0
         self._admit: list[NewSequence] = []
         self._grants: list[tuple[int, tuple[int, ...]]] = []
@@ -89,10 +91,19 @@ class Driver:
             admission["matcher"] = matcher
         options = {name: admission.pop(word) for word, name in _LOGPROBS.items() if word in admission}
         logprobs = LogprobOptions(tokens=True, **options)  # type: ignore[arg-type]
+        further = ((0, tuple(blocks)),) * len(self._further)
         self._admit.append(
             NewSequence(
-                slot, stream.prompt, stopping, sampling, tuple(blocks), logprobs=logprobs, grammar=grammar, **admission
-            )  # type: ignore[arg-type]
+                slot,
+                stream.prompt,
+                stopping,
+                sampling,
+                tuple(blocks),
+                logprobs=logprobs,
+                grammar=grammar,
+                further_blocks=further,
+                **admission,  # type: ignore[arg-type]
+            )
         )
         return stream
 
@@ -137,7 +148,9 @@ class Driver:
                 prefill.append((stream.slot, min(stream.chunk, stream.to_prefill)))
                 stream.to_prefill -= prefill[-1][1]
         self._number += 1
-        orders = Orders(self._number, tuple(self._release), tuple(self._admit), tuple(self._grants), tuple(prefill))
+        grants = tuple(self._grants)
+        further = (grants,) * len(self._further)
+        orders = Orders(self._number, tuple(self._release), tuple(self._admit), grants, tuple(prefill), further)
         self._release, self._admit, self._grants = [], [], []
         for failure in self.engine.apply(orders):
             self._fail(failure)

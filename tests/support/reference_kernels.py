@@ -45,6 +45,8 @@ class ReferenceKernels:
     """Stands for `DeviceKernels`."""
 
     fused_tokens = 1
+    windows: tuple[int | None, ...] = (None,)
+    """Sliding windows of the groups of the cache."""
     route = staticmethod(choose_top_k)
     experts = staticmethod(experts_by_loop)
     convolve = staticmethod(recurrence.convolve)
@@ -53,8 +55,8 @@ class ReferenceKernels:
 
     def __init__(self, scale: float, softcap: float | None = None) -> None:
         self._scale, self._softcap = scale, softcap
-        self._chunks: list[tuple[int, Tensor, int]] = []
-        """For each planned chunk: its tokens, its pages, the number of tokens in the pages."""
+        self._chunks: list[list[tuple[int, Tensor, int]]] = []
+        """For each group and planned chunk: its tokens, its pages, the number of tokens in the pages."""
 
     def update_tables(self, cells: Tensor, blocks: Tensor, tables: Tensor) -> None:
         tables.view(-1)[cells.long()] = blocks
@@ -188,15 +190,19 @@ class ReferenceKernels:
             out[row] = attend(queries[row : row + 1], cache_layer, step.block_tables[slot], position + 1, *rules)
 
     def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
-        queries, ends = plan.column("query_indptr").tolist(), plan.column("page_indptr").tolist()
+        queries, page_ends = plan.column("query_indptr").tolist(), plan.column("page_indptr").tolist()
         rests = plan.column("last_pages").tolist()
+        parts = [page_ends[slice(*plan.page_indptr(group))] for group in range(plan.sizes.groups)]
         self._chunks = [
-            (
-                queries[chunk + 1] - queries[chunk],
-                columns["pages"][ends[chunk] : ends[chunk + 1]],
-                (ends[chunk + 1] - ends[chunk] - 1) * BLOCK_SIZE + rest,
-            )
-            for chunk, rest in enumerate(rests)
+            [
+                (
+                    queries[chunk + 1] - queries[chunk],
+                    columns["pages"][ends[chunk] : ends[chunk + 1]],
+                    (ends[chunk + 1] - ends[chunk] - 1) * BLOCK_SIZE + rest,
+                )
+                for chunk, rest in enumerate(rests)
+            ]
+            for ends in parts
         ]
 
     def chunk_attention(
@@ -209,7 +215,8 @@ class ReferenceKernels:
         scales: Tensor | None = None,
     ) -> None:
         at, cache_layer = 0, loaded(cache_layer, scales)
-        for tokens, pages, length in self._chunks:
+        group = self.windows.index(window) if window in self.windows else 0
+        for tokens, pages, length in self._chunks[group]:
             own = queries[at : at + tokens]
             out[at : at + tokens] = attend(own, cache_layer, pages, length, window, self._scale, self._softcap, sinks)
             at += tokens
@@ -315,7 +322,8 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         kernels, decoder = reference_decoder(model, weights, dtype)
         weights.allocate_states(info.max_slots)
         fp8 = fp8_cache(config, {n: ALONE.tp.kv_heads(each.num_kv_heads) for n, each in enumerate(model.layers)}, CPU)
-        shape = CacheShape(weights.layer_shapes, CPU, dtype, fp8)
+        shape = CacheShape(weights.layer_shapes, CPU, dtype, info.max_sequence_length, fp8)
+        kernels.windows = shape.windows
         runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None

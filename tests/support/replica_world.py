@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from checked_echo import CheckedEcho
 from self_scheduling_echo import SelfSchedulingEcho
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import LogprobOptions, Stopping
 from text_generation_router.scheduling.messages import Placement, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_shard import engine as shard
@@ -35,6 +36,7 @@ class ReplicaSetup:
     max_batch_size: int = 8
     max_batch_prefill_tokens: int = 64
     adapters: str = ""
+    further_groups: tuple[CacheGroup, ...] = ()
 
 
 class ReplicaWorld:
@@ -51,10 +53,11 @@ class ReplicaWorld:
         self.engine: shard.Engine = (
             SelfSchedulingEcho.build(config, setup.tokens_per_report, **faults)
             if setup.self_scheduling
-            else CheckedEcho.build(config, **faults)
+            else CheckedEcho.build(config, **faults, further_groups=setup.further_groups)
         )
         limits = shard.WarmUpLimits(setup.max_batch_prefill_tokens, setup.max_batch_size, setup.blocks * BLOCK_SIZE)
-        assert self.engine.warm_up(limits) == setup.blocks
+        first, *further = self.engine.warm_up(limits)
+        assert first.num_blocks == setup.blocks
         self.spec = ReplicaSpec(
             setup.slots,
             setup.blocks,
@@ -62,6 +65,7 @@ class ReplicaWorld:
             setup.self_scheduling,
             setup.reserves_max_length,
             adapters=self.engine.info.adapters,
+            further_groups=tuple(further),
         )
         self.sent: deque[SchedulerOutput] = deque()
         self.inbox: deque[SchedulerOutput] = deque()
@@ -117,6 +121,7 @@ def _for_shard(orders: SchedulerOutput) -> shard.Orders:
         release=orders.release,
         placements=tuple(_new_sequence(placement) for placement in orders.placements),
         allocations=orders.allocations,
+        further_allocations=orders.further_allocations,
         prefill=orders.prefill,
     )
 
@@ -129,6 +134,7 @@ def _new_sequence(placement: Placement) -> shard.NewSequence:
         generated_tokens=len(generated),
         blocks=placement.blocks,
         computed_tokens=placement.cached_tokens,
+        further_blocks=placement.further_blocks,
         stopping=Stopping(
             max_new_tokens=request.max_new_tokens - len(generated),
             eos_token_ids=frozenset() if request.ignore_eos else frozenset((EOS,)),

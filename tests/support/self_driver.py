@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from engine_driver import Driver, Stream
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import Engine, Scheduling, StepResult
 
@@ -15,7 +16,7 @@ class SelfDriver(Driver):
     """A Driver that only allocates slots; the engine schedules itself."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine, num_blocks=0)
+        super().__init__(engine, (CacheGroup(0),))
         self.cached: list[tuple[int, int]] = []
         """(slot, cached prompt tokens) of all results."""
 
@@ -33,5 +34,5 @@ class SelfDriver(Driver):
 
 def driver_for(engine: Engine, limits: WarmUpLimits) -> Driver:
     """Warm the engine up and return a driver for its kind of scheduling."""
-    num_blocks = engine.warm_up(limits)
-    return SelfDriver(engine) if engine.info.scheduling is Scheduling.SELF else Driver(engine, num_blocks)
+    groups = engine.warm_up(limits)
+    return SelfDriver(engine) if engine.info.scheduling is Scheduling.SELF else Driver(engine, groups)

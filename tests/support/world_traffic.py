@@ -7,6 +7,7 @@ from random import Random
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup
 from scheduler_world import SchedulerWorld
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.policy import Dispatch, Policy
@@ -51,6 +52,7 @@ def draw_world(draw: Random) -> SchedulerWorld:
             max_batch_size=batch,
             max_batch_prefill_tokens=budget,
             adapters=draw.choice(["", "sql", "sql,french"]),
+            further_groups=() if self_scheduling else draw_groups(draw),
         )
         for _ in range(draw.randint(1, 3))
     ]
@@ -60,6 +62,12 @@ def draw_world(draw: Random) -> SchedulerWorld:
 def draw_blocks(draw: Random) -> int:
     """Return the size of a KV pool, mostly too small for the traffic."""
     return draw.randint(6, 30)
+
+
+def draw_groups(draw: Random) -> tuple[CacheGroup, ...]:
+    """Return up to two window groups, with blocks for one to a few sequences."""
+    windows = draw.choice([(), (), (33,), (1,), (16,), (20, 64), (90, 17)])
+    return tuple(CacheGroup(draw.randint(2, 24), window) for window in windows)
 
 
 def draw_request(world: SchedulerWorld, draw: Random) -> Request:

@@ -330,12 +330,19 @@ class WarmUpResponse(google.protobuf.message.Message):
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     WARM_UP_SECONDS_FIELD_NUMBER: builtins.int
     WAS_WARM_FIELD_NUMBER: builtins.int
+    FURTHER_GROUPS_FIELD_NUMBER: builtins.int
     num_blocks: builtins.int
     """blocks are numbered 0 <= block < num_blocks; all are free"""
     block_size: builtins.int
     warm_up_seconds: builtins.float
     was_warm: builtins.bool
     """it was warmed up with these limits before: a router has driven the shard"""
+    @property
+    def further_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
+        """The KV cache is a list of groups, one for the layers that need the same positions. The first one is full, and has
+        `num_blocks`; these are the others, in the order in which orders name their blocks.
+        """
+
     def __init__(
         self,
         *,
@@ -343,10 +350,35 @@ class WarmUpResponse(google.protobuf.message.Message):
         block_size: builtins.int = ...,
         warm_up_seconds: builtins.float = ...,
         was_warm: builtins.bool = ...,
+        further_groups: collections.abc.Iterable[Global___CacheGroup] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "warm_up_seconds", b"warm_up_seconds", "was_warm", b"was_warm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "further_groups", b"further_groups", "num_blocks", b"num_blocks", "warm_up_seconds", b"warm_up_seconds", "was_warm", b"was_warm"]) -> None: ...
 
 Global___WarmUpResponse: typing_extensions.TypeAlias = WarmUpResponse
+
+@typing.final
+class CacheGroup(google.protobuf.message.Message):
+    """Blocks of a group are numbered 0 <= block < num_blocks, apart from those of other groups, and have the same block_size. The
+    blocks of a sequence that its next tokens do not need are given back without an order: they may be given to another sequence
+    while it runs.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    WINDOW_FIELD_NUMBER: builtins.int
+    num_blocks: builtins.int
+    window: builtins.int
+    """The token at position p needs positions p - window + 1 to p; 0: all positions up to p."""
+    def __init__(
+        self,
+        *,
+        num_blocks: builtins.int = ...,
+        window: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "window", b"window"]) -> None: ...
+
+Global___CacheGroup: typing_extensions.TypeAlias = CacheGroup
 
 @typing.final
 class Orders(google.protobuf.message.Message):
@@ -368,6 +400,7 @@ class Orders(google.protobuf.message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     PART_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
+    FURTHER_ALLOCATIONS_FIELD_NUMBER: builtins.int
     number: builtins.int
     part: builtins.bytes
     more: builtins.bool
@@ -379,7 +412,7 @@ class Orders(google.protobuf.message.Message):
     def placements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     @property
     def allocation_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Additional KV blocks: slot allocation_slots[i] gets the next allocation_counts[i] entries of allocation_blocks.
+        """Additional KV blocks of the first group: slot allocation_slots[i] gets the next allocation_counts[i] entries of allocation_blocks.
         A sequence never runs past its blocks.
         """
 
@@ -395,6 +428,10 @@ class Orders(google.protobuf.message.Message):
 
     @property
     def prefill_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def further_allocations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Allocations]:
+        """of each group after the first, in the same columns; or empty"""
+
     def __init__(
         self,
         *,
@@ -408,10 +445,55 @@ class Orders(google.protobuf.message.Message):
         prefill_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         part: builtins.bytes = ...,
         more: builtins.bool = ...,
+        further_allocations: collections.abc.Iterable[Global___Allocations] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allocation_blocks", b"allocation_blocks", "allocation_counts", b"allocation_counts", "allocation_slots", b"allocation_slots", "more", b"more", "number", b"number", "part", b"part", "placements", b"placements", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "release", b"release"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allocation_blocks", b"allocation_blocks", "allocation_counts", b"allocation_counts", "allocation_slots", b"allocation_slots", "further_allocations", b"further_allocations", "more", b"more", "number", b"number", "part", b"part", "placements", b"placements", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "release", b"release"]) -> None: ...
 
 Global___Orders: typing_extensions.TypeAlias = Orders
+
+@typing.final
+class Allocations(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        slots: collections.abc.Iterable[builtins.int] | None = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        blocks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "counts", b"counts", "slots", b"slots"]) -> None: ...
+
+Global___Allocations: typing_extensions.TypeAlias = Allocations
+
+@typing.final
+class GroupBlocks(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    """the first block holds the positions from first * block_size on"""
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        first: builtins.int = ...,
+        blocks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first", b"first"]) -> None: ...
+
+Global___GroupBlocks: typing_extensions.TypeAlias = GroupBlocks
 
 @typing.final
 class NewSequence(google.protobuf.message.Message):
@@ -432,6 +514,7 @@ class NewSequence(google.protobuf.message.Message):
     TRACEPARENT_FIELD_NUMBER: builtins.int
     TRACESTATE_FIELD_NUMBER: builtins.int
     PROMPT_OF_FIELD_NUMBER: builtins.int
+    FURTHER_BLOCKS_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -460,7 +543,7 @@ class NewSequence(google.protobuf.message.Message):
 
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """KV blocks, in order: token i is in blocks[i / block_size]. Those before computed_tokens / block_size are only read
+        """KV blocks of the first group, in order: token i is in blocks[i / block_size]. Those before computed_tokens / block_size are only read
         and may be shared by any number of sequences; the others, and those added later, must belong to this sequence alone.
         """
 
@@ -476,6 +559,10 @@ class NewSequence(google.protobuf.message.Message):
         background: the prompt is computed meanwhile, the first new token waits for it. A grammar that does not compile, is too
         large or too slow, or reaches a limit later fails its sequence with FAILURE_CODE_GRAMMAR.
         """
+
+    @property
+    def further_blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
+        """The blocks of each group after the first: at least those that the token at computed_tokens needs, and that are computed."""
 
     def __init__(
         self,
@@ -495,9 +582,10 @@ class NewSequence(google.protobuf.message.Message):
         traceparent: builtins.str = ...,
         tracestate: builtins.str = ...,
         prompt_of: builtins.int = ...,
+        further_blocks: collections.abc.Iterable[Global___GroupBlocks] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 
@@ -727,7 +815,7 @@ class StepReport(google.protobuf.message.Message):
     running: builtins.int
     """sequences held after this step, queued ones included"""
     used_blocks: builtins.int
-    """KV blocks that those sequences hold; a shared block counts once"""
+    """KV blocks of the first group that those sequences hold; a shared one counts once"""
     queued: builtins.int
     """Sequences among `running` that wait in the engine's own queue; 0 if it has none."""
     draining: builtins.bool

@@ -7,7 +7,7 @@ if there is one, else as the engine suggests.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.policy import Policy
@@ -32,7 +32,13 @@ MAX_GROWTH = 4
 """Limit of a budget relative to the largest chunk measured: few tokens do not show the cost of many."""
 
 
-def share_budget(prompts: Sequence[ScheduledSequence], budget: int) -> Iterator[tuple[ScheduledSequence, int]]:
+Reach = Callable[[ScheduledSequence], int]
+"""Returns the prompt tokens of a sequence for which there are blocks."""
+
+
+def share_budget(
+    prompts: Sequence[ScheduledSequence], budget: int, reach: Reach | None = None
+) -> Iterator[tuple[ScheduledSequence, int]]:
     """Yield (sequence, chunk) for `prompts`, given oldest first, until `budget` prompt tokens are spent.
 
     The shortest remainder goes first, so that a short prompt does not wait for a long one. Half of the budget is kept for
@@ -45,6 +51,8 @@ def share_budget(prompts: Sequence[ScheduledSequence], budget: int) -> Iterator[
             kept = 0
         most = REPLAY_TOKENS if sequence.request.replayed else budget
         chunk = min(sequence.unscheduled_tokens, budget - kept, most)
+        if reach is not None:
+            chunk = min(chunk, reach(sequence))
         if chunk > 0:
             budget -= chunk
             yield sequence, chunk
@@ -122,6 +130,9 @@ class PendingPrompts:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return iter(self._sequences.values())
+
     def __contains__(self, sequence: ScheduledSequence) -> bool:
         return sequence.id in self._sequences
 
@@ -154,13 +165,12 @@ class PendingPrompts:
             if not group:
                 del self._by_prefix[prefix]
 
-    def schedule(self, budget: int) -> Iterator[tuple[ScheduledSequence, int]]:
+    def schedule(self, budget: int, reach: Reach | None = None) -> Iterator[tuple[ScheduledSequence, int]]:
         """Schedule chunks of `budget` tokens in all: yield (sequence, tokens)."""
-        if not self.unscheduled:
+        prompts = [each for each in self if each.unscheduled_tokens and (reach is None or reach(each) > 0)]
+        if not prompts:
             return
-        for sequence, chunk in share_budget(
-            [each for each in self._sequences.values() if each.unscheduled_tokens], budget
-        ):
+        for sequence, chunk in share_budget(prompts, budget, reach):
             sequence.num_scheduled_tokens += chunk
             self.unscheduled -= chunk
             yield sequence, chunk

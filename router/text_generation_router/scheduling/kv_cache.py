@@ -3,6 +3,10 @@
 A block is free, owned by the prefix tree, or owned by one sequence. Blocks of the tree that no sequence uses count as
 available: they are evicted, least recently used first, when the free ones run out.
 
+These are the blocks of the first group, which is full. The pools of the further groups follow their own rules: see
+`window_pool`. A sequence gets their blocks chunk by chunk, and gives back those that it no longer needs. A prompt is placed if each
+of them has room for what it holds at its end, beside what the prompts under way may still need.
+
 A sequence gets the blocks of its prompt and a few for growth, not for its maximum length. Once fewer than LOW_ROOM
 positions are free it is due for more blocks. Below URGENT_ROOM it is served at the next step boundary, together with all
 others that are due.
@@ -10,11 +14,14 @@ others that are due.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.request import RequestId
+from text_generation_router.scheduling.messages import Allocations, FurtherBlocks
 from text_generation_router.scheduling.prefix_tree import PrefixTree
-from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence
+from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
+from text_generation_router.scheduling.window_pool import HeldBlocks, WindowPool
 
 LOW_ROOM = 24
 URGENT_ROOM = 8
@@ -24,10 +31,14 @@ URGENT_ROOM = 8
 class KVCache:
     """The KV blocks of one replica, with a prefix cache."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, further_groups: Sequence[CacheGroup] = (), *, prefix_caching: bool
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.tree = PrefixTree(block_size)
+        self.pools = tuple(WindowPool(group, block_size) for group in further_groups)
+        """Of the groups after the first."""
+        self.tree = PrefixTree(block_size, self.pools)
         self.urgent = False
         """True if a sequence needs blocks at the next step boundary."""
         self._caching = prefix_caching
@@ -50,6 +61,12 @@ class KVCache:
     def used(self) -> int:
         return self.num_blocks - self.available
 
+    @property
+    def usages(self) -> list[float]:
+        """The share of the blocks in use, for each group."""
+        pools = [pool.used / max(1, pool.group.num_blocks) for pool in self.pools]
+        return [self.used / max(1, self.num_blocks), *pools]
+
     def stop_caching(self) -> None:
         """Reuse no cached prefix and keep none from now on. What sequences share already stays."""
         self._caching = False
@@ -63,14 +80,94 @@ class KVCache:
     def lock_prefix(self, sequence: ScheduledSequence) -> None:
         """Give `sequence` the blocks of its cached prefix."""
         key = self._reusable_key(sequence) if self._may_reuse(sequence) else b""
-        sequence.prefix_lock, sequence.blocks = self.tree.acquire(sequence.salt, key)
+        sequence.prefix_lock, sequence.blocks = lock, _ = self.tree.acquire(sequence.salt, key)
+        if self.pools:
+            sequence.further = [
+                pool.hold(self.tree.further_blocks_to(lock, number), sequence.length)
+                for number, pool in enumerate(self.pools)
+            ]
         sequence.committed_blocks = len(sequence.blocks)
         sequence.cached_tokens = sequence.committed_blocks * self.block_size
         known = self.tree.known_blocks(sequence.prefix_lock, sequence.request.qos.tenant)
         sequence.own_cached_tokens = known * self.block_size
 
+    def has_room(self, sequence: ScheduledSequence, margin: int, prompts: Iterable[ScheduledSequence]) -> bool:
+        """Return True if the groups after the first have room for `sequence`; `prompts` are those under way."""
+        further = sequence.further or [HeldBlocks() for _ in self.pools]
+        return all(
+            pool.due(further[number], sequence.length)
+            + sum(pool.due(each.further[number], each.length) for each in prompts)
+            + margin
+            <= pool.available
+            for number, pool in enumerate(self.pools)
+        )
+
+    def reach(self, sequence: ScheduledSequence, running: int) -> int:
+        """Return the prompt tokens of `sequence` that can be scheduled with the blocks that it has or may get."""
+        ends = [
+            held.end + max(min(1, pool.available), pool.available - running)
+            for pool, held in zip(self.pools, sequence.further, strict=True)
+        ]
+        return min([len(sequence.blocks), *ends]) * self.block_size - sequence.num_scheduled_tokens
+
+    def starved(self, prompts: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Return those of `prompts` that have tokens to schedule, no block for one, and no chunk under way."""
+        if not self.pools:
+            return []
+        idle = (each for each in prompts if each.num_scheduled_tokens == each.num_computed_tokens)
+        return [each for each in idle if each.unscheduled_tokens and self.reach(each, 0) <= 0]
+
+    def extend(self, sequence: ScheduledSequence, end: int, allocations: Sequence[Allocations]) -> None:
+        """Give `sequence` the blocks of the groups after the first up to block `end`, and add them to `allocations`.
+
+        They must be available.
+        """
+        for pool, held, allocated in zip(self.pools, sequence.further, allocations[1:], strict=True):
+            if blocks := pool.extend(held, end):
+                allocated.append((sequence.slot, blocks))
+            if (capacity := held.end * self.block_size) < sequence.capacity:
+                sequence.capacity = capacity
+
+    def chunk_scheduled(
+        self, sequence: ScheduledSequence, growth_tokens: int, running: int, allocations: Sequence[Allocations]
+    ) -> None:
+        """Give `sequence` the blocks of its scheduled chunk; with the last one, blocks for growth if there are enough.
+
+        Those of a sequence that was not sent yet are not added to `allocations`: its placement has them.
+        """
+        if self.pools:
+            end = self.blocks_for(sequence.num_scheduled_tokens)
+            if not sequence.unscheduled_tokens:
+                grown = self.blocks_for(min(sequence.length + growth_tokens, sequence.max_length))
+                end = grown if self._has_blocks(sequence, grown, running) else end
+            sequence.capacity = len(sequence.blocks) * self.block_size
+            self.extend(sequence, end, self.no_allocations() if sequence.state is State.PLACED else allocations)
+        if not sequence.unscheduled_tokens:
+            self.check_room(sequence)
+
+    def _has_blocks(self, sequence: ScheduledSequence, end: int, spare: int) -> bool:
+        """Return True if each group has the blocks of `sequence` up to block `end`, and `spare` more."""
+        wanted = end - len(sequence.blocks)
+        return (wanted <= 0 or wanted + spare <= self.available) and all(
+            end <= held.end or end - held.end + spare <= pool.available
+            for pool, held in zip(self.pools, sequence.further, strict=True)
+        )
+
+    def further_blocks(self, sequence: ScheduledSequence) -> tuple[FurtherBlocks, ...]:
+        """Return the blocks of a sequence in the groups after the first."""
+        if not self.pools:
+            return ()
+        return tuple((held.first, tuple([block.number for block in held.blocks])) for held in sequence.further)
+
+    def give_back(self, sequence: ScheduledSequence) -> None:
+        """Drop the blocks that `sequence` no longer needs."""
+        position = sequence.num_kv_tokens
+        for pool, held in zip(self.pools, sequence.further, strict=True):
+            if position >= held.needed_until:
+                pool.give_back(held, position)
+
     def allocate(self, sequence: ScheduledSequence, count: int) -> list[int]:
-        """Give `sequence` `count` more blocks and return them. They must be available."""
+        """Give `sequence` `count` more blocks of the first group and return them. They must be available."""
         free = self._free
         if (missing := count - len(free)) > 0:
             self._put_free(self.tree.evict(missing))
@@ -94,7 +191,11 @@ class KVCache:
         key = sequence.prompt_key if in_prompt else sequence.key
         run = sequence.blocks[known:full]
         sequence.prefix_lock, duplicates = self.tree.extend(
-            sequence.prefix_lock, key[known * self._block_bytes : full * self._block_bytes], run, tenant
+            sequence.prefix_lock,
+            key[known * self._block_bytes : full * self._block_bytes],
+            run,
+            tenant,
+            [held.between(known, full) for held in sequence.further],
         )
         self.tree.claim(sequence.prefix_lock, tenant)
         sequence.duplicate_blocks += run[:duplicates]
@@ -104,6 +205,8 @@ class KVCache:
         """Free the blocks of `sequence`. Committed ones stay in the tree."""
         self._put_free(sequence.duplicate_blocks)
         self._put_free(sequence.blocks[sequence.committed_blocks :])
+        for pool, held in zip(self.pools, sequence.further, strict=True):
+            pool.release(held)
         if sequence.prefix_lock is not None:
             self.tree.release(sequence.prefix_lock)
 
@@ -124,6 +227,10 @@ class KVCache:
             sequence.reusable_key = key[:size]
         return sequence.reusable_key
 
+    def no_allocations(self) -> list[Allocations]:
+        """Return an empty list for each group."""
+        return [[] for _ in range(1 + len(self.pools))]
+
     def check_room(self, sequence: ScheduledSequence) -> None:
         """Note `sequence` for more blocks if it is near the end of its block table."""
         room = sequence.capacity - sequence.length
@@ -134,23 +241,31 @@ class KVCache:
     def stop_growth(self, sequence: ScheduledSequence) -> None:
         self._growing.pop(sequence.id, None)
 
-    def grow(
-        self, growth_tokens: int, running: int
-    ) -> tuple[list[tuple[int, tuple[int, ...]]], list[ScheduledSequence]]:
+    def grow(self, growth_tokens: int, running: int) -> tuple[list[Allocations], list[ScheduledSequence]]:
         """If it is urgent, allocate blocks to all sequences with little room, oldest first.
 
-        Return the allocations as (slot, blocks), and the stalled sequences: those without room that got no block.
+        Return the allocations of each group, and the stalled sequences: those without room that got no block.
         """
-        allocations: list[tuple[int, tuple[int, ...]]] = []
+        allocations = self.no_allocations()
         stalled: list[ScheduledSequence] = []
         if not self.urgent:
             return allocations, stalled
+        size, pools = self.block_size, self.pools
+        available = min([self.available, *(pool.available for pool in pools)])
+        # Usually there is far more than all may want.
+        is_scarce = available < running + len(self._growing) * (growth_tokens // size + 3)
         for sequence in sorted(self._growing.values(), key=lambda sequence: sequence.arrival):
-            wanted = self.blocks_for(min(sequence.length + growth_tokens, sequence.max_length)) - len(sequence.blocks)
+            if pools:
+                self.give_back(sequence)
+            end = -(-min(sequence.length + growth_tokens, sequence.max_length) // size)
             # All blocks that are wanted while the others could still get one each; else only the next one.
-            count = wanted if self.available >= wanted + running else min(1, wanted, self.available)
-            if blocks := self.allocate(sequence, count):
-                allocations.append((sequence.slot, tuple(blocks)))
+            if is_scarce and not self._has_blocks(sequence, end, running):
+                end = min(end, sequence.capacity // size + 1)
+            if end * size > sequence.capacity and (not is_scarce or self._has_blocks(sequence, end, 0)):
+                if blocks := self.allocate(sequence, max(0, end - len(sequence.blocks))):
+                    allocations[0].append((sequence.slot, tuple(blocks)))
+                if pools:
+                    self.extend(sequence, end, allocations)
                 del self._growing[sequence.id]
             elif sequence.length > sequence.capacity:
                 stalled.append(sequence)
@@ -171,9 +286,16 @@ class KVCache:
             assert known >= set(sequence.blocks[:committed])
             computed = max(sequence.num_computed_tokens, sequence.num_kv_tokens)
             assert committed * self.block_size <= computed, "only computed blocks are committed"
-            assert sequence.capacity == len(sequence.blocks) * self.block_size
+            ends = [held.end for held in sequence.further]
+            assert sequence.capacity == min([len(sequence.blocks), *ends]) * self.block_size
         assert sorted(owned) == list(range(self.num_blocks)), "each block has one owner"
         growing = set(self._growing.values())
         assert growing <= sequences
         assert all(each.capacity - each.length < LOW_ROOM and each.capacity < each.max_length for each in growing)
         self.tree.check_invariants(locks)
+        for number, pool in enumerate(self.pools):
+            cached = (block for node in self.tree.nodes() for block in node.further[number])
+            pool.check_invariants(cached, [sequence.further[number] for sequence in sequences])
+            for sequence in sequences:
+                most = pool.group.first_block(sequence.num_kv_tokens, self.block_size)
+                assert sequence.further[number].first <= most, "no block is given back that is needed"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.request import Request, RequestId, TokenId
 
@@ -37,6 +38,8 @@ class ReplicaSpec:
     """Names of the LoRA adapters that it holds."""
     scores_generated: bool = False
     """It computes replays."""
+    further_groups: tuple[CacheGroup, ...] = ()
+    """The groups of its cache after the first, which is full and has `num_blocks`."""
 
     def holds(self, adapter: str) -> bool:
         """Return True if it computes sequences with this adapter; "" is the model alone."""
@@ -44,12 +47,19 @@ class ReplicaSpec:
 
     def fits(self, positions: int, adapter: str) -> bool:
         """Return True if a sequence of so many positions could run alone, with this adapter."""
-        return positions <= self.num_tokens and self.holds(adapter)
+        held = ((group.num_blocks, group.blocks_held(positions, self.block_size)) for group in self.further_groups)
+        return positions <= self.num_tokens and self.holds(adapter) and all(blocks >= most for blocks, most in held)
 
     @property
     def num_tokens(self) -> int:
-        """The size of the KV cache, in tokens."""
+        """The size of the KV cache, in tokens: that of its first group."""
         return self.num_blocks * self.block_size
+
+
+FurtherBlocks = tuple[int, tuple[int, ...]]
+"""Blocks of a sequence in a group after the first: the index of the first one, and their numbers."""
+Allocations = list[tuple[int, tuple[int, ...]]]
+"""(slot, additional KV blocks) of one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,8 @@ class Placement:
     blocks: tuple[int, ...]
     cached_tokens: int = 0
     """Leading tokens whose KV is already in `blocks`."""
+    further_blocks: tuple[FurtherBlocks, ...] = ()
+    """Those of each group after the first."""
     own_cached_tokens: int = 0
     """Cached tokens that the same tenant computed or reused before. A client learns of no others."""
 
@@ -77,6 +89,8 @@ class SchedulerOutput:
     placements: tuple[Placement, ...] = ()
     allocations: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, additional KV blocks)."""
+    further_allocations: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ()
+    """The same of each group after the first."""
     prefill: tuple[tuple[int, int], ...] = ()
     """(slot, prompt tokens to compute in the next step)."""
     join_reason: JoinReason | None = None

@@ -3,6 +3,9 @@
 A path-compressed radix tree over full blocks, one root per salt. A key is bytes: token ids as little-endian uint32, a
 multiple of the block's bytes. Runs are compared by memcmp, and a child is found by the exact bytes of its first block:
 there are no hashes to collide. Locked paths stay; other leaves are evicted, least recently used first.
+
+These are the blocks of the first group of the cache. Each position also names its block of each further group, or lacks it: a
+prefix is found only as far as all groups accept it. What a further group holds and evicts is up to its pool: see `window_pool`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
+from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool
 
 _BYTES_PER_TOKEN = 4
 
@@ -18,14 +22,24 @@ _BYTES_PER_TOKEN = 4
 class Node:
     """A run of blocks and its continuations. To callers it is an opaque lock."""
 
-    __slots__ = ("blocks", "children", "created", "key", "last_used", "locks", "owners", "parent", "salt")
+    __slots__ = ("blocks", "children", "created", "further", "key", "last_used", "locks", "owners", "parent", "salt")
 
-    def __init__(self, parent: Node | None, key: bytearray, blocks: list[int], created: int, salt: str = "") -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        key: bytearray,
+        blocks: list[int],
+        further: list[list[GroupBlock]],
+        created: int,
+        salt: str = "",
+    ) -> None:
         # None for the root of a salt, which has no block.
         self.parent = parent
         # A bytearray: both ends change without a copy.
         self.key = key
         self.blocks = blocks
+        # As many blocks of each further group, NO_BLOCK where there is none.
+        self.further = further
         # By the bytes of the child's first block.
         self.children: dict[bytes, Node] = {}
         # Own locks plus one per locked child. So a lock guards the path above it, and locking stops at the first
@@ -47,8 +61,10 @@ class PrefixTree:
     `extend`, until `release`; it guards all blocks from the salt's root to the end of the node.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, pools: Sequence[WindowPool] = ()) -> None:
         self._block_bytes = _BYTES_PER_TOKEN * block_size
+        self._pools = pools
+        """Of the further groups."""
         self._now = 0
         self._roots: dict[str, Node] = {}
         self.cached_blocks = 0
@@ -63,15 +79,15 @@ class PrefixTree:
         root = self._roots.get(salt)
         if root is None:
             return 0
-        _, covered, _, inside = self._descend(root, key)
+        _, covered, _, inside = self._find(root, key)
         return (covered + inside) // _BYTES_PER_TOKEN
 
     def acquire(self, salt: str, key: bytes) -> tuple[Node, list[int]]:
         """Lock the longest cached prefix of `key`. Return its last node (the salt's root if it is empty) and its blocks."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(None, bytearray(), [], self._tick(), salt)
-        node, _, child, inside = self._descend(root, key)
+            root = self._roots[salt] = Node(None, bytearray(), [], [[] for _ in self._pools], self._tick(), salt)
+        node, _, child, inside = self._find(root, key)
         if child is not None:
             node = self._split(child, inside)
         self._lock(node)
@@ -91,11 +107,18 @@ class PrefixTree:
             at.owners.add(owner)
             at = at.parent
 
-    def extend(self, node: Node, key: bytes, blocks: Sequence[int], owner: str = "") -> tuple[Node, int]:
+    def extend(
+        self,
+        node: Node,
+        key: bytes,
+        blocks: Sequence[int],
+        owner: str = "",
+        further: Sequence[Sequence[GroupBlock]] = (),
+    ) -> tuple[Node, int]:
         """Add the run `key` below `node`, its KV in `blocks`. Move the caller's lock from `node` to the end of the run.
 
         Return the node at the end, and the number of leading blocks of the run that were cached already: of `blocks`
-        these remain the caller's, the others become the tree's.
+        these remain the caller's, the others become the tree's. The blocks of `further` groups are cached where there are none.
         """
         assert len(key) == len(blocks) * self._block_bytes, "the key of a run covers its blocks"
         assert node.locks > 0, "only a locked node is extended"
@@ -107,8 +130,12 @@ class PrefixTree:
             self._lock(end)
             node.locks -= 1  # stays above 0: its child towards `end` is locked now
         present = covered // self._block_bytes
+        if self._pools:
+            self._fill(end, [run[:present] for run in further])
         if present < len(blocks):
             end = self._append(end, key[covered:], blocks[present:], owner)
+            if self._pools:
+                self._cache_further(end, [run[present:] for run in further])
         return end, present
 
     def release(self, node: Node) -> None:
@@ -132,7 +159,9 @@ class PrefixTree:
         """
         taken: list[int] = []
         while len(taken) < count and (node := self._leaves.first()) is not None:
-            wanted = count - len(taken)
+            wanted = min(count - len(taken), len(node.blocks))
+            if self._pools:
+                self._forget_further(node, wanted)
             if wanted < len(node.blocks):
                 taken += node.blocks[-wanted:]
                 del node.blocks[-wanted:]
@@ -159,6 +188,7 @@ class PrefixTree:
         for node in nodes:
             assert node.locks == held.pop(id(node), 0) + sum(child.locks > 0 for child in node.children.values())
             assert len(node.key) == len(node.blocks) * self._block_bytes
+            assert [len(run) for run in node.further] == [len(node.blocks)] * len(self._pools)
             assert node.parent is not None or node.children or node.locks, "an unused root is forgotten"
             for first_block, child in node.children.items():
                 assert child.parent is node
@@ -172,19 +202,35 @@ class PrefixTree:
 
     def blocks_to(self, node: Node) -> list[int]:
         """Return the blocks from the root to the end of `node`, in order."""
-        path: list[list[int]] = []
-        at: Node | None = node
-        while at is not None:
-            path.append(at.blocks)
-            at = at.parent
         blocks: list[int] = []
-        for run in reversed(path):
-            blocks += run
+        for at in _path(node):
+            blocks += at.blocks
+        return blocks
+
+    def further_blocks_to(self, node: Node, group: int) -> list[GroupBlock]:
+        """Return the same of a further group, the first of which is number 0."""
+        blocks: list[GroupBlock] = []
+        for at in _path(node):
+            blocks += at.further[group]
         return blocks
 
     def _tick(self) -> int:
         self._now += 1
         return self._now
+
+    def _find(self, root: Node, key: bytes) -> tuple[Node, int, Node | None, int]:
+        """Do as `_descend` from a root, but only as far as all groups accept the prefix."""
+        found = self._descend(root, key)
+        while self._pools:
+            node, covered, child, inside = found
+            count = accepted = (covered + inside) // self._block_bytes
+            for number, pool in enumerate(self._pools):
+                blocks = self.further_blocks_to(node if child is None else child, number)
+                accepted = min(accepted, pool.accepted(blocks, count))
+            if accepted == count:
+                break
+            found = self._descend(root, key[: accepted * self._block_bytes])
+        return found
 
     def _descend(self, node: Node, key: bytes) -> tuple[Node, int, Node | None, int]:
         """Follow `key` from the end of `node`.
@@ -205,15 +251,30 @@ class PrefixTree:
         """Split `node` after `at` bytes. `node` becomes the lower part, as locks refer to its end. Return the upper part."""
         size = self._block_bytes
         assert node.parent is not None, "a root has no run to split"
-        upper = Node(node.parent, node.key[:at], node.blocks[: at // size], self._tick())
+        count = at // size
+        upper = Node(
+            node.parent, node.key[:at], node.blocks[:count], [run[:count] for run in node.further], self._tick()
+        )
         upper.locks = 1 if node.locks else 0
         upper.owners = set(node.owners)
         upper.children[bytes(node.key[at : at + size])] = node
         node.parent.children[bytes(node.key[:size])] = upper
         node.parent = upper
         del node.key[:at]
-        del node.blocks[: at // size]
+        del node.blocks[:count]
+        for run in node.further:
+            del run[:count]
         return upper
+
+    def _fill(self, node: Node, further: Sequence[Sequence[GroupBlock]]) -> None:
+        """Cache blocks of further groups, those of the positions that end with `node`, where there are none."""
+        end, at = len(further[0]), node
+        while end:
+            first = end - len(at.blocks)
+            for pool, blocks, run in zip(self._pools, at.further, further, strict=True):
+                pool.cache(blocks, run[max(first, 0) : end], max(-first, 0))
+            assert first <= 0 or at.parent is not None, "the run is on the path to the node"
+            end, at = max(first, 0), at.parent or at
 
     def _append(self, node: Node, key: bytes, blocks: Sequence[int], owner: str) -> Node:
         """Add a run that shares no block with a child of `node`, and move the caller's lock to its end."""
@@ -223,11 +284,22 @@ class PrefixTree:
             node.key += key
             node.blocks += blocks
             return node
-        child = Node(node, bytearray(key), list(blocks), self._tick())
+        child = Node(node, bytearray(key), list(blocks), [[] for _ in self._pools], self._tick())
         # The parent's count stays: it loses the caller's lock and gains a locked child.
         child.locks = 1
         node.children[key[: self._block_bytes]] = child
         return child
+
+    def _forget_further(self, node: Node, count: int) -> None:
+        """Free the blocks of further groups at the last `count` positions of `node`."""
+        for pool, run in zip(self._pools, node.further, strict=True):
+            pool.forget(run[-count:])
+            del run[-count:]
+
+    def _cache_further(self, node: Node, further: Sequence[Sequence[GroupBlock]]) -> None:
+        """Cache blocks of further groups at the last positions of `node`, to which they were not given yet."""
+        for pool, blocks, run in zip(self._pools, node.further, further, strict=True):
+            pool.cache(blocks, run, len(blocks))
 
     def _lock(self, node: Node) -> None:
         at: Node | None = node
@@ -256,6 +328,17 @@ class PrefixTree:
         parent.last_used = max(parent.last_used, leaf.last_used)
         if not parent.children and not parent.locks:
             self._became_free_leaf(parent)
+
+
+def _path(node: Node) -> list[Node]:
+    """Return the nodes from the root to `node`."""
+    path: list[Node] = []
+    at: Node | None = node
+    while at is not None:
+        path.append(at)
+        at = at.parent
+    path.reverse()
+    return path
 
 
 def _by_last_use(leaf: Node) -> Key:

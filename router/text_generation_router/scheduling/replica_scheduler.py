@@ -20,6 +20,7 @@ the engine, so that it is not given more than it can hold.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import repeat
 
 from text_generation_router.request import RequestId
@@ -48,7 +49,7 @@ class ReplicaScheduler:
         self.replica = replica
         self.spec = spec
         self.reuses_prefixes = policy.prefix_caching and not spec.keeps_states
-        self.cache = KVCache(spec.num_blocks, spec.block_size, prefix_caching=self.reuses_prefixes)
+        self.cache = KVCache(spec.num_blocks, spec.block_size, spec.further_groups, prefix_caching=self.reuses_prefixes)
         self.prompts = PendingPrompts(spec.block_size)
         self.is_lost = False
         self.work = 0
@@ -90,8 +91,9 @@ class ReplicaScheduler:
 
     def has_blocks(self, sequence: ScheduledSequence) -> bool:
         """Return True if it can hold `sequence`, with blocks now for all its known tokens, even if none is cached."""
-        free = self.cache.available - self._growth_margin
-        return self.can_hold(sequence) and self.cache.blocks_for(sequence.length) <= free
+        cache, margin = self.cache, self._growth_margin
+        fits = self.can_hold(sequence) and cache.blocks_for(sequence.length) + margin <= cache.available
+        return fits and cache.has_room(sequence, margin, self.prompts)
 
     def can_hold(self, sequence: ScheduledSequence) -> bool:
         """Return True if `sequence` could run here alone, to its last token."""
@@ -112,12 +114,13 @@ class ReplicaScheduler:
         needed = cache.blocks_for(sequence.length) - cached
         if self.spec.reserves_max_length:
             needed, margin = cache.blocks_for(sequence.max_length) - cached, 0
-        if needed + margin > cache.available:
+        if needed + margin > cache.available or not cache.has_room(sequence, margin, self.prompts):
             cache.free(sequence)
             sequence.leave_replica(State.WAITING)
             return False
         wanted = cache.blocks_for(min(sequence.length + self._policy.growth_tokens, sequence.max_length)) - cached
         cache.allocate(sequence, max(needed, wanted if wanted + margin <= cache.available else 0))
+        cache.extend(sequence, cached + 1, cache.no_allocations())  # enough to start with
         sequence.state = State.PLACED
         sequence.generated_when_placed = len(sequence.generated)
         sequence.replica = self.replica
@@ -141,19 +144,22 @@ class ReplicaScheduler:
             return None
         running = len(self._running)
         allocations, stalled = self.cache.grow(self._policy.growth_tokens, running)
+        stalled += self.cache.starved(self.prompts)
         if stalled and not self._placed and not any(each.blocks for each in self._to_release):
             self._preempt()
         budget = self.prompts.unscheduled
         if not self.spec.self_scheduling:
             budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running, len(self.prompts))
         placements, prefill = [], []
-        for sequence, chunk in self.prompts.schedule(budget):
+        reach = partial(self.cache.reach, running=running) if self.cache.pools else None
+        for sequence, chunk in self.prompts.schedule(budget, reach):
+            self.cache.chunk_scheduled(sequence, self._policy.growth_tokens, running, allocations)
             if sequence.state is State.PLACED:
                 placements.append(self._start(sequence))
             prefill.append((sequence.slot, chunk))
         if self.spec.self_scheduling:
-            allocations, prefill = [], []
-        if not (self._to_release or placements or allocations or prefill):
+            allocations, prefill = [[]], []
+        if not (self._to_release or placements or any(allocations) or prefill):
             return None
         self.orders_sent += 1
         released, self._to_release = self._to_release, []
@@ -166,7 +172,8 @@ class ReplicaScheduler:
             number=self.orders_sent,
             release=tuple(sequence.slot for sequence in released),
             placements=tuple(placements),
-            allocations=tuple(allocations),
+            allocations=tuple(allocations[0]),
+            further_allocations=tuple(map(tuple, allocations[1:])),
             prefill=tuple(prefill),
             join_reason=join_reason,
         )
@@ -180,7 +187,6 @@ class ReplicaScheduler:
         del self._placed[sequence.id]
         sequence.state = State.RUNNING
         self._running[sequence.id] = sequence
-        self.cache.check_room(sequence)
         own_blocks = self.spec.self_scheduling
         return Placement(
             slot=sequence.slot,
@@ -189,6 +195,7 @@ class ReplicaScheduler:
             blocks=() if own_blocks else tuple(sequence.blocks),
             cached_tokens=0 if own_blocks else sequence.cached_tokens,
             own_cached_tokens=0 if own_blocks else sequence.own_cached_tokens,
+            further_blocks=self.cache.further_blocks(sequence),
         )
 
     def drop(self, sequence: ScheduledSequence) -> None:
@@ -297,6 +304,8 @@ class ReplicaScheduler:
         else:  # its release is under way
             sequence.num_computed_tokens += chunk
         self.cache.commit(sequence, sequence.num_computed_tokens)
+        if self.cache.pools:
+            self.cache.give_back(sequence)
         return chunk
 
     def _update_tokens(self, output: StepOutput, deliveries: Deliveries, left: list[ScheduledSequence]) -> int:
@@ -355,7 +364,7 @@ class ReplicaScheduler:
     def room_in_use(self) -> float:
         """Share of the slots or of the KV blocks in use, whichever is larger: 0 to 1."""
         slots = min(len(self._slots), self._policy.max_batch_size)
-        return max(self.occupied_slots / slots, self.cache.used / max(1, self.cache.num_blocks))
+        return max(self.occupied_slots / slots, *self.cache.usages)
 
     @property
     def occupied_slots(self) -> int:

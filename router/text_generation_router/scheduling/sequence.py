@@ -10,6 +10,7 @@ from enum import Enum, auto
 from text_generation_router.request import NO_MOVES, Moves, Request, RequestId, RequestProgress, TokenId
 from text_generation_router.scheduling.lazy_heap import Key
 from text_generation_router.scheduling.prefix_tree import Node
+from text_generation_router.scheduling.window_pool import HeldBlocks
 
 TOKEN_BYTES = array("I").itemsize
 MAX_MOVES = 100
@@ -78,6 +79,8 @@ class ScheduledSequence:
     committed_blocks: int = 0
     duplicate_blocks: list[int] = field(default_factory=list)
     """Own blocks whose content the tree already had from another sequence."""
+    further: Sequence[HeldBlocks] = ()
+    """Its blocks in the groups after the first."""
     prefix_lock: Node | None = None
     """Locked node of the prefix tree at which the committed blocks end."""
     cached_tokens: int = 0
@@ -95,7 +98,7 @@ class ScheduledSequence:
     num_computed_tokens: int = 0
     """Prefill tokens that are cached or were reported as computed."""
     capacity: int = 0
-    """Positions in its blocks."""
+    """Positions that its blocks of all groups reach."""
 
     id: RequestId = field(init=False)
     length: int = field(init=False)
@@ -181,6 +184,7 @@ class ScheduledSequence:
         """Forget slot, blocks and prefill progress; keep the generated tokens."""
         self.replica = self.slot = -1
         self.blocks = []
+        self.further = ()
         self.duplicate_blocks = []
         self.prefix_lock = None
         self.committed_blocks = self.cached_tokens = self.own_cached_tokens = self.capacity = 0

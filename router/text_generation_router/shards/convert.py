@@ -38,6 +38,12 @@ def orders_to_pb(
         message.allocation_slots.append(slot)
         message.allocation_counts.append(len(blocks))
         message.allocation_blocks.extend(blocks)
+    for allocations in orders.further_allocations:
+        group = message.further_allocations.add()
+        for slot, blocks in allocations:
+            group.slots.append(slot)
+            group.counts.append(len(blocks))
+            group.blocks.extend(blocks)
     for slot, tokens in orders.prefill:
         message.prefill_slots.append(slot)
         message.prefill_tokens.append(tokens)
@@ -64,6 +70,7 @@ def _new_sequence(
         generated_tokens=request.replayed or generated,
         blocks=placement.blocks,
         computed_tokens=placement.cached_tokens,
+        further_blocks=[pb.GroupBlocks(first=first, blocks=blocks) for first, blocks in placement.further_blocks],
         sampling=convert.sampling_to_pb(request.sampling),
         stopping=convert.stopping_to_pb(stopping),
         logprobs=convert.logprobs_to_pb(logprobs),

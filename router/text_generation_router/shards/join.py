@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.client import ShardClient
 from text_generation_proto.description import difference
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -45,6 +46,9 @@ class ReplicaInfo:
             keeps_states=self.info.keeps_states,
             adapters=tuple(self.info.adapters),
             scores_generated=self.info.scores_generated,
+            further_groups=tuple(
+                CacheGroup(group.num_blocks, group.window or None) for group in self.pool.further_groups
+            ),
         )
 
     @property

@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 
 from text_generation_common.lora import parse_adapters
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
@@ -87,12 +88,12 @@ class EchoEngine(SynchronousEngine):
         self.table = SequenceTable(self.info)
         self._masks = None if self.grammars is None else TokenMasks(self.grammars, self.grammars.vocab_size)
 
-    def warm_up(self, limits: WarmUpLimits) -> int:
+    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         self.table.clear()
         if limits.max_batch_total_tokens:
             self.num_blocks = limits.max_batch_total_tokens // BLOCK_SIZE
-        self.table.num_blocks = self.num_blocks
-        return self.num_blocks
+        self.table.groups = (CacheGroup(self.num_blocks),)
+        return self.table.groups
 
     def apply(self, orders: Orders) -> list[Failure]:
         return self.table.apply(orders)

@@ -52,8 +52,10 @@ class Sequence:
     """None without a grammar."""
     chunk: int = 0
     """Prompt tokens ordered for the next step."""
-    synced_blocks: int = 0
-    """Leading blocks that the engine has copied to its block tables."""
+    further: tuple[list[int], ...] = ()
+    """KV blocks of the groups after the first, in order. Those before the first one that it was given are 0 and never read."""
+    synced: list[int] = field(default_factory=lambda: [0])
+    """Leading blocks of each group that the engine has copied to its block tables."""
     greedy_from: float = math.inf
     """Position from which on nothing but the most probable token is wanted."""
     stop_ids: frozenset[int] = frozenset()
@@ -86,6 +88,8 @@ class Sequence:
             tokens=list(new.prompt),
             prompt_length=len(new.prompt),
             blocks=list(new.blocks),
+            further=tuple([0] * first + list(blocks) for first, blocks in new.further_blocks),
+            synced=[0, *(first for first, _ in new.further_blocks)],
             computed=new.computed_tokens,
             generated=0,
             generated_before=new.generated_tokens,
@@ -105,9 +109,14 @@ class Sequence:
         """First position that is never computed: the last new token needs no KV."""
         return self.prompt_length + self.stopping.max_new_tokens - 1
 
+    @property
+    def tables(self) -> tuple[list[int], ...]:
+        """Its KV blocks in each group."""
+        return self.blocks, *self.further
+
     def update_end(self, block_size: int) -> None:
         """Recompute `end` after the blocks changed."""
-        self.end = min(self.last, len(self.blocks) * block_size)
+        self.end = min(self.last, min(map(len, self.tables)) * block_size)
 
     @property
     def suppressed(self) -> frozenset[int]:

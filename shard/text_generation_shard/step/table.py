@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult, sequence_problem
 from text_generation_shard.grammar import GrammarError
@@ -46,7 +47,8 @@ class SequenceTable:
     """Slots and their sequences. Applies orders and records steps as the contract says; computes nothing."""
 
     info: EngineInfo
-    num_blocks: int = 0
+    groups: tuple[CacheGroup, ...] = (CacheGroup(0),)
+    """The groups of the KV cache, the first of them full."""
     runs_ahead: bool = False
     """True if the device keeps the last tokens and steps may begin before they are known: enables the persistent batch."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class SequenceTable:
     _without_matcher: list[Sequence] = field(default_factory=list)
     """Sequences whose matcher is being built."""
     _holders: dict[int, int] = field(default_factory=dict)
-    """Number of sequences that hold a KV block; no entry for 0."""
+    """Number of sequences that hold a KV block of the first group; no entry for 0."""
     _prefilled: tuple[int, int] = (0, 0)
     """Prompt tokens in the last two steps."""
     _persistent: PersistentBatch | None = field(init=False)
@@ -71,7 +73,7 @@ class SequenceTable:
 
     @property
     def used_blocks(self) -> int:
-        """Number of KV blocks held; a shared block counts once."""
+        """Number of KV blocks of the first group held; a shared block counts once."""
         return len(self._holders)
 
     @property
@@ -102,13 +104,14 @@ class SequenceTable:
                 self._place(new)
         if self._without_matcher:
             failed += self._take_matchers()
-        for slot, blocks in orders.allocations:
-            # An order may cross a finish on the wire: ignore unknown slots.
-            if sequence := self.sequences.get(slot):
-                if problem := self._blocks_problem(blocks):
-                    failed.append(self._drop(sequence, FailureCode.INVALID, problem))
-                else:
-                    self._allocate(sequence, blocks)
+        for group, allocations in enumerate((orders.allocations, *orders.further_allocations)):
+            for slot, blocks in allocations:
+                # An order may cross a finish on the wire: ignore unknown slots.
+                if sequence := self.sequences.get(slot):
+                    if problem := self._blocks_problem(group, blocks):
+                        failed.append(self._drop(sequence, FailureCode.INVALID, problem))
+                    else:
+                        self._allocate(sequence, group, blocks)
         for slot, tokens in orders.prefill:
             if sequence := self.sequences.get(slot):
                 if problem := self._chunk_problem(sequence, tokens):
@@ -258,12 +261,13 @@ class SequenceTable:
             assert self._persistent is not None
             self._persistent.join(sequence)
 
-    def _allocate(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
-        sequence.blocks.extend(blocks)
+    def _allocate(self, sequence: Sequence, group: int, blocks: tuple[int, ...]) -> None:
+        sequence.tables[group].extend(blocks)
         sequence.update_end(self.info.block_size)
         if self._persistent is not None and sequence.slot not in self._others:
             self._persistent.extend(sequence)
-        self._hold(blocks)
+        if group == 0:
+            self._hold(blocks)
 
     def _hold(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -311,11 +315,24 @@ class SequenceTable:
     def _new_sequence_problem(self, new: NewSequence) -> str | None:
         if new.slot in self.sequences:
             return f"slot {new.slot} is taken"
-        return sequence_problem(new, self.info) or self._blocks_problem(new.blocks)
+        if problem := sequence_problem(new, self.info) or self._blocks_problem(0, new.blocks):
+            return problem
+        if len(new.further_blocks) != len(self.groups) - 1:
+            return f"it has KV blocks of {1 + len(new.further_blocks)} groups, the cache has {len(self.groups)}"
+        size, computed = self.info.block_size, new.computed_tokens
+        for group, (first, blocks) in enumerate(new.further_blocks, 1):
+            if problem := self._blocks_problem(group, blocks):
+                return problem
+            if first > self.groups[group].first_block(computed, size) or (first + len(blocks)) * size < computed:
+                return f"a KV block of group {group} is missing that the token after computed_tokens needs"
+        return None
 
-    def _blocks_problem(self, blocks: tuple[int, ...]) -> str | None:
-        if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
-            return f"a KV block is not one of {self.num_blocks}"
+    def _blocks_problem(self, group: int, blocks: tuple[int, ...]) -> str | None:
+        if group >= len(self.groups):
+            return f"there is no group {group} of KV blocks"
+        num_blocks = self.groups[group].num_blocks
+        if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:
+            return f"a KV block is not one of {num_blocks}"
         return None
 
     def _chunk_problem(self, sequence: Sequence, tokens: int) -> str | None:
@@ -326,6 +343,6 @@ class SequenceTable:
             return (
                 f"a chunk of {tokens} does not fit the {sequence.prompt_length - sequence.computed} prompt tokens left"
             )
-        if end > len(sequence.blocks) * self.info.block_size:
+        if end > min(map(len, sequence.tables)) * self.info.block_size:
             return "a chunk runs past the allocated blocks"
         return None

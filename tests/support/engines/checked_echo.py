@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from kv_ledger import KVLedger
+from kv_ledger import KVLedger, WindowLedger
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, StepResult
@@ -38,11 +39,14 @@ class CheckedEcho(EchoEngine):
     """A whole step fails when a sequence in it would repeat this token."""
     hang_token: int = -1
     """A step never ends when a sequence would repeat this token, unless it has new tokens from another replica."""
+    further_groups: tuple[CacheGroup, ...] = ()
+    """The groups of its KV cache after the first."""
     _ledger: KVLedger = field(init=False)
+    _further_ledgers: list[WindowLedger] = field(init=False, default_factory=list)
     _step_fails: bool = field(init=False, default=False)
 
     @classmethod
-    def build(cls, config: ShardConfig, **faults: int) -> Self:
+    def build(cls, config: ShardConfig, **faults: object) -> Self:
         engine = super().build(config)
         for name, token in faults.items():
             setattr(engine, name, token)
@@ -52,10 +56,20 @@ class CheckedEcho(EchoEngine):
         super().__post_init__()
         self._ledger = KVLedger(0, BLOCK_SIZE)
 
-    def warm_up(self, limits: WarmUpLimits) -> int:
-        num_blocks = super().warm_up(limits)
-        self._ledger = KVLedger(num_blocks, BLOCK_SIZE)
-        return num_blocks
+    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
+        self.table.groups = (*super().warm_up(limits), *self.further_groups)
+        self._reset_ledgers()
+        return self.table.groups
+
+    def _reset_ledgers(self) -> None:
+        self._ledger = KVLedger(self.num_blocks, BLOCK_SIZE)
+        numbered = enumerate(self.further_groups, 1)
+        self._further_ledgers = [WindowLedger(number, group, BLOCK_SIZE) for number, group in numbered]
+
+    def _check_further(self) -> None:
+        for ledger in self._further_ledgers:
+            problem = ledger.record(self.table.sequences.values())
+            assert problem is None, problem
 
     def apply(self, orders: Orders) -> list[Failure]:
         failed = super().apply(Orders(orders.number, release=orders.release))
@@ -64,7 +78,10 @@ class CheckedEcho(EchoEngine):
             failed += self._place_checked(new)
         for slot, blocks in orders.allocations:
             failed += self._allocate_checked(slot, blocks)
-        return failed + super().apply(Orders(orders.number, prefill=orders.prefill))
+        further = orders.further_allocations
+        failed += super().apply(Orders(orders.number, prefill=orders.prefill, further_allocations=further))
+        self._check_further()
+        return failed
 
     def _place_checked(self, new: NewSequence) -> list[Failure]:
         failed = super().apply(Orders(0, placements=(new,)))
@@ -93,6 +110,7 @@ class CheckedEcho(EchoEngine):
 
     def step(self) -> StepResult | None:
         result = super().step()
+        self._check_further()
         if result is not None and self._step_fails:
             # Those of its sequences that only computed a part of their prompt fail too.
             held = [slot for slot, _ in result.prefilled if slot in self.table.sequences]
@@ -117,7 +135,7 @@ class CheckedEcho(EchoEngine):
 
     def reset(self) -> None:
         super().reset()
-        self._ledger = KVLedger(self.num_blocks, BLOCK_SIZE)
+        self._reset_ledgers()
 
 
 @dataclass

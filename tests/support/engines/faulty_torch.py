@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, Orders, StepResult
@@ -57,10 +58,11 @@ class FaultyTorch:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what the engine has
         return getattr(self._engine, name)
 
-    def warm_up(self, limits: WarmUpLimits) -> int:
-        self._spare = self._engine.warm_up(limits) - 1  # a block that nothing is written to
-        self._engine._executor._runner._cache.clear(torch.tensor([self._spare]))
-        return self._spare
+    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
+        first, *further = self._engine.warm_up(limits)
+        self._spare = first.num_blocks - 1  # a block that nothing is written to
+        self._engine._executor._runner._cache.clear(torch.tensor([[self._spare]] * (1 + len(further))))
+        return CacheGroup(self._spare), *further
 
     def apply(self, orders: Orders) -> list[Failure]:
         failed: list[Failure] = self._engine.apply(orders)
@@ -118,7 +120,7 @@ class FaultyTorch:
         holders[mine] -= 1
         if not holders[mine]:
             del holders[mine]
-        sequence.synced_blocks = 0
+        sequence.synced[0] = 0
 
 
 class _FaultyModel:

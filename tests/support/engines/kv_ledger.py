@@ -11,12 +11,14 @@ another sequence wants to share them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_shard.engine import NewSequence
+from text_generation_shard.step.sequence import Sequence as HeldSequence
 
 
 class Holder(Protocol):
@@ -115,3 +117,39 @@ class KVLedger:
         tokens[: len(known)] = known
         tokens[: len(known)] += 1
         self._contents[blocks] = tokens.reshape(len(blocks), self._block_size)
+
+
+class WindowLedger:
+    """The contents of the blocks of a window group, position by position: the hash of the text up to each.
+
+    Blocks may be given to others while their holder runs. The ledger finds one that its holder still needs, by what it holds.
+    """
+
+    def __init__(self, number: int, group: CacheGroup, block_size: int) -> None:
+        self._number, self._group, self._size = number, group, block_size
+        self._contents = [0] * (group.num_blocks * block_size)
+        self._texts: dict[HeldSequence, list[int]] = {}
+        """The hashes of the computed positions of each sequence."""
+
+    def record(self, held: Iterable[HeldSequence]) -> str | None:
+        """Write what was computed since the last call; return the problem with what the next tokens need, None if there is none."""
+        known = self._texts
+        # Those that ended have written too.
+        for sequence, text in {**known, **{each: [] for each in held if each not in known}}.items():
+            first = len(text)
+            while len(text) < sequence.computed:
+                text.append(hash((text[-1] if text else sequence.adapter, sequence.tokens[len(text)])))
+            if sequence in known:  # what a new one finds computed was written by others
+                for position in range(first, sequence.computed):
+                    self._contents[self._place(sequence, position)] = text[position]
+            known[sequence] = text
+        self._texts = {sequence: text for sequence, text in known.items() if sequence.is_held}
+        for sequence, text in self._texts.items():
+            block = self._group.first_block(sequence.computed, self._size)
+            for position in range(block * self._size, sequence.computed):
+                if self._contents[self._place(sequence, position)] != text[position]:
+                    return f"slot {sequence.slot} needs position {position}, and block {block} holds another text"
+        return None
+
+    def _place(self, sequence: HeldSequence, position: int) -> int:
+        return sequence.tables[self._number][position // self._size] * self._size + position % self._size

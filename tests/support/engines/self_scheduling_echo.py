@@ -13,6 +13,7 @@ from typing import Self
 
 from checked_echo import CheckedEcho
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
@@ -73,12 +74,13 @@ class SelfSchedulingEcho(SynchronousEngine):
     def grammars(self) -> Grammars | None:
         return self._engine.grammars
 
-    def warm_up(self, limits: WarmUpLimits) -> int:
-        self._num_blocks = self._engine.warm_up(limits)
+    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
+        groups = self._engine.warm_up(limits)
+        self._num_blocks = groups[0].num_blocks
         self._max_running = min(limits.max_batch_size or self._info.max_slots, self._info.max_slots)
         self._prefill_budget = limits.max_batch_prefill_tokens or self._info.suggested_prefill_tokens
         self.reset()
-        return self._num_blocks
+        return groups
 
     def apply(self, orders: Orders) -> list[Failure]:
         failed: list[Failure] = []

@@ -47,7 +47,7 @@ def driver(engine: Engine) -> Driver:
 
 
 def test_warm_up_allocates_max_batch_total_tokens(engine: Engine) -> None:
-    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)) == 512 // engine.info.block_size
+    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=512))[0].num_blocks == 512 // engine.info.block_size
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, LogprobOptions, Sampling, Stopping
 from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
 from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRows
@@ -108,7 +109,7 @@ def random_orders(draw: random.Random, number: int, held: dict[int, Sequence], f
 def test_results_do_not_depend_on_the_persistent_batch(seed: int) -> None:
     draw = random.Random(seed)
     plain, persistent = (
-        Host(SequenceTable(INFO, num_blocks=BLOCKS * 8, runs_ahead=runs_ahead)) for runs_ahead in (False, True)
+        Host(SequenceTable(INFO, (CacheGroup(BLOCKS * 8),), runs_ahead=runs_ahead)) for runs_ahead in (False, True)
     )
     free = list(range(BLOCKS * 8))
     blocks: dict[Sequence, list[int]] = {}
@@ -137,7 +138,7 @@ def test_only_greedy_sequences_without_top_tokens_are_persistent_and_not_stored(
         logprobs = LogprobOptions(top_n)
         return NewSequence(slot, (slot + 1, 2, 3), Stopping(30), sampling, blocks=blocks, logprobs=logprobs)
 
-    host = Host(SequenceTable(INFO, num_blocks=BLOCKS, runs_ahead=True))
+    host = Host(SequenceTable(INFO, (CacheGroup(BLOCKS),), runs_ahead=True))
     admit = (new(0), new(1, Sampling(temperature=0.5, greedy=False)), new(2, top_n=1))
     host.step(Orders(1, placements=admit, prefill=((0, 3), (1, 3), (2, 3))))
     for number in range(2, 9):

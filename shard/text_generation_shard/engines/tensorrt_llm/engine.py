@@ -19,6 +19,7 @@ from functools import partial
 
 import structlog
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
 from text_generation_shard.engine import (
     NO_BLOCKS,
@@ -116,7 +117,7 @@ class TensorRTEngine:
         """None: the library does guided decoding itself."""
         return None
 
-    def warm_up(self, limits: WarmUpLimits) -> int:
+    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         self.reset()
         num_blocks = limits.max_batch_total_tokens // self._info.block_size
         if num_blocks > self._pool_blocks:
@@ -125,7 +126,7 @@ class TensorRTEngine:
                 f"the engine's KV cache holds {pool} tokens, fewer than the {limits.max_batch_total_tokens} asked for"
             )
         self._num_blocks = num_blocks if limits.max_batch_total_tokens else self._pool_blocks
-        return self._num_blocks
+        return (CacheGroup(self._num_blocks),)
 
     def apply(self, orders: Orders) -> list[Failure]:
         for slot in orders.release:

@@ -9,6 +9,7 @@ import pytest
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard, StepSpan
 from text_generation_bench.simulator.traces import Arrival, TokenPool
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Stopping
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
@@ -44,7 +45,7 @@ class BothShards:
 
     def __init__(self) -> None:
         self.simulated = SimulatedShard(COST_MODEL, SLOTS, POOL.ids)
-        self.real = SequenceTable(INFO, num_blocks=BLOCKS)
+        self.real = SequenceTable(INFO, (CacheGroup(BLOCKS),))
         self.arrivals: dict[RequestId, Arrival] = {}
         self.by_slot: dict[int, Arrival] = {}
         self.generated: dict[int, int] = {}

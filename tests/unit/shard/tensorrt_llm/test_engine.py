@@ -182,9 +182,9 @@ def test_an_engine_that_cannot_be_built_is_refused_in_one_line(built: Engines) -
 
 def test_warm_up_beyond_the_pool_fails(built: Engines) -> None:
     engine = built(options="kv_cache_config: {max_tokens: 1024}")
-    assert engine.warm_up(WarmUpLimits()) * engine.info.block_size == 1024
-    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)) * engine.info.block_size == 512
-    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=16)) == 0
+    assert engine.warm_up(WarmUpLimits())[0].num_blocks * engine.info.block_size == 1024
+    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=512))[0].num_blocks * engine.info.block_size == 512
+    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=16))[0].num_blocks == 0
     with pytest.raises(InsufficientMemory, match="holds 1024 tokens"):
         engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096))
 
@@ -227,7 +227,7 @@ def test_a_compiled_engine(compiled: TensorRTEngine) -> None:
     assert (info.max_slots, info.suggested_prefill_tokens, info.max_sequence_length) == (64, 8192, 4096)
     assert info.eos_token_ids == (7, 8)
     # The stand-in's cache has 2048 blocks of 32 tokens; the engine counts in blocks of its info.
-    assert compiled.warm_up(WarmUpLimits()) == 1024
+    assert compiled.warm_up(WarmUpLimits())[0].num_blocks == 1024
     driver = SelfDriver(compiled)
     stream = driver.admit(PROMPT, 30, sampling=Sampling(repetition_penalty=1.2), top_n=2)
     driver.run()

@@ -203,7 +203,7 @@ def test_the_pool_is_that_of_the_gpu(built: Engines, version: str, tmp_path: Pat
     """The library's figure counts blocks of host memory, and adds up the blocks of all attention windows."""
     options = f"kv_cache_config: {{max_tokens: 512, {extra}}}"
     engine = built(options=options, step_ms=12, log=tmp_path / "log")
-    assert engine.warm_up(WarmUpLimits()) == 16
+    assert engine.warm_up(WarmUpLimits())[0].num_blocks == 16
     over = NewSequence(9, PROMPT, Stopping(500))
     [failure] = engine.apply(Orders(1, placements=(over,)))
     assert (failure.code, failure.message) == (

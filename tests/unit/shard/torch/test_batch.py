@@ -40,14 +40,14 @@ def make_batch(sizes: list[tuple[int, int]], window: int | None = None) -> tuple
     for slot, (start, length) in enumerate(sizes):
         rows.append(a_row(slot, start, length, first_block))
         first_block += len(rows[-1].sequence.blocks)
-    cache = PagedKVCache(CacheShape((LayerShape(1, 1, 2),), CPU, torch.float32), first_block)
+    cache = PagedKVCache(CacheShape((LayerShape(1, 1, 2),), CPU, torch.float32), [first_block])
     step, max_blocks = StepRows(None, rows), 8192 // BLOCK_SIZE
-    updates = table_updates(step, max_blocks)
+    updates = table_updates(step, 65, max_blocks)
     if step.prefills:
         plan = plan_chunks(step, updates, greedy=False)
     else:
         plan = plan_decoding(step, updates, Padding(len(rows), len(updates), 64, (0, 0)), greedy=False)
-    tables = torch.zeros(65, max_blocks, dtype=torch.int32)
+    tables = torch.zeros(1, 65, max_blocks, dtype=torch.int32)
     cells, new = (torch.from_numpy(plan.column(name)).long() for name in ("cells", "blocks"))
     tables.view(-1)[cells] = new.int()
     last_tokens = torch.tensor([row.sequence.tokens[-1] for row in rows], dtype=torch.int32)
@@ -107,10 +107,10 @@ def test_write_indices_follow_the_block_table() -> None:
         ]
     )
     order = [index for tiles in batch.rows for offset, tile in tiles for index in range(offset, offset + tile.length)]
-    assert torch.equal(batch.write_index[1].view(-1, 2)[order].flatten(), expected)
+    assert torch.equal(batch.write_index[0, 1].view(-1, 2)[order].flatten(), expected)
 
 
 def test_only_blocks_started_and_not_filled_are_cleared() -> None:
     # Continues a block started before; starts block 3; fills its block; starts block 1.
     _, batch = make_batch([(17, 1), (48, 1), (0, 16), (0, 20)])
-    assert batch.entered_blocks.tolist() == [5, 8]
+    assert batch.entered_blocks[0].tolist() == [5, 8]

@@ -45,18 +45,15 @@ def test_numbers_are_rounded_relative_to_the_scale_of_their_head(kind: str) -> N
     layer = LayerShape(4, 2, 8)
     scales = torch.tensor([[1e-3, 1.0], [30.0, 2e-5]])
     fp8 = Fp8Cache(FP8_DTYPES[kind], {1: scales})
-    shape = CacheShape((layer, layer), CPU, torch.float32, fp8)
-    assert (
-        shape.block_bytes
-        == 2 * 2 * 2 * 8 * BLOCK_SIZE
-        == CacheShape((layer, layer), CPU, torch.bfloat16).block_bytes // 2
-    )
-    cache = PagedKVCache(shape, 3)
-    cache.clear(torch.tensor([0, 1]))
+    shape = CacheShape((layer, layer), CPU, torch.float32, fp8=fp8)
+    (rounded,) = CacheShape((layer, layer), CPU, torch.bfloat16).block_bytes
+    assert shape.block_bytes == (2 * 2 * 2 * 8 * BLOCK_SIZE,) == (rounded // 2,)
+    cache = PagedKVCache(shape, [3])
+    cache.clear(torch.tensor([[0, 1]]))
     keys_values = (torch.rand(20, 4, 8) + 0.5) * scales.view(4, 1)
     keys_values[3, 1, 2], keys_values[4, 1, 2] = 1e9, torch.nan
     positions = torch.arange(20)
-    index = cache.write_index(positions // BLOCK_SIZE, positions % BLOCK_SIZE)
+    index = cache.write_index((positions // BLOCK_SIZE).unsqueeze(0), positions % BLOCK_SIZE)
     cache.write(1, index, keys_values)
     read = torch.full((2, 1, 2, 32, 8), torch.nan)
     cache.read(1, cache.read_index(torch.tensor([[0, 1]]), 2), read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -55,20 +56,20 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def driver(engine: TorchEngine) -> Driver:
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     # A read of a position that was not written gives NaN.
-    only_pool(engine).fill_(torch.nan)
+    for pool in pools(engine):
+        pool.fill_(torch.nan)
     return driver
 
 
-def only_pool(engine: TorchEngine) -> Tensor:
-    """Return the KV cache of an engine whose layers have one shape."""
-    (pool,) = engine._executor._runner._cache.pools.values()
-    return pool
+def pools(engine: TorchEngine) -> Sequence[Tensor]:
+    """Return the KV cache of an engine whose layers have one shape, by group."""
+    return list(engine._executor._runner._cache.pools.values())
 
 
 def blocks_of(driver: Driver, blocks: list[int]) -> Tensor:
     """Return a copy of blocks in every layer."""
     assert isinstance(driver.engine, TorchEngine)
-    return only_pool(driver.engine)[:, blocks].float()
+    return torch.cat([pool[:, blocks].float() for pool in pools(driver.engine)])
 
 
 def without_reuse(driver: Driver, prompts: list[tuple[int, ...]], new: int, sampling: Sampling) -> list[list[int]]:

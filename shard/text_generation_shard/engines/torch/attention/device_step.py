@@ -36,8 +36,8 @@ class StepContext:
     cache: Sequence[Tensor]
     """For each layer, [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]."""
     layers: Sequence[LayerShape]
-    block_tables: Tensor
-    """int32 [slots + 1, blocks]: a row for each slot and one for the dummy slot."""
+    block_tables: Sequence[Tensor]
+    """For each layer, that of its group: int32 [slots + 1, blocks], a row for each slot and one for the dummy slot."""
     last_tokens: Tensor
     """int32 [slots + 1]: the token sampled last."""
     scales: Mapping[int, Tensor] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class DeviceStep(Step):
         self._num_decoding = num_decoding
         self._ids, self.positions, self._slots = columns.unbind()
         self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
-        self._decode_steps: dict[tuple[float, float | None], DecodeStep] = {}
+        self._decode_steps: dict[tuple[float, float | None, int | None], DecodeStep] = {}
         self._queries: Tensor | None = None
         self._out: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
@@ -119,7 +119,7 @@ class DeviceStep(Step):
             step = self._rope_steps[key] = RopeStep(
                 self.positions,
                 self._slots,
-                self._context.block_tables,
+                self._context.block_tables[layer],
                 rotary.table,
                 shape.num_heads,
                 shape.num_kv_heads,
@@ -136,7 +136,7 @@ class DeviceStep(Step):
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         context = self._context
-        places = self.positions, self._slots, context.block_tables
+        places = self.positions, self._slots, context.block_tables[layer]
         context.kernels.append(keys, values, context.cache[layer], *places, context.scales.get(layer))
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
@@ -144,10 +144,11 @@ class DeviceStep(Step):
         if out is None:
             out = torch.empty(queries.shape[0], queries[0].numel(), dtype=queries.dtype, device=queries.device)
         row_queries, chunk_queries, row_out, chunk_out = self._divided(queries, out)
-        cache_layer, window, scores = context.cache[layer], context.layers[layer].window, self._decode_step(rules)
+        cache_layer, window = context.cache[layer], context.layers[layer].window
         others = rules.sinks, context.scales.get(layer)
         if count:
-            context.kernels.decode_attention(row_queries, cache_layer, scores, window, row_out, *others)
+            step = self._decode_step(layer, rules)
+            context.kernels.decode_attention(row_queries, cache_layer, step, window, row_out, *others)
         if count < len(queries):
             context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out, *others)
         return out
@@ -160,11 +161,13 @@ class DeviceStep(Step):
             self._parts = queries[:count], queries[count:], out[:count], out[count:]
         return self._parts
 
-    def _decode_step(self, rules: ScoreRules) -> DecodeStep:
-        key = rules.scale, rules.softcap
+    def _decode_step(self, layer: int, rules: ScoreRules) -> DecodeStep:
+        # Layers with the same window are in one group.
+        key = rules.scale, rules.softcap, self._context.layers[layer].window
         if (step := self._decode_steps.get(key)) is None:
             count = self._num_decoding
+            tables = self._context.block_tables[layer]
             step = self._decode_steps[key] = DecodeStep(
-                self.positions[:count], self._slots[:count], self._context.block_tables, *key
+                self.positions[:count], self._slots[:count], tables, rules.scale, rules.softcap
             )
         return step

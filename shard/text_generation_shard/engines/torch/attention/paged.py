@@ -8,7 +8,7 @@ shape, so they are computed once per step. Measured on CPU, plain matrix product
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +49,12 @@ class AttentionPlan:
     """Precomputed attention indices and masks of one step."""
 
     def __init__(self, batch: StepBatch, tables: Tensor, cache: PagedKVCache, shape: CacheShape) -> None:
+        """`tables` [groups, slots, blocks] are the block tables."""
         self._cache = cache
         self.layers = shape.layers
         self._device, self._dtype = shape.device, shape.dtype
-        layers = dict.fromkeys(shape.layers)
-        self._groups = [self._plan(group, tables, layers) for group in batch.groups]
+        layers = {layer: tables[group] for layer, group in zip(shape.layers, shape.groups, strict=True)}
+        self._groups = [self._plan(group, layers) for group in batch.groups]
         largest = max(
             view.read_index.numel() * layer.head_dim
             for planned in self._groups
@@ -101,7 +102,7 @@ class AttentionPlan:
         result = result.reshape(size * group.queries, kv_heads * share * head_dim)
         return result if planned.result_index is None else result[planned.result_index]
 
-    def _plan(self, group: TileGroup, tables: Tensor, layers: Iterable[LayerShape]) -> _PlannedGroup:
+    def _plan(self, group: TileGroup, layers: Mapping[LayerShape, Tensor]) -> _PlannedGroup:
         device = self._device
         starts, lengths, slots = torch.tensor(
             [(tile.start, tile.length, tile.slot) for tile in group.tiles], device=device
@@ -112,7 +113,7 @@ class AttentionPlan:
         if group.is_padded:
             query_index = (lengths.cumsum(0) - lengths + offsets).flatten()
             result_index = (torch.arange(group.queries, device=device) < lengths).flatten().nonzero().squeeze(1)
-        views = {layer: self._view(group, starts + offsets, slots, tables, layer) for layer in layers}
+        views = {layer: self._view(group, starts + offsets, slots, tables, layer) for layer, tables in layers.items()}
         return _PlannedGroup(group, views, query_index, result_index)
 
     def _view(self, group: TileGroup, positions: Tensor, slots: Tensor, tables: Tensor, layer: LayerShape) -> _View:

@@ -1,4 +1,4 @@
-"""The paged KV cache of a CPU: one pool of blocks for all layers.
+"""The shape of the KV cache, and the paged KV cache of a CPU: one pool of blocks for all layers of a group.
 
 A block holds, for one layer, [key or value, KV head, token in block, head_dim]. The tokens of a head are contiguous, so one
 `index_select` over (block, key or value, head) returns keys and values in the layout that attention multiplies.
@@ -10,8 +10,9 @@ sequence is padded to the length of another, it reads its own last block again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,8 +40,8 @@ BLOCK_SIZE = 16
 """Tokens in a block."""
 
 
-WriteIndex = Mapping[int, Tensor]
-"""The index that `PagedKVCache.write` needs, by the number of KV heads of the layer."""
+WriteIndex = Mapping[tuple[int, int], Tensor]
+"""The index that `PagedKVCache.write` needs, by the group and the number of KV heads of the layer."""
 
 
 FP8_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -62,14 +63,19 @@ class Fp8Cache:
         return quotients.clamp(-largest, largest).to(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheShape:
-    """Shape of the KV cache, layer by layer, and its dtype."""
+    """Shape of the KV cache, layer by layer, and its dtype. The groups of the cache follow from it.
+
+    Layers with the same sliding window form a group; the first group has all others. A group of another kind is added here.
+    """
 
     layers: tuple[LayerShape, ...]
     device: torch.device
     dtype: torch.dtype
     """The dtype of queries, and of keys and values before they are stored."""
+    longest: int = 0
+    """Positions of the longest sequence: a window that is not shorter has no group."""
     fp8: Fp8Cache | None = None
     """None: keys and values are stored in `dtype`."""
 
@@ -83,51 +89,69 @@ class CacheShape:
         """As in `Fp8Cache`."""
         return {} if self.fp8 is None else self.fp8.scales
 
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each group."""
+        shorter = {layer.window for layer in self.layers if layer.window is not None and layer.window < self.longest}
+        return None, *sorted(shorter)
+
+    def group_of(self, window: int | None) -> int:
+        """Return the group of layers with this window."""
+        return self.windows.index(window) if window in self.windows else 0
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """The group of each layer."""
+        return tuple(self.group_of(layer.window) for layer in self.layers)
+
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        head_dims = sum(layer.num_kv_heads * layer.head_dim for layer in self.layers)
-        return 2 * BLOCK_SIZE * head_dims * self.stored.itemsize
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each group, over all its layers."""
+        dims = [0] * len(self.windows)
+        for group, layer in zip(self.groups, self.layers, strict=True):
+            dims[group] += layer.num_kv_heads * layer.head_dim
+        return tuple(2 * BLOCK_SIZE * each * self.stored.itemsize for each in dims)
 
 
 class PagedKVCache:
-    """The pool of blocks, numbered 0 <= block < num_blocks. Layers of the same shape share one tensor."""
+    """The blocks of each group, numbered 0 <= block < `num_blocks`. Layers of the same group and shape share one tensor."""
 
-    def __init__(self, shape: CacheShape, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, shape: CacheShape, num_blocks: Sequence[int]) -> None:
         self._fp8, self._scales = shape.fp8, shape.scales
-        sizes = [(layer.num_kv_heads, layer.head_dim) for layer in shape.layers]
-        self._num_kv_heads = [num_kv_heads for num_kv_heads, _ in sizes]
+        sizes = [
+            (group, layer.num_kv_heads, layer.head_dim) for group, layer in zip(shape.groups, shape.layers, strict=True)
+        ]
+        self._kinds = [(group, num_kv_heads) for group, num_kv_heads, _ in sizes]
+        heads_of = {num_kv_heads for _, num_kv_heads in self._kinds}
         # Not zeroed: every block is written or cleared before it is read, and on CPU an unused block is never committed.
         self.pools = {
-            (num_kv_heads, head_dim): torch.empty(
-                sizes.count((num_kv_heads, head_dim)),
-                num_blocks,
+            (group, num_kv_heads, head_dim): torch.empty(
+                sizes.count((group, num_kv_heads, head_dim)),
+                num_blocks[group],
                 2 * num_kv_heads * BLOCK_SIZE * head_dim,
                 device=shape.device,
                 dtype=shape.stored,
             )
-            for num_kv_heads, head_dim in dict.fromkeys(sizes)
+            for group, num_kv_heads, head_dim in dict.fromkeys(sizes)
         }
-        """[layers, blocks, numbers of a block] for each pair of KV heads and head_dim."""
+        """[layers, blocks, numbers of a block] for each group, number of KV heads and head_dim."""
         layers = [self.pools[size][sizes[:index].count(size)] for index, size in enumerate(sizes)]
-        self._tokens = [layer.view(-1, head_dim) for layer, (_, head_dim) in zip(layers, sizes, strict=True)]
+        self._tokens = [layer.view(-1, head_dim) for layer, (*_, head_dim) in zip(layers, sizes, strict=True)]
         self._pairs = [
-            layer.view(-1, BLOCK_SIZE * head_dim) for layer, (_, head_dim) in zip(layers, sizes, strict=True)
+            layer.view(-1, BLOCK_SIZE * head_dim) for layer, (*_, head_dim) in zip(layers, sizes, strict=True)
         ]
-        self._pair_offsets = {
-            heads: torch.arange(2 * heads, device=shape.device) * BLOCK_SIZE for heads in set(self._num_kv_heads)
-        }
+        self._pair_offsets = {heads: torch.arange(2 * heads, device=shape.device) * BLOCK_SIZE for heads in heads_of}
         self._head_offsets = {
-            heads: torch.arange(2 * heads, device=shape.device).view(2, 1, heads, 1)
-            for heads in set(self._num_kv_heads)
+            heads: torch.arange(2 * heads, device=shape.device).view(2, 1, heads, 1) for heads in heads_of
         }
 
     def write_index(self, blocks: Tensor, offsets: Tensor) -> WriteIndex:
-        """Return the index that `write` needs for tokens [tokens], each at an offset of a block."""
+        """Return the index that `write` needs for tokens at `offsets` [tokens] of blocks [groups, tokens]."""
         return {
-            heads: ((blocks * (2 * heads * BLOCK_SIZE) + offsets).unsqueeze(1) + pairs).flatten()
-            for heads, pairs in self._pair_offsets.items()
+            (group, heads): (
+                (blocks[group] * (2 * heads * BLOCK_SIZE) + offsets).unsqueeze(1) + self._pair_offsets[heads]
+            ).flatten()
+            for group, heads in set(self._kinds)
         }
 
     def write(self, layer: int, index: WriteIndex, keys_values: Tensor) -> None:
@@ -137,7 +161,7 @@ class PagedKVCache:
             # Bytes: torch copies no FP8 by an index.
             tokens = tokens.view(torch.uint8)
             keys_values = self._fp8.quantize(layer, keys_values).view(torch.uint8)
-        tokens.index_copy_(0, index[self._num_kv_heads[layer]], keys_values.reshape(-1, tokens.shape[1]))
+        tokens.index_copy_(0, index[self._kinds[layer]], keys_values.reshape(-1, tokens.shape[1]))
 
     def read_index(self, blocks: Tensor, num_kv_heads: int) -> Tensor:
         """Return the index that `read` needs for block tables [sequences, blocks], in layers with that many KV heads."""
@@ -155,6 +179,6 @@ class PagedKVCache:
             out.mul_(scales.flatten()[index % scales.numel()].unsqueeze(1))
 
     def clear(self, blocks: Tensor) -> None:
-        """Zero the given blocks in every layer."""
-        for pool in self.pools.values():
-            pool.view(torch.uint8).index_fill_(1, blocks, 0)
+        """Zero blocks [groups, blocks] in every layer of their group."""
+        for (group, *_), pool in self.pools.items():
+            pool.view(torch.uint8).index_fill_(1, blocks[group], 0)

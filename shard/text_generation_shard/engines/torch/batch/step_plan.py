@@ -4,8 +4,9 @@
 
 The tokens of decode rows come first, one each, then the tokens of prompt chunks. `sampling` holds the indices of the tokens
 whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
-are updated: `cells` are indices into the flattened tables, `blocks` the new values. The last four columns are the inputs of
-FlashInfer's planner for the chunks.
+are updated: `cells` are indices into the flattened tables of all groups, `blocks` the new values. The last four columns are the
+inputs of FlashInfer's planner for the chunks. `pages` and `page_indptr` have a part for each group; that of a window group begins
+with the first block that a chunk needs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.step.sequence import StepRow, StepRows
 
@@ -39,7 +41,7 @@ COLUMNS = (
 )
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 HEADER = 8
-"""Length of the header; its first six numbers are used."""
+"""Length of the header; its first seven numbers are used."""
 ALIGNMENT = 4
 """Columns start at multiples of this many numbers, 16 bytes: Triton compiles a separate kernel for less aligned pointers."""
 
@@ -53,6 +55,8 @@ class PlanSizes:
     updates: int
     pages: int = 0
     chunks: int = 0
+    groups: int = 1
+    """Groups of the cache."""
 
     @lru_cache(maxsize=1024)  # noqa: B019 – instances are small, and most steps have the sizes of the previous one
     def bounds(self) -> list[tuple[int, int]]:
@@ -60,10 +64,16 @@ class PlanSizes:
         ends = self.chunks + 1 if self.chunks else 0
         at = HEADER
         bounds = []
-        for length in (*(self.tokens,) * 3, self.sampling, *(self.updates,) * 2, self.pages, ends, ends, self.chunks):
+        pages = self.pages, ends, (self.groups - 1) * aligned(ends) + ends, self.chunks
+        for length in (*(self.tokens,) * 3, self.sampling, *(self.updates,) * 2, *pages):
             bounds.append((at, at + length))
-            at += -(-length // ALIGNMENT) * ALIGNMENT
+            at += aligned(length)
         return bounds
+
+
+def aligned(length: int) -> int:
+    """Return the distance of columns of this length."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 Allocate = Callable[[int], Ints]
@@ -106,14 +116,15 @@ class StepPlan:
         """Allocate a plan with `memory`; the columns are not initialized."""
         bounds = sizes.bounds()
         numbers = memory(bounds[-1][1])
-        numbers[:HEADER] = (sizes.tokens, sizes.sampling, sizes.updates, sizes.pages, sizes.chunks, greedy, 0, 0)
+        header = sizes.tokens, sizes.sampling, sizes.updates, sizes.pages, sizes.chunks, greedy, sizes.groups, 0
+        numbers[:HEADER] = header
         return cls(numbers, sizes, bounds, greedy)
 
     @classmethod
     def read(cls, numbers: Ints) -> StepPlan:
         """Return the plan in an array received from rank 0."""
-        tokens, sampling, updates, pages, chunks, greedy, *_ = numbers[:HEADER].tolist()
-        sizes = PlanSizes(tokens, sampling, updates, pages, chunks)
+        tokens, sampling, updates, pages, chunks, greedy, groups, _ = numbers[:HEADER].tolist()
+        sizes = PlanSizes(tokens, sampling, updates, pages, chunks, groups)
         return cls(numbers, sizes, sizes.bounds(), bool(greedy))
 
     @classmethod
@@ -131,6 +142,11 @@ class StepPlan:
         """Return a view of one of COLUMNS."""
         start, end = self.bounds[_COLUMN[name]]
         return self.numbers[start:end]
+
+    def page_indptr(self, group: int) -> tuple[int, int]:
+        """Return the start and end of the part of a group in the column `page_indptr`."""
+        start = group * aligned(self.sizes.chunks + 1)
+        return start, start + self.sizes.chunks + 1
 
     @property
     def num_decoding(self) -> int:
@@ -166,17 +182,30 @@ def plan_decoding(
 
 
 def plan_chunks(
-    rows: StepRows, updates: Sequences[TableUpdate], *, greedy: bool, memory: Allocate = pageable_memory
+    rows: StepRows,
+    updates: Sequences[TableUpdate],
+    windows: Sequences[int | None] = (None,),
+    *,
+    greedy: bool,
+    memory: Allocate = pageable_memory,
 ) -> StepPlan:
-    """Plan one token for each decode row, then the tokens of each chunk; there is at least one chunk."""
+    """Plan one token for each decode row, then the tokens of each chunk; there is at least one chunk.
+
+    `windows` are those of the groups of the cache.
+    """
     decoding = [row for row in rows.others if not row.prefills]
     chunks = rows.others[len(decoding) :]
     first = rows.num_persistent + len(decoding)
     ends = [row.start + row.length for row in chunks]
-    tables = [row.sequence.blocks[: -(-end // BLOCK_SIZE)] for row, end in zip(chunks, ends, strict=True)]
+    tables = [
+        row.sequence.tables[number][CacheGroup(0, window).first_block(row.start, BLOCK_SIZE) : -(-end // BLOCK_SIZE)]
+        for number, window in enumerate(windows)
+        for row, end in zip(chunks, ends, strict=True)
+    ]
     chunk_tokens = sum(row.length for row in chunks)
     num_sampling = first + sum(row.samples for row in chunks)
-    sizes = PlanSizes(first + chunk_tokens, num_sampling, len(updates), pages=sum(map(len, tables)), chunks=len(chunks))
+    pages, groups = sum(map(len, tables)), len(windows)
+    sizes = PlanSizes(first + chunk_tokens, num_sampling, len(updates), pages, len(chunks), groups)
     plan = StepPlan.blank(sizes, greedy=greedy, memory=memory)
     _put_decoding(plan, rows, decoding)
     ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
@@ -195,7 +224,10 @@ def plan_chunks(
     _put_updates(plan, updates)
     plan.column("pages")[:] = [block for table in tables for block in table]
     plan.column("query_indptr")[:] = np.cumsum([0, *(row.length for row in chunks)])
-    plan.column("page_indptr")[:] = np.cumsum([0, *map(len, tables)])
+    page_ends = np.cumsum([0, *map(len, tables)])
+    for group in range(groups):
+        start, end = plan.page_indptr(group)
+        plan.column("page_indptr")[start:end] = page_ends[group * len(chunks) : (group + 1) * len(chunks) + 1]
     plan.column("last_pages")[:] = [(end - 1) % BLOCK_SIZE + 1 for end in ends]
     return plan
 
@@ -219,18 +251,19 @@ def _put_updates(plan: StepPlan, updates: Sequences[TableUpdate]) -> None:
         plan.column("blocks")[: len(updates)] = [block for _, block in updates]
 
 
-def table_updates(rows: StepRows, max_blocks: int) -> list[TableUpdate]:
-    """Return the updates of the block tables [slots, max_blocks] that a step of `rows` needs, and mark them as sent."""
+def table_updates(rows: StepRows, slots: int, max_blocks: int) -> list[TableUpdate]:
+    """Return the updates of the block tables [groups, slots, max_blocks] that a step of `rows` needs, and mark them as sent."""
     updates: list[TableUpdate] = []
     # Of the persistent rows, only those marked as changed have new blocks.
     sequences = [row.sequence for row in rows.others]
     if rows.persistent is not None:
         sequences += [sequence for sequence in rows.persistent.changed if sequence.is_held]
     for sequence in sequences:
-        known = sequence.synced_blocks
-        if known < len(sequence.blocks):
-            # Blocks beyond the longest sequence are never read.
-            blocks = sequence.blocks[known:max_blocks]
-            updates.extend(enumerate(blocks, sequence.slot * max_blocks + known))
-            sequence.synced_blocks = len(sequence.blocks)
+        row = sequence.slot
+        for group, table in enumerate(sequence.tables):
+            if (known := sequence.synced[group]) < len(table):
+                # Blocks beyond the longest sequence are never read.
+                updates.extend(enumerate(table[known:max_blocks], row * max_blocks + known))
+                sequence.synced[group] = len(table)
+            row += slots
     return updates

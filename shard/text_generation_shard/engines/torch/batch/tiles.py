@@ -67,7 +67,7 @@ class StepBatch:
     write_index: WriteIndex
     """Cache positions of the tokens' keys and values: see `PagedKVCache.write`."""
     entered_blocks: Tensor
-    """Blocks that a row starts but does not fill in this step: to be cleared first."""
+    """[groups, blocks]: those that a row starts but does not fill in this step, to be cleared first."""
     groups: list[TileGroup]
     rows: list[list[tuple[int, Tile]]]
     """For each row, its tiles in order of position, each with its offset in the flat order."""
@@ -85,7 +85,7 @@ def build_batch(
 ) -> StepBatch:
     """Build the batch of a plan. `window` is the longest sliding window if every layer has one, else None.
 
-    `tables` [slots, blocks] are the block tables, `last_tokens` [slots] the tokens sampled last.
+    `tables` [groups, slots, blocks] are the block tables, `last_tokens` [slots] the tokens sampled last.
     """
     groups = _groups(_tiles(plan), window)
     tiles = [tile for group in groups for tile in group.tiles]
@@ -104,7 +104,7 @@ def build_batch(
     return StepBatch(
         token_ids=torch.where(ids >= 0, ids, last_tokens[slots].long()),
         positions=positions,
-        write_index=cache.write_index(tables[slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE),
+        write_index=cache.write_index(tables[:, slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE),
         entered_blocks=_entered_blocks(rows, tables),
         groups=groups,
         rows=rows,
@@ -121,7 +121,7 @@ def _entered_blocks(rows: list[list[tuple[int, Tile]]], tables: Tensor) -> Tenso
         if end % BLOCK_SIZE and end // BLOCK_SIZE * BLOCK_SIZE >= first.start
     ]
     slots, indices = torch.tensor(entered, dtype=torch.int64).view(-1, 2).T
-    return tables[slots, indices].long()
+    return tables[:, slots, indices].long()
 
 
 def _tiles(plan: StepPlan) -> list[Tile]:

@@ -59,7 +59,7 @@ class EngineBuilder:
         fp8: Fp8Cache | None = None,
     ) -> Runner:
         """Return the runner of a model; with `group`, for the steps of another group than that of the model."""
-        shape = CacheShape(tuple(layers), self.device, self.dtype, fp8)
+        shape = CacheShape(tuple(layers), self.device, self.dtype, self.info.max_sequence_length, fp8)
         group = group or self.group
         sizes = self.info.max_slots, self.info.max_sequence_length
         if self.device.type == "cpu":

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo
-from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, FP8_DTYPES, CacheShape, Fp8Cache, LayerShape
+from text_generation_shard.engines.torch.batch.kv_cache import FP8_DTYPES, CacheShape, Fp8Cache, LayerShape
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
 from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.device.memory import margin_of
-from text_generation_shard.engines.torch.engine.warm_up import pool_blocks
+from text_generation_shard.engines.torch.engine.warm_up import cache_groups
 from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
@@ -50,8 +51,8 @@ class Footprint:
     memory: int
     """The memory of the device that may be used."""
     weights: int
-    token: int | None
-    """KV cache of a token; None: found once the model is loaded."""
+    cache_shape: CacheShape | None
+    """The shape of the KV cache; None: found once the model is loaded."""
     largest_step: int
     """Estimate of the largest step, graphs and libraries; the start measures it."""
     states: int = 0
@@ -62,9 +63,11 @@ class Footprint:
         """The memory that is left for the KV cache."""
         return self.memory - self.weights - self.largest_step - self.states
 
-    def blocks(self, limits: WarmUpLimits) -> int | None:
-        """Return the KV blocks that fit; None if the size of a token is not known. Raises EngineError."""
-        return None if self.token is None else pool_blocks(self.info, limits, self.token * BLOCK_SIZE, self.cache)
+    def groups(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...] | None:
+        """Return the groups of the KV cache that fit; None if its shape is not known. Raises EngineError."""
+        if (shape := self.cache_shape) is None:
+            return None
+        return cache_groups(self.info, limits, shape.windows, shape.block_bytes, self.cache)
 
 
 def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limits: WarmUpLimits) -> Footprint:
@@ -116,7 +119,7 @@ def _footprint(
     if state_bytes:
         info = with_states(info, state_bytes, int(target.memory * fraction))
     fp8 = None if config.kv_cache_dtype == "auto" else Fp8Cache(FP8_DTYPES[config.kv_cache_dtype])
-    shape = CacheShape(layers, META, prepared.dtype, fp8)
+    shape = CacheShape(layers, META, prepared.dtype, info.max_sequence_length, fp8)
     tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
     slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
     # The outputs of all projections of a layer, and the residual stream around them.
@@ -129,5 +132,4 @@ def _footprint(
         memory = int(target.memory * fraction) - margin_of(target.memory)
         graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(len(layers) + 1) // PIECES_PER_GRAPH)
         step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES
-    token = shape.block_bytes // BLOCK_SIZE if layers else None
-    return Footprint(info, memory, weights, token, step, state_bytes * (info.max_slots + 1))
+    return Footprint(info, memory, weights, shape if layers else None, step, state_bytes * (info.max_slots + 1))

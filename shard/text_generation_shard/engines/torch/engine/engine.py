@@ -25,6 +25,7 @@ from torch import Tensor
 
 from text_generation_common.one_line import typed_line
 from text_generation_common.progress import phase
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.engine import (
     EngineInfo,
@@ -45,7 +46,7 @@ from text_generation_shard.engines.torch.engine.scoring import (
     start_token_scores,
 )
 from text_generation_shard.engines.torch.engine.trace import StepTrace
-from text_generation_shard.engines.torch.engine.warm_up import pool_blocks, worst_step
+from text_generation_shard.engines.torch.engine.warm_up import cache_groups, worst_step
 from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
 from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
@@ -104,29 +105,30 @@ class TorchEngine(SynchronousEngine):
         self._in_flight: _Step | None = None
         """The step that is launched but not yet recorded, if the executor runs ahead."""
 
-    def warm_up(self, limits: WarmUpLimits) -> int:
+    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         executor = self._executor
         self.reset()
-        orders, worst_blocks = worst_step(self.info, limits, executor.threshold_search.rows_at_once)
-        executor.allocate(0)
+        windows, block_bytes = executor.windows, executor.block_bytes
+        orders, worst_blocks = worst_step(self.info, limits, executor.threshold_search.rows_at_once, len(windows))
+        executor.allocate([0 for _ in windows])
         executor.begin_measuring()
         try:
-            self._allocate(worst_blocks)
+            self._allocate(tuple(CacheGroup(worst_blocks, window) for window in windows))
             self._table.apply(orders)
             rows = self._table.rows()
             with torch.inference_mode(), phase("computing the largest step and compiling its kernels"):
                 self._record(self._sample(self._launch(rows)))
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
-            available = executor.spare_bytes() + worst_blocks * executor.block_bytes
-            num_blocks = pool_blocks(self.info, limits, executor.block_bytes, available)
-            self._allocate(num_blocks)
+            available = executor.spare_bytes() + worst_blocks * sum(block_bytes)
+            groups = cache_groups(self.info, limits, windows, block_bytes, available)
+            self._allocate(groups)
             executor.ready()
         except torch.OutOfMemoryError:
             raise InsufficientMemory("the largest step does not fit: lower max_batch_prefill_tokens") from None
         finally:
             self.reset()
-        return num_blocks
+        return groups
 
     def apply(self, orders: Orders) -> list[Failure]:
         return self._table.apply(orders)
@@ -185,9 +187,9 @@ class TorchEngine(SynchronousEngine):
         if self._masks is not None:
             self._masks.close()
 
-    def _allocate(self, num_blocks: int) -> None:
-        self._executor.allocate(num_blocks)
-        self._table.num_blocks = num_blocks
+    def _allocate(self, groups: tuple[CacheGroup, ...]) -> None:
+        self._executor.allocate([group.num_blocks for group in groups])
+        self._table.groups = groups
 
     def _or_fail(self, rows: StepRows, part: Callable[[], _Step]) -> _Step | StepResult:
         """Run a part of a step. An error fails the sequences of this step only, unless the executor is broken for good."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,8 +56,8 @@ class Executor:
         self._memory = memory
         self._group = group
         self._device = runner.device
-        self.block_bytes = runner.block_bytes
-        """Bytes of a KV block."""
+        self.windows, self.block_bytes = runner.windows, runner.block_bytes
+        """Sliding windows of the groups of the KV cache, and bytes of their blocks."""
         self._pinned = PinnedBuffers(self._device)
         self._events = EventRecorder(self._device)
 
@@ -97,9 +98,9 @@ class Executor:
         slots = upload([*persistent, *(row.sequence.slot for row in rows.sampling)], torch.int64, self._device)
         self._runner.broadcast_sampled_tokens(slots, token_ids)
 
-    def allocate(self, num_blocks: int) -> None:
-        """Replace the KV cache by one of `num_blocks` blocks. Raises torch.OutOfMemoryError."""
-        self._broadcast(WorkerCommand.ALLOCATE, num_blocks.to_bytes(8, "little"))
+    def allocate(self, num_blocks: Sequence[int]) -> None:
+        """Replace the KV cache by one with so many blocks of each group. Raises torch.OutOfMemoryError."""
+        self._broadcast(WorkerCommand.ALLOCATE, np.array(num_blocks, dtype=np.int64).tobytes())
         self._runner.allocate(num_blocks)
 
     def begin_measuring(self) -> None:
@@ -141,14 +142,14 @@ class Executor:
 
     def close(self) -> None:
         """Free the device."""
-        self._runner.allocate(0)
+        self._runner.allocate([0 for _ in self.windows])
         self._group.close()
         del self._runner
 
     def _plan(self, rows: StepRows, *, greedy: bool) -> StepPlan:
-        updates = table_updates(rows, self._runner.max_blocks)
+        updates = table_updates(rows, self._runner.table_rows, self._runner.max_blocks)
         if rows.prefills:
-            return plan_chunks(rows, updates, greedy=greedy, memory=self._pinned_memory)
+            return plan_chunks(rows, updates, self.windows, greedy=greedy, memory=self._pinned_memory)
         padding = self._runner.padding(len(rows), len(updates))
         return plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,17 +70,20 @@ class Runner(ABC):
         self._translate_peer_loss = PeerLossTranslator(group.channel)
         self._shape = shape
         self.device = shape.device
-        self.block_bytes = shape.block_bytes
-        """Bytes of a KV block."""
+        self.windows, self.block_bytes = shape.windows, shape.block_bytes
+        """Sliding windows of the groups of the cache, and bytes of their blocks."""
         self._max_slots = max_slots
         self.max_blocks = -(-max_sequence_length // BLOCK_SIZE)
         """Blocks of the longest sequence."""
-        self._tables = torch.zeros(max_slots + 1, self.max_blocks, dtype=torch.int32, device=self.device)
+        self.table_rows = max_slots + 1
+        """Rows of the block table of a group."""
+        sizes = len(self.windows), self.table_rows, self.max_blocks
+        self._tables = torch.zeros(sizes, dtype=torch.int32, device=self.device)
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
 
     @abstractmethod
-    def allocate(self, num_blocks: int) -> None:
-        """Replace the KV cache by one of `num_blocks` blocks; drops the graphs."""
+    def allocate(self, num_blocks: Sequence[int]) -> None:
+        """Replace the KV cache by one with so many blocks of each group; drops the graphs."""
 
     def capture(self, *, only_largest: bool = False, max_tokens: int | None = None, part: slice = slice(None)) -> int:
         """Capture the graphs, if the device has any; returns the memory weight of a full set, in whole-step graphs.

@@ -1,7 +1,19 @@
-"""The size of the KV cache, and the worst-case step that measures the memory left for it."""
+"""The size of the KV cache, and the worst-case step that measures the memory left for it.
+
+Memory is divided between the groups of the cache so that none lies idle: a window group has a share of the blocks of the first,
+
+    share = max(MIN_SHARE, (window + SPARE_TOKENS) / min(max_sequence_length, USUAL_TOKENS)), at most 1,
+
+the part of its blocks that a sequence of USUAL_TOKENS holds there, and no fewer than a sequence needs to compute a whole chunk. Long
+sequences want a small share, many short ones a large one: they hold as many blocks in each group.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Sampling, Stopping, WarmUpLimits
 from text_generation_shard.engine import EngineInfo, InsufficientMemory, NewSequence, Orders
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
@@ -10,8 +22,15 @@ HARDEST_SAMPLING = Sampling(greedy=False, top_p=1 - 1e-9)
 """Keeps nearly all tokens, so that the whole vocabulary must be sorted."""
 
 
-def worst_step(info: EngineInfo, limits: WarmUpLimits, hardest_rows: int) -> tuple[Orders, int]:
-    """Return a step as large as the limits allow, and its blocks: long prompts, then one token in each remaining slot.
+MIN_SHARE = 0.1
+USUAL_TOKENS = 16384
+SPARE_TOKENS = 64
+"""Tokens of blocks for growth, and of the first and the last block, which are not full."""
+
+
+def worst_step(info: EngineInfo, limits: WarmUpLimits, hardest_rows: int, groups: int) -> tuple[Orders, int]:
+    """Return a step as large as the limits allow, and its blocks of each group: long prompts, then one token in each
+    remaining slot.
 
     The first `hardest_rows` sort the whole vocabulary; more need no more memory.
     """
@@ -29,34 +48,55 @@ def worst_step(info: EngineInfo, limits: WarmUpLimits, hardest_rows: int) -> tup
     num_blocks = 0
     for slot, length in enumerate(lengths):
         count = blocks_for(length)
+        blocks = tuple(range(num_blocks, num_blocks + count))
         admissions.append(
             NewSequence(
                 slot=slot,
                 prompt=(0,) * length,
                 stopping=Stopping(max_new_tokens=1),
                 sampling=HARDEST_SAMPLING if slot < hardest_rows else Sampling(),
-                blocks=tuple(range(num_blocks, num_blocks + count)),
+                blocks=blocks,
+                further_blocks=((0, blocks),) * (groups - 1),
             )
         )
         num_blocks += count
     return Orders(number=0, placements=tuple(admissions), prefill=tuple(enumerate(lengths))), num_blocks
 
 
-def pool_blocks(info: EngineInfo, limits: WarmUpLimits, block_bytes: int, available: int) -> int:
-    """Return the number of KV blocks for `available` bytes: as many as asked for, else as many as can ever be used.
+def cache_groups(
+    info: EngineInfo,
+    limits: WarmUpLimits,
+    windows: Sequence[int | None],
+    block_bytes: Sequence[int],
+    available: int,
+) -> tuple[CacheGroup, ...]:
+    """Return the groups for `available` bytes: of the size asked for, else of the largest that can ever be used.
 
-    Raises InsufficientMemory with the numbers.
+    `windows` and `block_bytes` are those of the groups. Raises InsufficientMemory with the numbers.
     """
-    fitting = available // block_bytes
-    wanted = max(1, limits.max_batch_total_tokens // BLOCK_SIZE)
-    if wanted > fitting:
+    chunk = blocks_for(limits.max_batch_prefill_tokens or info.suggested_prefill_tokens)
+    usual = min(info.max_sequence_length, USUAL_TOKENS)
+
+    def group(window: int | None, first: int) -> CacheGroup:
+        if window is None:
+            return CacheGroup(first)
+        share = max(MIN_SHARE, (window + SPARE_TOKENS) / usual)
+        least = CacheGroup(0, window).blocks_held(info.max_sequence_length, BLOCK_SIZE) + chunk
+        return CacheGroup(min(first, max(int(share * first), least)), window)
+
+    def needed(first: int) -> int:
+        groups = (group(window, first) for window in windows)
+        return sum(each.num_blocks * nbytes for each, nbytes in zip(groups, block_bytes, strict=True))
+
+    usable = info.max_slots * blocks_for(info.max_sequence_length)
+    wanted = limits.max_batch_total_tokens // BLOCK_SIZE
+    fitting = bisect_right(range(max(usable, wanted, 1) + 1), available, key=needed) - 1
+    if (least := max(1, wanted)) > fitting:
         raise InsufficientMemory(
-            f"{wanted * BLOCK_SIZE} tokens of KV cache take {wanted * block_bytes / 2**30:.2f} GiB, {max(available, 0) / 2**30:.2f} GiB are "
+            f"{least * BLOCK_SIZE} tokens of KV cache take {needed(least) / 2**30:.2f} GiB, {max(available, 0) / 2**30:.2f} GiB are "
             f"left beside the model and its largest step: room for {max(fitting, 0) * BLOCK_SIZE} tokens"
         )
-    if limits.max_batch_total_tokens:
-        return wanted
-    return min(fitting, info.max_slots * blocks_for(info.max_sequence_length))
+    return tuple(group(window, wanted or min(fitting, usable)) for window in windows)
 
 
 def blocks_for(tokens: int) -> int:

@@ -57,7 +57,7 @@ class TPWorker:
                 plan = StepPlan.read(numbers)
                 self._hidden = self._runner.start(plan).normed
             case WorkerCommand.ALLOCATE:
-                self._runner.allocate(int.from_bytes(payload, "little"))
+                self._runner.allocate(np.frombuffer(payload, dtype=np.int64).tolist())
             case WorkerCommand.BEGIN_MEASURING:
                 self._memory.begin_measuring()
             case WorkerCommand.SPARE_BYTES:

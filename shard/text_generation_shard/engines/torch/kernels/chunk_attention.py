@@ -51,8 +51,12 @@ def tile_for(head_dim: int, shared_memory: int) -> ChunkTile:
     return next((tile for tile in tiles if tile.bytes_for(width) <= shared_memory), ChunkTile(16, 16, 1))
 
 
+NO_GROUPS: Mapping[int | None, int] = {}
+"""For a cache of one group."""
+
+
 class PagedChunkAttention:
-    """Attention of the chunks of a step for layers of one shape."""
+    """Attention of the chunks of a step for layers of one shape; `groups` are those of the cache, by their sliding windows."""
 
     def __init__(
         self,
@@ -63,7 +67,9 @@ class PagedChunkAttention:
         *,
         scale: float,
         softcap: float | None = None,
+        groups: Mapping[int | None, int] = NO_GROUPS,
     ) -> None:
+        self._groups = groups
         self._tile = tile_for(head_dim, _shared_memory(device))
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._group = num_heads // num_kv_heads
@@ -71,11 +77,14 @@ class PagedChunkAttention:
         self._heads_each = min(self._group, self._tile.rows)
         self._scale, self._softcap = scale, softcap
         self._columns: Mapping[str, Tensor] = {}
+        self._page_indptr: list[Tensor] = []
+        """The column of each group."""
         self._longest = 0
 
     def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
         """Remember the chunks of a step; `columns` are those of the plan on the device."""
         self._columns, self._longest = columns, plan.longest_chunk
+        self._page_indptr = [columns["page_indptr"][slice(*plan.page_indptr(n))] for n in range(plan.sizes.groups)]
 
     def run(
         self,
@@ -100,7 +109,7 @@ class PagedChunkAttention:
             queries,
             cache_layer,
             columns["query_indptr"],
-            columns["page_indptr"],
+            self._page_indptr[self._groups.get(window, 0)],
             columns["last_pages"],
             columns["pages"],
             out,

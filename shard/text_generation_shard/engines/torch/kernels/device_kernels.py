@@ -79,13 +79,14 @@ class DeviceKernels:
             scale, softcap = rules[layers[0]]
             if heads[2] > MAX_HEAD_DIM:
                 raise EngineError(f"head_dim {heads[2]} is not served on CUDA, only up to {MAX_HEAD_DIM}")
+            groups = {shape.layers[index].window: shape.groups[index] for index in layers}
             if heads[2] in FLASHINFER_HEAD_DIMS:
-                windows = frozenset(shape.layers[index].window for index in layers)
-                self._chunks[heads] = FlashInferChunks(
-                    *heads, windows, (shape.dtype, shape.stored), scale=scale, softcap=softcap
-                )
+                dtypes = shape.dtype, shape.stored
+                self._chunks[heads] = FlashInferChunks(*heads, groups, dtypes, scale=scale, softcap=softcap)
             else:
-                self._chunks[heads] = PagedChunkAttention(*heads, shape.device, scale=scale, softcap=softcap)
+                self._chunks[heads] = PagedChunkAttention(
+                    *heads, shape.device, scale=scale, softcap=softcap, groups=groups
+                )
             self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device)
         self.sample_greedy = GreedySampler(max_slots, vocab_size, shape.device).run
 

@@ -29,7 +29,7 @@ BUFFER_SETS = 2
 
 
 class FlashInferChunks:
-    """The interface of `PagedChunkAttention`; `windows` are the sliding windows of the layers, None for full attention.
+    """The interface of `PagedChunkAttention`; `groups` are those of the cache, by the sliding windows of the layers.
 
     `dtypes` are those of queries and of the cache.
     """
@@ -39,7 +39,7 @@ class FlashInferChunks:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        windows: frozenset[int | None],
+        groups: Mapping[int | None, int],
         dtypes: tuple[torch.dtype, torch.dtype],
         *,
         scale: float,
@@ -56,22 +56,26 @@ class FlashInferChunks:
         self._scale, self._softcap = scale, softcap
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
         self._buffer_sets: list[dict[int | None, BatchPrefillWithPagedKVCacheWrapper]] = [
-            {window: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND") for window in windows}
+            {window: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND") for window in groups}
             for _ in range(BUFFER_SETS)
         ]
+        self._groups = groups
 
     def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
         self._buffer_sets.append(self._buffer_sets.pop(0))
-        query_indptr, page_indptr, last_pages = (
+        query_indptr, page_ends, last_pages = (
             torch.from_numpy(plan.column(name)) for name in ("query_indptr", "page_indptr", "last_pages")
         )
         num_heads, num_kv_heads, head_dim = self._heads
         longest = plan.longest_chunk
         for window, wrapper in self._buffer_sets[0].items():
+            start, end = plan.page_indptr(self._groups[window])
+            page_indptr = page_ends[start:end]
+            first, last = page_indptr[[0, -1]].tolist()
             wrapper.plan(
                 query_indptr,
-                page_indptr,
-                columns["pages"],
+                page_indptr - first,
+                columns["pages"][first:last],
                 last_pages,
                 num_heads,
                 num_kv_heads,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from text_generation_common.one_line import typed_line
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import EngineError, EngineInfo, Failure, Orders, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
@@ -49,7 +50,7 @@ class FollowerEngine(SynchronousEngine):
         self._thread.start()
         channel.watch(self._on_leader_lost)
 
-    def warm_up(self, limits: WarmUpLimits) -> int:
+    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         raise EngineError(f"rank {self._rank} follows: call rank 0")
 
     def apply(self, orders: Orders) -> list[Failure]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from text_generation_shard.engines.torch.attention.cpu_step import CpuStep
@@ -23,11 +25,12 @@ class CpuRunner(Runner):
         widths = [layer.window for layer in shape.layers if layer.window is not None]
         self._window = max(widths) if len(widths) == len(shape.layers) else None
         """The longest sliding window if every layer has one."""
-        self._cache = PagedKVCache(shape, 0)
+        self._none = (0,) * len(shape.windows)
+        self._cache = PagedKVCache(shape, self._none)
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: Sequence[int]) -> None:
         # The old pool is freed first: both need not fit at once.
-        self._cache = PagedKVCache(self._shape, 0)
+        self._cache = PagedKVCache(self._shape, self._none)
         self._cache = PagedKVCache(self._shape, num_blocks)
 
     def start(self, plan: StepPlan) -> ForwardOutput:

@@ -84,18 +84,19 @@ def wanted_sizes(sizes: Sequence[int], only_largest: bool, max_tokens: int | Non
 
 
 class DecodeGraphs:
-    """The graphs of all capture sizes. `run` computes a step whose plan is in a device tensor."""
+    """The graphs of all capture sizes, for a cache of `groups`. `run` computes a step whose plan is in a device tensor."""
 
     def __init__(
         self,
         max_rows: int,
         dummy_slot: int,
         dummy_update: tuple[int, int],
+        groups: int,
         run: Callable[[StepPlan, Tensor], ForwardOutput],
     ) -> None:
         self.sizes = capture_sizes(max_rows)
         self._paddings = {
-            size: Padding(size, max(UPDATES_PER_TOKEN * size, MIN_UPDATES), dummy_slot, dummy_update)
+            size: Padding(size, groups * max(UPDATES_PER_TOKEN * size, MIN_UPDATES), dummy_slot, dummy_update)
             for size in self.sizes
         }
         self._run = run

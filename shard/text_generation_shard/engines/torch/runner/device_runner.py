@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DeviceRunner(Runner):
-    """Implements `Runner` with kernels and graphs. The KV cache has one block more than `num_blocks`, for the dummy slot."""
+    """Implements `Runner` with kernels and graphs. Each group of the KV cache has one block more, for the dummy slot."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class DeviceRunner(Runner):
     ) -> None:
         super().__init__(model, group, shape, max_slots, max_sequence_length)
         self._kernels = kernels
-        self._context = self._step_context(0)
+        self._num_blocks: Sequence[int] = (0,) * len(self.windows)
+        self._context = self._step_context(self._num_blocks)
         self._graphs: DecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
 
@@ -46,14 +47,16 @@ class DeviceRunner(Runner):
         return self._context.cache
 
     @torch.inference_mode()
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: Sequence[int]) -> None:
         self.drop_graphs()
         # The old pool is freed first: both need not fit at once.
-        self._context = self._step_context(0)
+        self._context = self._step_context([0 for _ in num_blocks])
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._context = self._step_context(num_blocks + 1)
-        self._tables[self._max_slots] = num_blocks
+        self._context = self._step_context([number + 1 for number in num_blocks])
+        self._num_blocks = num_blocks
+        for tables, number in zip(self._tables, num_blocks, strict=True):
+            tables[self._max_slots] = number
 
     @torch.inference_mode()
     def capture(self, *, only_largest: bool = False, max_tokens: int | None = None, part: slice = slice(None)) -> int:
@@ -61,10 +64,10 @@ class DeviceRunner(Runner):
             return 0
         self.drop_graphs()
         pool = GraphPool()
-        dummy_update = (self._max_slots * self.max_blocks, len(self.cache[0]) - 1)
+        dummy_update = (self._max_slots * self.max_blocks, self._num_blocks[0])
         # The decode graphs share one logits buffer: one per graph would take gigabytes.
         run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
-        self._graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
+        self._graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, len(self.windows), run)
         sizes = self._graphs.sizes
         progress = WorkProgress("capturing graphs", len(sizes) + len(CAPTURE_SIZES))
         for size in wanted_sizes(sizes, only_largest, max_tokens)[part]:
@@ -103,19 +106,19 @@ class DeviceRunner(Runner):
             output = None if self._graphs is None else self._graphs.replay(plan, numbers)
             return output or self._run(plan, numbers.to(self.device, non_blocking=True))
 
-    def _step_context(self, num_blocks: int) -> StepContext:
+    def _step_context(self, num_blocks: Sequence[int]) -> StepContext:
         """Allocate a KV cache. It is zeroed, so that it is finite."""
         cache = tuple(
             torch.zeros(
-                (num_blocks, 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim),
+                (num_blocks[group], 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim),
                 dtype=self._shape.stored,
                 device=self.device,
             )
-            for layer in self._shape.layers
+            for group, layer in zip(self._shape.groups, self._shape.layers, strict=True)
         )
-        return StepContext(
-            self._kernels, cache, self._shape.layers, self._tables, self._last_tokens, self._shape.scales
-        )
+        group_tables = tuple(self._tables)
+        tables = [group_tables[group] for group in self._shape.groups]
+        return StepContext(self._kernels, cache, self._shape.layers, tables, self._last_tokens, self._shape.scales)
 
     def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
         """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma4TextConfig, Qwen3_5TextConfig
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Stopping
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders
@@ -158,7 +159,7 @@ class Rig:
         return output, ours, plan
 
     def _plan(self, rows: StepRows, greedy: bool) -> StepPlan:
-        updates = table_updates(rows, self.whole.max_blocks)
+        updates = table_updates(rows, self.whole.table_rows, self.whole.max_blocks)
         if rows.prefills:
             return plan_chunks(rows, updates, greedy=greedy)
         return plan_decoding(rows, updates, Padding(len(rows), len(updates), SLOTS, (0, 0)), greedy=greedy)
@@ -226,13 +227,13 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) ->
         # Each with its own states.
         model, shape, scale = request.param(folder, device)
         built = DeviceRunner(model, ReferenceKernels(scale), ALONE, shape, SLOTS, MAX_LENGTH)
-        built.allocate(BLOCKS)
+        built.allocate([BLOCKS])
         return built
 
     config = ShardConfig(model_path=str(folder), max_batch_size=SLOTS)
     info = engine_info(config, read_model_config(folder), device, None)
     table = SequenceTable(info)
-    table.num_blocks = BLOCKS
+    table.groups = (CacheGroup(BLOCKS),)
     return Rig(runner(), runner(), table, device)
 
 
@@ -293,7 +294,7 @@ def test_only_the_largest_size_is_captured_to_measure_memory(rig: Rig) -> None:
 
 def test_a_new_kv_cache_drops_the_pieces(rig: Rig) -> None:
     rig.capture(only_largest=True)
-    rig.piecewise.allocate(BLOCKS)
+    rig.piecewise.allocate([BLOCKS])
     check(rig, Orders(number=1, placements=(rig.admit(0, 970),), prefill=((0, 970),)), None)
 
 

@@ -50,7 +50,7 @@ class Model:
         cache = [torch.zeros(shape, dtype=self.dtype) for _ in self.weights.layers]
         slots = torch.arange(SEQUENCES, dtype=torch.int32)
         tables, last_tokens = slots.unsqueeze(1), torch.zeros_like(slots)
-        return StepContext(self.kernels, cache, self.weights.layer_shapes, tables, last_tokens)
+        return StepContext(self.kernels, cache, self.weights.layer_shapes, [tables] * len(cache), last_tokens)
 
     def logits(self, ids: Tensor) -> Tensor:
         """float32 [tokens · sequences, vocabulary] for `ids` [tokens, sequences]."""

@@ -95,8 +95,9 @@ def _random_ids(config: LibraryConfig, vocab_size: int) -> Tensor:
 @torch.inference_mode()
 def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, group: ParallelGroup) -> Tensor:
     """Return the logits [sequences, tokens, vocabulary] that an executor computes chunk by chunk."""
-    blocks = TOKENS // BLOCK_SIZE
-    executor.allocate(len(ids) * blocks)
+    blocks, groups = TOKENS // BLOCK_SIZE, len(executor.windows)
+    executor.allocate([len(ids) * blocks] * groups)
+    tables = [tuple(range(slot * blocks, (slot + 1) * blocks)) for slot in range(len(ids))]
     executor.ready(max_tokens=TOKENS)
     sequences = [
         step.Sequence.of(
@@ -104,10 +105,11 @@ def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, gr
                 slot=slot,
                 prompt=tuple(tokens[:-1]),
                 stopping=Stopping(max_new_tokens=2),
-                blocks=tuple(range(slot * blocks, (slot + 1) * blocks)),
+                blocks=table,
+                further_blocks=((0, table),) * (groups - 1),
             )
         )
-        for slot, tokens in enumerate(ids.tolist())
+        for slot, (tokens, table) in enumerate(zip(ids.tolist(), tables, strict=True))
     ]
     parts: list[list[Tensor]] = [[] for _ in sequences]
     starts = [0] * len(sequences)
