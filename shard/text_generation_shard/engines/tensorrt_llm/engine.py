@@ -49,8 +49,7 @@ STEP_WAIT_S = 1.0
 FIRST_TOKEN_TIMEOUT_S = 600.0
 """Time for the first token after a build: it may include the tuning of kernels."""
 PROBE_TIMEOUT_S = 30.0
-"""Time for the token of a probe while serving."""
-CAPACITY_TIMEOUT_S = 30.0
+"""Time for the token of a probe while serving, and for the size of the KV cache."""
 CAPACITY_POLL_S = 0.05
 BROKEN_SHUTDOWN_S = 1.0
 
@@ -183,8 +182,8 @@ class TensorRTEngine:
         """Shut the library down. This may take any time: the caller sets a deadline and then ends the processes."""
         self._watchdog.close()
         self._statistics.close()
+        self._requests.leave()  # its loop runs on: the library waits for the requests, which it aborts
         self.reset()
-        # The loop keeps running: the library waits for the aborted requests to end.
         shutdown = daemon_thread(self._shut_down, "tensorrt-llm shutdown")
         shutdown.start()
         # If the engine is lost, the library may wait for it forever.
@@ -315,7 +314,7 @@ class TensorRTEngine:
 
     def _measure_pool(self) -> int:
         """Return the KV blocks of the pool: those that are free after the probes. Raises EngineBroken."""
-        deadline = time.monotonic() + CAPACITY_TIMEOUT_S
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
         while time.monotonic() < deadline:
             self._statistics.poll()
             if self._statistics.num_blocks and self._statistics.block_size:

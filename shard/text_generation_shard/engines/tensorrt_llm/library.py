@@ -85,9 +85,10 @@ def is_healthy(llm: LLM) -> bool:
 
 
 def explain(error: BaseException) -> str:
-    """Return the message of an error in one line; of a failed validation the first field and its problem, too."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join(lines[: 3 if hasattr(error, "errors") else 1]) or type(error).__name__
+    """Return the message of an error in one line; of a failed validation every field and its problem."""
+    if (problems := getattr(error, "errors", None)) is not None:
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems())
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def installed_version() -> str | None:

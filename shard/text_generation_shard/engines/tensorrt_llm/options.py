@@ -55,9 +55,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     ),
 }
 """Options of NVIDIA's files for `trtllm-serve` that may be left out → the reason."""
-_NEUTRAL = {"backend": "pytorch", "generation_config": "trtllm"}
+_NEUTRAL = {"backend": "pytorch", "generation_config": "trtllm", "context_parallel_size": 1}
 """Options of RESERVED with the value that the server sets."""
-_FRACTION = "free_gpu_memory_fraction"
 
 
 def read_options(text: str) -> dict[str, object]:
@@ -152,8 +151,8 @@ def adapt_options(options: Mapping[str, object]) -> dict[str, object]:
     neutral = {*WITHOUT_EFFECT, *(name for name, value in _NEUTRAL.items() if options.get(name) == value)}
     adapted = {name: value for name, value in options.items() if name not in neutral}
     cache = adapted.get("kv_cache_config") or {}
-    if isinstance(cache, Mapping) and (fraction := adapted.pop(f"kv_cache_{_FRACTION}", None)) is not None:
-        adapted["kv_cache_config"] = {_FRACTION: fraction, **cache}
+    if isinstance(cache, Mapping) and (fraction := adapted.pop("kv_cache_free_gpu_memory_fraction", None)) is not None:
+        adapted["kv_cache_config"] = {"free_gpu_memory_fraction": fraction, **cache}
     return adapted
 
 
@@ -174,11 +173,11 @@ def _problems(name: str, value: object, known_fields: Mapping[str, Collection[st
         return
     elif name not in known_fields:
         nearest = _nearest(name, {*known_fields, *RESERVED}, RESERVED)
-        yield f"the installed TensorRT-LLM has no option {shortened(name)}{nearest}"
+        yield f"the installed TensorRT-LLM has no option {name[:80]!r}{nearest}"
     elif isinstance(value, Mapping) and (fields := known_fields[name]) is not None:
         for field in value:
             if field not in fields:
-                yield f"{name} has no field {shortened(field)}{_nearest(str(field), fields, {})}"
+                yield f"{name} has no field {str(field)[:80]!r}{_nearest(str(field), fields, {})}"
 
 
 def split_ranks(gpus: int | None, options: Mapping[str, object]) -> tuple[int, int]:

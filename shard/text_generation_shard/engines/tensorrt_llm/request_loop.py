@@ -55,6 +55,7 @@ class RequestLoop:
         """The updates of this turn of the loop; used on its thread only."""
         self.last_output_at = time.monotonic()
         """Time of the last output of any request."""
+        self._has_left = False
         self.has_read_error = False
         """An output could not be read: the engine may be broken. Reset when that is checked."""
         self._thread = daemon_thread(self._run, "tensorrt-llm requests")
@@ -104,6 +105,11 @@ class RequestLoop:
             self._awake = True
             self._lock.notify()
 
+    def leave(self) -> None:
+        """Leave the library's sockets, which are for one thread at a time, to its shutdown; that aborts what still runs."""
+        self._has_left = True
+        wait((asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop),), JOIN_TIMEOUT_S)
+
     def close(self) -> None:
         """Stop reading. Requests that still run end with the engine."""
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -128,7 +134,7 @@ class RequestLoop:
         task.add_done_callback(lambda _: self._tasks.pop(stream))
 
     async def _read(self, stream: Stream, arguments: Mapping[str, Any]) -> None:
-        if stream.dropped:
+        if stream.dropped or self._has_left:
             return
         try:
             result = stream.result = self._llm.generate_async(**arguments)
@@ -167,7 +173,8 @@ class RequestLoop:
         return tokens
 
     def _abort(self, stream: Stream) -> None:
-        if stream.result is None or stream.waiting or stream.ended_by_engine or stream.aborted or not stream.may_abort:
+        running = stream.result is not None and not (stream.waiting or stream.ended_by_engine or stream.aborted)
+        if not running or self._has_left or not stream.may_abort:
             return  # never submitted, aborted later, over, aborted already, or left to run
         stream.aborted = True
         try:

@@ -89,7 +89,8 @@ class GenerationExecutor:
         return result
 
     def _abort(self, request_id: int) -> None:
-        self._recorder.write("abort", id=request_id)
+        # proxy.py: a ZeroMQ socket, which two threads must not use at once; shutdown sends on it too.
+        self._recorder.write("raced" if self._doing_shutdown else "abort", id=request_id)
         self._engine.cancel(request_id)
 
     def is_shutdown(self) -> bool:

@@ -6,6 +6,7 @@
 {"event": "wait", "id"}                       the engine had too few KV blocks for a request that it had taken
 {"event": "span", …}                          the engine made a span of a request, with these trace headers
 {"event": "abort", "id"}
+{"event": "raced", "id"}                      an abort by one thread while another one shuts the library down
 {"event": "end", "id", "reason", "tokens"}    stop, length, cancelled, error; `dropped`: cancelled while it waited, never answered
 {"event": "shutdown"}                         shutdown began
 {"event": "greedy"}                           a request that samples is greedy, because the drafter allows nothing else

@@ -167,7 +167,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
             "kv_cache_config has no field 'dtyp', the nearest is dtype; kv_cache_config has no field 'a'",
         ),
         ({"a\nb": 1}, "the installed TensorRT-LLM has no option 'a\\nb'"),
-        ({"kv_cache_config": {1: 2}}, "kv_cache_config has no field 1"),
+        ({"kv_cache_config": {1: 2}}, "kv_cache_config has no field '1'"),
     ],
     ids=lambda value: None,
 )

@@ -239,3 +239,15 @@ def test_what_a_request_leaves_out_is_not_filled_in(built: Engines, tmp_path: Pa
     admit(engine, 0, 2, sampling=Sampling(greedy=False))
     run(engine)
     assert "top_k" not in read_log(tmp_path / "log").of("request")[-1]["sampling"]
+
+
+def test_an_engine_that_is_closed_amid_streams_has_one_caller(built: Engines, tmp_path: Path) -> None:
+    """Requests and aborts are sent on sockets that two threads must not use at once, and shutdown aborts all requests itself."""
+    engine = built(step_ms=2, log=tmp_path / "log")
+    for slot in range(64):
+        admit(engine, slot, 1000)
+    until_tokens(engine, 0)
+    built.close()
+    log = read_log(tmp_path / "log")
+    assert (log.of("raced"), log.unfinished) == ([], set())
+    assert log.ends["cancelled"] == 64
