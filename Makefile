@@ -198,6 +198,22 @@ test-ray: $(STAMP) ## Start shards in a Ray cluster of two nodes and lose an act
 test-trtllm: model ## Install the recipes of docs/tensorrt-llm.md in empty environments and serve a grammar, with a stand-in
 	$(BIN)/pytest tests/deploy/test_trtllm_recipes.py $(PYTEST_ARGS)
 
+# A release of TensorRT-LLM whose Python code is tested; TRTLLM_SOURCE=…: a folder with it, or pip (see tests/trtllm_real/fetch.py).
+TAG ?= v1.2.1
+TRTLLM := .cache/trtllm
+TRTLLM_TESTS := $(addprefix tests/unit/shard/tensorrt_llm/test_,$(addsuffix .py,engine health lora parameters request_loop speculation traps))
+
+.PHONY: test-trtllm-real
+test-trtllm-real: $(STAMP) ## Run the TensorRT-LLM adapter against NVIDIA's own Python code (TAG=v1.2.1 TRTLLM_SOURCE=folder)
+	@source="$$($(PY) tests/trtllm_real/fetch.py $(TAG))"; \
+	test -n "$$source" || { echo "test-trtllm-real: no sources of TensorRT-LLM $(TAG): 0 tests"; exit 0; }; \
+	test -d $(TRTLLM)/python/zmq || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(TRTLLM)/python pyzmq==27.3.0 strenum==0.5.0 \
+		|| { echo "test-trtllm-real: pyzmq cannot be installed: 0 tests"; exit 0; }; \
+	release="$$(echo $(TAG) | sed 's/^v//' | cut -d . -f 1,2)"; \
+	PYTHONPATH=$(TRTLLM)/python:tests/support TRTLLM_REAL_SOURCE="$$source" TRTLLM_REAL_RELEASE="$$release" OMP_NUM_THREADS=1 \
+		$(BIN)/pytest -n 0 -p trtllm_real_run $(TRTLLM_TESTS) tests/trtllm_real $(PYTEST_ARGS)
+
 UV := .cache/uv/bin/uv
 
 .PHONY: uv

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 FAKES = Path(__file__).parents[1] / "fakes" / "tensorrt_llm"
-VERSIONS = ("1.2", "1.3")
+REAL = os.environ.get("TRTLLM_REAL_RELEASE", "")
+"""The release whose real code is tested over the stand-in's engine: see trtllm_real. Empty: the stand-in alone."""
+VERSIONS = (REAL,) if REAL else ("1.2", "1.3")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -34,7 +36,8 @@ _IMPORTED: dict[str, dict[str, ModuleType]] = {}
 
 def python_path(version: str) -> str:
     """Return the PYTHONPATH of a release: the stand-in, and the metadata that name its version."""
-    return os.pathsep.join((str(FAKES), str(FAKES / "releases" / version)))
+    folders = ((FAKES / "real",) if REAL else ()) + (FAKES, FAKES / "releases" / version)
+    return os.pathsep.join(map(str, folders))
 
 
 def build_wheel(version: str, folder: Path) -> Path:
@@ -101,7 +104,7 @@ def importable(version: str, monkeypatch: pytest.MonkeyPatch, **settings: object
     """Make one release importable in this process; `settings` are the stand-in's, in lower case without prefix."""
     for name, value in settings.items():
         monkeypatch.setenv(f"TRTLLM_STANDIN_{name.upper()}", str(value))
-    for folder in python_path(version).split(os.pathsep):
+    for folder in reversed(python_path(version).split(os.pathsep)):
         monkeypatch.syspath_prepend(folder)
     _forget()
     sys.modules.update(_IMPORTED.get(version, {}))
@@ -113,8 +116,13 @@ def importable(version: str, monkeypatch: pytest.MonkeyPatch, **settings: object
 
 def _forget() -> None:
     """Take the modules out of sys.modules; they are kept for the next test with their release."""
-    names = [name for name in sys.modules if name.partition(".")[0] in ("tensorrt_llm", "trtllm_standin")]
+    names = [
+        name for name in sys.modules if name.partition(".")[0] in ("tensorrt_llm", "trtllm_standin", "trtllm_real")
+    ]
     modules = {name: sys.modules.pop(name) for name in names}
+    for function in vars(modules.get("tensorrt_llm.llmapi.utils", ModuleType(""))).values():
+        if hasattr(function, "cache_clear"):  # the real code remembers its environment
+            function.cache_clear()
     if (package := modules.get("tensorrt_llm")) is not None:
         _IMPORTED[package.__version__[:3]] = modules
     importlib.invalidate_caches()

@@ -35,7 +35,10 @@ class StandInLLM:
     args_class: ClassVar[Any]
     classes: ClassVar[Mapping[str, Any]]
     """The recorded classes of the release."""
+    engine_class: ClassVar[type[Engine]] = Engine
     args: Any
+    recorder: Recorder
+    limits: Limits
     _executor: GenerationExecutor | None
 
     def _construct(self, kwargs: dict[str, Any], **arguments: Any) -> None:  # noqa: ANN401 - of any type
@@ -44,45 +47,50 @@ class StandInLLM:
             if key not in {*self.args_class.model_fields, "_mpi_session", "backend"}:
                 raise ValueError(f"{type(self).__name__} got invalid argument: {key}")
         self.args = self.args_class(**arguments, **kwargs)
-        self._settings = Settings()
-        self._recorder = Recorder(self._settings.log)
-        names = ("tensor_parallel_size", "trust_remote_code", "num_postprocess_workers")
-        fraction = self.args.kv_cache_config.free_gpu_memory_fraction
-        self._recorder.write(
-            "start", free_gpu_memory_fraction=fraction, **{name: getattr(self.args, name) for name in names}
-        )
-        self._generation_config = read_json(Path(self.args.model) / "generation_config.json")
         try:
-            self._speculation = read_speculation(
-                self.args.speculative_config, self.classes, by_type=self.release.types_speculation
-            )
-            self._check_combination()
-            self._limits = self._read_limits()
-            self._loras = LoraManager(self.args, self.release)
-            backend, folder = self.args.guided_decoding_backend, Path(self.args.model)
-            self._guided = None
-            if backend is not None:
-                # py_executor_creator.py, get_guided_decoding_config: without a tokenizer the executor is not created.
-                assert not self.args.skip_tokenizer_init, "tokenizer is not None"
-                self._guided = GuidedDecoder(backend, folder)
+            engine = self.make_engine()
         except Exception as error:
             # proxy.py: an error in the worker is the cause of this one.
             raise RuntimeError("Executor worker returned error") from error
-        compiled = isinstance(self, CompiledLLM)
-        engine = Engine(
-            self._limits, self._settings, self._recorder, self.release, self._speculation, compiled=compiled
-        )
         if self.release.reports_usage and os.environ.get("TRTLLM_NO_USAGE_STATS") != "1":
-            self._recorder.write("usage")
+            self.recorder.write("usage")
         ranks = self.args.tensor_parallel_size * self.args.pipeline_parallel_size * self.args.context_parallel_size
         self._executor = GenerationExecutor(
             engine,
             self.release,
             self._settings,
-            self._recorder,
+            self.recorder,
             ranks=ranks,
         )
         atexit.register(_shut_down, weakref.ref(self))
+
+    def make_engine(self) -> Engine:
+        """Build the engine for `args`, as a worker does. Raises any error."""
+        self._settings = Settings()
+        self.recorder = Recorder(self._settings.log)
+        names = ("tensor_parallel_size", "trust_remote_code", "num_postprocess_workers")
+        fraction = self.args.kv_cache_config.free_gpu_memory_fraction
+        self.recorder.write(
+            "start", free_gpu_memory_fraction=fraction, **{name: getattr(self.args, name) for name in names}
+        )
+        folder = Path(self.args.model)
+        self._generation_config = read_json(folder / "generation_config.json")
+        self._speculation = read_speculation(
+            self.args.speculative_config, self.classes, by_type=self.release.types_speculation
+        )
+        self._check_combination()
+        self.limits = self._read_limits()
+        self._loras = LoraManager(self.args, self.release)
+        backend = self.args.guided_decoding_backend
+        self._guided = None
+        if backend is not None:
+            # py_executor_creator.py, get_guided_decoding_config: without a tokenizer the executor is not created.
+            assert not self.args.skip_tokenizer_init, "tokenizer is not None"
+            self._guided = GuidedDecoder(backend, folder)
+        compiled = isinstance(self, CompiledLLM)
+        return self.engine_class(
+            self.limits, self._settings, self.recorder, self.release, self._speculation, compiled=compiled
+        )
 
     def _check_combination(self) -> None:
         """Raise ValueError for options that exclude each other (validate_feature_combination, near 1.2.1)."""
@@ -161,14 +169,14 @@ class StandInLLM:
             if self._speculation.one_model and (refusal := unsupported_sampling(sampling_params)):
                 raise RequestError(refusal)
         if self._speculation is not None and not self._speculation.samples and sampling_params.top_k != 1:
-            self._recorder.write("greedy")
+            self.recorder.write("greedy")
         if not streaming or sampling_params.end_id is None:
             raise NotImplementedError("the stand-in streams, and takes no end_id from a tokenizer")
         prompt = inputs["prompt_token_ids"]
         self._trace(trace_headers)
         self._fill_in(sampling_params)
         description = {}
-        if self._recorder.is_on:
+        if self.recorder.is_on:
             description = {"sampling": changed_fields(sampling_params), "cache_salt": cache_salt}
             if priority is not None:
                 description["priority"] = priority
@@ -176,7 +184,7 @@ class StandInLLM:
                 description["lora"] = [lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path]
         return self._executor.generate_async(
             prompt,
-            lambda result: self._sequence(result, prompt, sampling_params, lora_request, cache_salt),
+            lambda result: self.sequence(result, prompt, sampling_params, lora_request, cache_salt),
             keeps_stop=sampling_params.include_stop_str_in_output,
             description=description,
         )
@@ -184,14 +192,14 @@ class StandInLLM:
     def _trace(self, headers: Mapping[str, str] | None) -> None:
         """Make a span of a request: result.py, do_tracing makes none without metrics of the request."""
         if self.args.otlp_traces_endpoint and self.args.return_perf_metrics and headers is not None:
-            self._recorder.write("span", **headers)
+            self.recorder.write("span", **headers)
 
     def _fill_in(self, params: Any) -> None:  # noqa: ANN401 - SamplingParams
         """Take what a request leaves out from generation_config.json (1.3.0rc29)."""
         if getattr(self.args, "generation_config", "trtllm") == "auto" and params.top_k is None:
             params.top_k = self._generation_config.get("top_k")
 
-    def _sequence(
+    def sequence(
         self,
         result: RequestOutput,
         prompt: list[int],
@@ -209,12 +217,12 @@ class StandInLLM:
             result,
             prompt,
             # Silently reduced: the sequence then ends early, by length.
-            limit=min(params.max_tokens, self._limits.max_seq_len - len(prompt)),
+            limit=min(params.max_tokens, self.limits.max_seq_len - len(prompt)),
             end_id=-1 if params.ignore_eos else params.end_id,
             stop_token_ids=frozenset(() if ignores_stops else params.stop_token_ids or ()),
             top=params.logprobs,
             prompt_top=params.prompt_logprobs,
-            vocab_size=self._limits.vocab_size,
+            vocab_size=self.limits.vocab_size,
             faults=self._settings.faults,
             adapter=self._loras.load(lora_request),
             root=(salt, None if lora_request is None else lora_request.lora_int_id),

@@ -33,6 +33,7 @@ ENUMS: dict[str, Any] = {
     "PrefillCudaGraphBackend": StrEnum("PrefillCudaGraphBackend", {"DISABLED": "disabled"}),
     "LogprobMode": Enum("LogprobMode", {"RAW": "raw", "PROCESSED": "processed"}),
 }
+globals().update(ENUMS)  # pickle finds them by name
 
 
 class StrictBaseModel(BaseModel):
