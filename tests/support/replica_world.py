@@ -42,7 +42,8 @@ class ReplicaSetup:
 class ReplicaWorld:
     """One session of a replica."""
 
-    def __init__(self, setup: ReplicaSetup) -> None:
+    def __init__(self, setup: ReplicaSetup, engine: shard.Engine | None = None) -> None:
+        """Drive `engine`, or an echo engine."""
         self.setup = setup
         config = ShardConfig(
             engine="echo",
@@ -50,7 +51,7 @@ class ReplicaWorld:
             lora_adapters=setup.adapters,
         )
         faults = {"fail_token": FAILING_TOKEN, "fail_step_token": FAILING_STEP_TOKEN}
-        self.engine: shard.Engine = (
+        self.engine: shard.Engine = engine or (
             SelfSchedulingEcho.build(config, setup.tokens_per_report, **faults)
             if setup.self_scheduling
             else CheckedEcho.build(config, **faults, further_groups=setup.further_groups)
