@@ -27,19 +27,19 @@ def echoed(prompt: Sequence[int], count: int) -> list[int]:
 
 def test_ten_thousand_streams_a_third_of_which_hang_up(built: Engines, tmp_path: Path) -> None:
     log, draw = tmp_path / "log", random.Random(11)
-    engine = built(log=log, step_ms=0, max_batch_size=64, options="kv_cache_config: {max_tokens: 65536}")
+    engine = built(log=log, step_ms=0, max_batch_size=64, options="kv_cache_config: {max_tokens: 2048}")
     driver = SelfDriver(engine)
     leaving: dict[Stream, int] = {}
-    """Running streams that hang up → after how many tokens."""
+    """Running streams that hang up → the step at which they do."""
     running: set[Stream] = set()
-    begun = gone = warm = 0
+    begun = gone = warm = steps = 0
     while begun < STREAMS or running:
         for stream in running.difference(driver.streams.values()):
             assert stream.tokens == echoed(stream.prompt, stream.stopping.max_new_tokens)
             assert stream.finish is FinishReason.LENGTH
             leaving.pop(stream, None)
             running.remove(stream)
-        for stream in [stream for stream in leaving if len(stream.tokens) >= leaving[stream]]:
+        for stream in [stream for stream in leaving if steps >= leaving[stream]]:
             assert stream.tokens == echoed(stream.prompt, len(stream.tokens))
             driver.release(stream)
             del leaving[stream]
@@ -47,14 +47,15 @@ def test_ten_thousand_streams_a_third_of_which_hang_up(built: Engines, tmp_path:
             gone += 1
         while begun < STREAMS and len(running) < 64:
             start, length, leaves = draw.randrange(10, 4000), draw.randrange(1, 40), draw.random() < 0.3
-            stream = driver.admit(range(start, start + length), 60 if leaves else draw.randrange(2, 40))
+            stream = driver.admit(range(start, start + length), 100 if leaves else draw.randrange(2, 40))
             running.add(stream)
             begun += 1
             if leaves:
-                leaving[stream] = draw.randrange(20)
+                leaving[stream] = steps + draw.randrange(30)
             if begun == WARM:
                 warm = psutil.Process().memory_info().rss
         driver.step()
+        steps += 1
     grown = psutil.Process().memory_info().rss - warm
     assert 0.25 * STREAMS < gone < 0.35 * STREAMS
     entries = engine._llm._executor._results
@@ -65,6 +66,7 @@ def test_ten_thousand_streams_a_third_of_which_hang_up(built: Engines, tmp_path:
     seen = read_log(log)
     assert seen.unfinished == set()
     assert (seen.ends["dropped"], seen.ends["error"]) == (0, 0)
+    assert seen.ends["cancelled"] > 100, "many end before they can be aborted, not all"
     assert len(seen.of("request")) == sum(seen.ends.values())
 
 
