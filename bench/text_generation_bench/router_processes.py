@@ -16,11 +16,12 @@ from text_generation_bench.gateways import free_port
 
 
 @contextmanager
-def servers(model: Path, step_ms: float) -> Iterator[tuple[int, int, str]]:
+def servers(model: Path, step_ms: float, *shard_options: str) -> Iterator[tuple[int, int, str]]:
     """Run a shard and a router; yield the router's pid and port and the shard's address."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix://{folder}/shard"
-        shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
+        options = ("--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}", *shard_options)
+        shard = start("text-generation-shard", *options)
         with router_of(shard, address, model) as (router, port):
             yield router, port, address
 

@@ -27,8 +27,9 @@ SEPARATORS = sorted({*" \t\n\r", *string.punctuation, *"、。，；：？！"} 
 LEFT = ("It's I", "x 1234567", "née", "вот", "中文", "です", "한국", "\U00013000", "বা\U00030000")
 RIGHT = ("", "a", "  b 1", "\n\nx", "1234, 7", "文", ".", "'s", "e\u0301", "\t \n", "🙂", "\U00013000")
 """Texts before a cut, and after its separator."""
-PIECE_CHARACTERS = 15_000
-"""Length after which a text is cut at the next place: tens of milliseconds of work, some megabytes."""
+PIECE_CHARACTERS = 4000
+"""Length after which a text is cut at the next place: a millisecond or two of work, the cheapest length. Of a text that comes
+again, the last piece is encoded again."""
 MAX_PIECE_BYTES = 1 << 17
 """Bytes of a piece, in a text without a place for a cut. A token is at least a byte: tens of megabytes."""
 MAX_TRIES = 64

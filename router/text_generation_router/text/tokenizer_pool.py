@@ -1,7 +1,8 @@
 """Encodes and decodes texts in turn: the shortest on the event loop, the others on threads, long ones piece by piece.
 
-A piece takes tens of milliseconds and some megabytes, and other texts have their turns between two pieces of one text. The
-library's `encode_batch` and `decode_batch` release the interpreter's lock while they work, its `encode` does not.
+Some pieces take milliseconds, and then other texts have their turns. A text that comes again with something new at its end
+costs little more than what is new. The library's `encode_batch` and `decode_batch` release the interpreter's lock while they
+work, its `encode` does not.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from text_generation_router.admission_queue import MIN_CHARACTERS, SHORT_CHARACTERS, PendingWork, WorkerQueue
 from text_generation_router.errors import ContextLengthExceeded, InvalidRequest
 from text_generation_router.request import DEFAULT_TENANT, TenantId, TokenId
+from text_generation_router.text.piece_cache import MAX_CACHED_BYTES, PieceCache, piece_digest
 from text_generation_router.text.tokenizer import Encoding, Tokenizer, tokenizer_errors
 
 INLINE_CHARACTERS = 1024
@@ -32,22 +33,38 @@ CHARACTERS_PER_TOKEN = 4
 """Length of text that one token counts as, to estimate the time of a decode."""
 MIN_WORKERS = 2
 """Fewest threads: one of them is kept for the next tenant."""
+PIECES_A_TURN = 3
+"""Pieces that are encoded before other texts have their turn: some milliseconds."""
 MAX_CHARACTERS = 2_000_000
 """Characters of a text."""
 
 T = TypeVar("T")
 
 
+class _Piece(NamedTuple):
+    """A piece of a text."""
+
+    start: int
+    stop: int
+    digest: bytes
+    """Its name in the cache; empty: it is not looked for there."""
+    columns: Sequence[array[int]]
+    """Those of `Tokenizer.encode_piece`; empty until it is encoded."""
+
+
 class TokenizerPool:
     """Threads that encode and decode. Belongs to one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, workers: int, stage: PendingWork) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, workers: int, stage: PendingWork, max_cached_bytes: int = MAX_CACHED_BYTES
+    ) -> None:
         workers = max(workers, MIN_WORKERS)
         self._tokenizer = tokenizer
         self._inline = 0 if tokenizer.may_backtrack else INLINE_CHARACTERS
         self._inline_texts = self._slow_texts = 0
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
         self._turns = WorkerQueue(stage, workers)
+        self._cache = PieceCache(max_cached_bytes)
         self.vocabulary = tokenizer.vocabulary
         """Token ids are below this."""
         self.slices = asyncio.Lock()
@@ -65,11 +82,13 @@ class TokenizerPool:
         *,
         add_special_tokens: bool,
         tenant: TenantId = DEFAULT_TENANT,
+        salt: str = "",
         check: Callable[[int], None] = lambda _: None,
     ) -> Sequence[TokenId]:
         """Return the token ids of `text`. Raises InvalidRequest, Overloaded, CannotKeepUp.
 
-        `check` is called with the number of tokens of each longer beginning of a long text; an error of it ends the work.
+        `check` is called with the number of tokens of each longer beginning of a long text; an error of it ends the work. The
+        pieces of a long text are kept for texts of the same tenant and `salt`.
         """
         size = len(text)
         if size <= self._inline:
@@ -87,7 +106,7 @@ class TokenizerPool:
             return await self._on_thread(
                 tenant, size, lambda: self._tokenizer.encode_ids(text, add_special_tokens=add_special_tokens)
             )
-        [ids] = await self._in_pieces(text, tenant, check, add_special_tokens=add_special_tokens, offsets=False)
+        [ids] = await self._in_pieces(text, tenant, check, add_special_tokens=add_special_tokens, salt=salt)
         return ids
 
     async def encode(self, text: str, *, add_special_tokens: bool, tenant: TenantId = DEFAULT_TENANT) -> Encoding:
@@ -96,9 +115,7 @@ class TokenizerPool:
             return await self._on_thread(
                 tenant, len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             )
-        columns = await self._in_pieces(
-            text, tenant, lambda _: None, add_special_tokens=add_special_tokens, offsets=True
-        )
+        columns = await self._in_pieces(text, tenant, lambda _: None, add_special_tokens=add_special_tokens)
         return Encoding(*columns)
 
     async def decode(self, ids: Sequence[TokenId], tenant: TenantId = DEFAULT_TENANT) -> str:
@@ -116,26 +133,48 @@ class TokenizerPool:
         check: Callable[[int], None],
         *,
         add_special_tokens: bool,
-        offsets: bool,
+        salt: str | None = None,
     ) -> list[array[int]]:
-        """Return the columns of `Tokenizer.encode_piece` for the whole text."""
+        """Return the columns of `Tokenizer.encode_piece` for the whole text: with a `salt` from the cache, and only the ids."""
         if len(text) > MAX_CHARACTERS:
             raise InvalidRequest(
                 f"prompt is too long: a text must have at most {MAX_CHARACTERS} characters. Given: {len(text)}",
                 code=ContextLengthExceeded.openai_code,
             )
-        cuts = await self._on_thread(tenant, MIN_CHARACTERS, lambda: self._tokenizer.cuts)
         before, after = self._tokenizer.surrounding_tokens() if add_special_tokens else ([], [])
+        offsets = salt is None
         columns = [array("I", before), *(array("I", [0] * len(before)) for _ in range(2 * offsets))]
-        for start, stop in cuts.pieces(text):
+        pieces, ahead = self._pieces(text, tenant, salt), list[_Piece]()
+
+        def encode_ahead() -> None:
+            for piece in ahead:
+                new = piece.columns or self._tokenizer.encode_piece(text, piece.start, piece.stop, offsets=offsets)
+                if piece.digest and not piece.columns:
+                    self._cache.put(tenant, piece.digest, new[0])
+                for column, more in zip(columns, new, strict=True):
+                    column.extend(more)
+            ahead.clear()
+            missing = 0
+            while missing < PIECES_A_TURN and (following := next(pieces, None)):
+                ahead.append(following)
+                missing += not following.columns
+
+        await self._on_thread(tenant, MIN_CHARACTERS, encode_ahead)
+        while ahead:
             check(len(columns[0]))
-            work = partial(self._tokenizer.encode_piece, text, start, stop, offsets=offsets)
-            for column, more in zip(columns, await self._on_thread(tenant, stop - start, work), strict=True):
-                column.extend(more)
+            size = sum(piece.stop - piece.start for piece in ahead if not piece.columns)
+            await self._on_thread(tenant, size, encode_ahead)
         columns[0].extend(after)
         for column in columns[1:]:
             column.extend([0] * len(after))
         return columns
+
+    def _pieces(self, text: str, tenant: TenantId, salt: str | None) -> Iterator[_Piece]:
+        """Yield the pieces of a text, with the token ids of those in the cache."""
+        for start, stop in self._tokenizer.cuts.pieces(text):
+            digest = b"" if salt is None else piece_digest(salt, text, start, stop)
+            ids = self._cache.get(tenant, digest) if digest else None
+            yield _Piece(start, stop, digest, () if ids is None else (ids,))
 
     async def _on_thread(self, tenant: TenantId, characters: int, work: Callable[[], T]) -> T:
         turn = await self._turns.take(tenant, characters)

@@ -69,7 +69,7 @@ class RequestPreparer:
         """
         check_options(inputs, options, self._limits)
         began = time.monotonic()
-        prompt = await self._prompt(inputs, options, qos.tenant)
+        prompt = await self._prompt(inputs, options, qos)
         tokenized = began, time.monotonic()
         max_new_tokens = new_tokens(len(prompt), options, self._limits)
         for _ in range(count):
@@ -126,10 +126,10 @@ class RequestPreparer:
         return proven if is_translated else grammar
 
     async def _prompt(
-        self, inputs: str | Sequence[TokenId], options: GenerationOptions, tenant: TenantId
+        self, inputs: str | Sequence[TokenId], options: GenerationOptions, qos: QualityOfService
     ) -> Sequence[TokenId]:
         if isinstance(inputs, str):
-            ids: Sequence[TokenId] = await self._encode(inputs, options, tenant)
+            ids: Sequence[TokenId] = await self._encode(inputs, options, qos)
         else:
             check_token_ids("prompt", inputs, self._limits)
             ids = inputs
@@ -164,7 +164,7 @@ class RequestPreparer:
             )
         return replace(options, bad_words=(), sampling=replace(options.sampling, bad_words=known))
 
-    async def _encode(self, text: str, options: GenerationOptions, tenant: TenantId) -> Sequence[TokenId]:
+    async def _encode(self, text: str, options: GenerationOptions, qos: QualityOfService) -> Sequence[TokenId]:
         """Return the tokens of a text. Raises InvalidRequest.
 
         Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: rule 15 is checked for
@@ -176,4 +176,6 @@ class RequestPreparer:
                 check_total(count, options, self._limits, given=f"at least {count}")
 
         special = options.add_special_tokens
-        return await self._tokenizer.encode_ids(text, add_special_tokens=special, tenant=tenant, check=check)
+        return await self._tokenizer.encode_ids(
+            text, add_special_tokens=special, tenant=qos.tenant, salt=qos.salt, check=check
+        )
