@@ -65,7 +65,8 @@ class Request:
     """One generation for a client, in token ids. Prompt and new tokens fit every limit."""
 
     id: RequestId
-    prompt: tuple[TokenId, ...]
+    prompt: Sequence[TokenId]
+    """Never changed. An array where it may be long: it takes a ninth of the memory of a tuple, and is copied at once."""
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop_sequences: tuple[str, ...] = ()

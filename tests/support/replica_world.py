@@ -131,7 +131,7 @@ def _new_sequence(placement: Placement) -> shard.NewSequence:
     request, generated = placement.request, placement.generated
     return shard.NewSequence(
         slot=placement.slot,
-        prompt=request.prompt + generated,
+        prompt=(*request.prompt, *generated),
         generated_tokens=len(generated),
         blocks=placement.blocks,
         computed_tokens=placement.cached_tokens,

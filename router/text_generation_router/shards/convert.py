@@ -33,7 +33,7 @@ def orders_to_pb(
         if shares_prompts and not placement.generated:
             first = places.setdefault(id(placement.request.prompt), number)
         prompt_of = 0 if first == number else first
-        message.placements.append(_new_sequence(placement, eos, own_cache=own_cache, prompt_of=prompt_of))
+        _add_sequence(message, placement, eos, own_cache=own_cache, prompt_of=prompt_of)
     for slot, blocks in orders.allocations:
         message.allocation_slots.append(slot)
         message.allocation_counts.append(len(blocks))
@@ -50,9 +50,10 @@ def orders_to_pb(
     return message
 
 
-def _new_sequence(
-    placement: Placement, eos_token_ids: frozenset[int], *, own_cache: bool, prompt_of: int
-) -> pb.NewSequence:
+def _add_sequence(
+    message: pb.Orders, placement: Placement, eos_token_ids: frozenset[int], *, own_cache: bool, prompt_of: int
+) -> None:
+    """Add a placement to orders, where it is made: a long prompt is not copied."""
     request, generated = placement.request, len(placement.generated)
     stopping = Stopping(
         max_new_tokens=request.max_new_tokens - generated,
@@ -63,9 +64,10 @@ def _new_sequence(
     # The prompt's log-probabilities are delivered before the first new token, so a resumed sequence has them.
     logprobs = request.logprobs.without_prompt() if generated else request.logprobs
     trace = request.trace or NO_TRACE
-    return pb.NewSequence(
+    known = [*request.prompt, *placement.generated] if generated else request.prompt
+    message.placements.add(
         slot=placement.slot,
-        prompt=() if prompt_of else request.prompt + placement.generated,
+        prompt=() if prompt_of else known,
         prompt_of=prompt_of,
         generated_tokens=request.replayed or generated,
         blocks=placement.blocks,

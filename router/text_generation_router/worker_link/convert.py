@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import orjson
@@ -75,7 +77,7 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
     )
 
 
-def request_from_pb(message: pb.Submit, prompt_before: tuple[TokenId, ...] = ()) -> Request:
+def request_from_pb(message: pb.Submit, prompt_before: Sequence[TokenId] = ()) -> Request:
     """Convert it back: the part of a request that scheduler and shards use. Raises LinkBroken.
 
     A prompt equal to `prompt_before` is that object: those of a request for many answers are there once.
@@ -85,7 +87,7 @@ def request_from_pb(message: pb.Submit, prompt_before: tuple[TokenId, ...] = ())
         raise LinkBroken("a request without tokens")
     if message.priority not in _PRIORITIES:
         raise LinkBroken("a request of an unknown priority")
-    prompt = tuple(message.prompt)
+    prompt = array("I", message.prompt)
     qos = QualityOfService(
         TenantId(text_from_pb(message.tenant)),
         _PRIORITIES[message.priority],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -110,7 +110,7 @@ class WorkerConnection:
         """None before Hello."""
         self._permits: dict[int, tuple[int, TenantId]] = {}
         """By number of the TakePermits."""
-        self._last_prompt: tuple[TokenId, ...] = ()
+        self._last_prompt: Sequence[TokenId] = ()
         self.rpc = RpcPeer(self.link.send, pb.FromScheduler, server.handlers)
         """Calls to the worker, and from it."""
 

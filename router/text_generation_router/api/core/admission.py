@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,7 +80,7 @@ class RequestPreparer:
         sampling = self._with_seed(options)
         request = Request(
             id=next(self._ids),
-            prompt=tuple(prompt),
+            prompt=prompt if isinstance(prompt, array) else array("I", prompt),
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop_sequences=options.stop_sequences,
