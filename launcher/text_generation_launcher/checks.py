@@ -29,7 +29,6 @@ def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
     if config.engine != "tensorrt-llm":
         for flag, is_set in (
             ("--trtllm-options", bool(config.trtllm_options)),
-            ("--lora-adapters", bool(config.lora_adapters) and config.engine == "torch"),
             ("--trtllm-launch mpirun", config.trtllm_launch != "spawn"),
         ):
             if is_set:

@@ -1,11 +1,12 @@
 """LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
 Everything is checked before the model is loaded. Features that an engine would ignore are refused: trained biases,
-embeddings and whole layers, DoRA, scales that differ between modules.
+embeddings and whole layers, DoRA.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,16 +30,37 @@ FROM_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", 
 REFUSED = {
     "use_dora": "DoRA is not supported",
     "modules_to_save": "trained layers beside the adapter (modules_to_save) are not supported",
-    "alpha_pattern": "a lora_alpha for each module (alpha_pattern) is not supported",
+    "target_parameters": "adapters of parameters (target_parameters), such as those of experts, are not supported",
+    "trainable_token_indices": "trained tokens (trainable_token_indices) are not supported",
+    "alora_invocation_tokens": "adapters that start at certain tokens (alora_invocation_tokens) are not supported",
+    "layer_replication": "repeated layers (layer_replication) are not supported",
+    "use_qalora": "QALoRA is not supported",
+    "arrow_config": "Arrow is not supported",
     "layers_pattern": "layers_pattern is not supported",
     "lora_bias": "trained biases (lora_bias) are not supported",
 }
 """Keys of adapter_config.json that must be absent or empty."""
 
+BASE = "base_model.model."
+"""Before the names of modules in an adapter's file."""
+
 _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_PLAIN = re.compile(r"\^?[\w.]+")
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """The change of one module: W + scale · B·A."""
+
+    key: str
+    """Its name in the file, before `.lora_A.weight`."""
+    rank: int
+    outputs: int
+    inputs: int
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +69,20 @@ class LoraAdapter:
 
     name: str
     folder: Path
-    rank: int
-    """The largest of its modules."""
-    modules: frozenset[str]
-    """Last parts of the names of the modules that it changes, such as `q_proj`."""
+    changes: Mapping[str, LoraModule]
+    """By the name of the module in the model."""
+    has_scales: bool = False
+    """True: its modules have a lora_alpha each (alpha_pattern)."""
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules."""
+        return max(each.rank for each in self.changes.values())
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Last parts of the names of the modules that it changes, such as `q_proj`."""
+        return frozenset(name.rpartition(".")[2] for name in self.changes)
 
 
 def read_adapters(config: ShardConfig) -> tuple[LoraAdapter, ...]:
@@ -79,42 +111,78 @@ def _read(source: AdapterSource, config: ShardConfig, model: JsonObject) -> Lora
             raise settings.error(problem)
     if not settings.get("target_modules"):
         raise settings.error("target_modules is missing or empty")
-    rank = settings.count("r")
-    if rank > MAX_RANK:
+    if (rank := settings.count("r")) > MAX_RANK:
         raise settings.error(f"r is {rank}, more than {MAX_RANK}")
-    settings.number("lora_alpha")
+    scales = _Scales.of(settings)
     base = settings.optional_text("base_model_name_or_path")
     if base is not None and config.model_id and base != config.model_id:
         log.warning("the LoRA adapter was trained on another model", adapter=source.name, trained_on=base)
-    return _with_weights(source.name, folder, rank, model)
+    return LoraAdapter(source.name, folder.absolute(), _changes(folder, model, scales), bool(scales.alphas))
 
 
-def _with_weights(name: str, folder: Path, rank: int, model: JsonObject) -> LoraAdapter:
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """The factors of the changes: lora_alpha / rank, or lora_alpha / √rank with rslora (Kalajdzievski 2023, arXiv 2312.03732)."""
+
+    alpha: float
+    alphas: Mapping[str, float]
+    """Of modules that have their own, by the name or its end."""
+    rank_stabilized: bool
+
+    @classmethod
+    def of(cls, settings: JsonObject) -> _Scales:
+        alpha, alphas = settings.number("lora_alpha"), {}
+        if settings.get("alpha_pattern"):
+            for pattern in settings.inner("alpha_pattern").values:
+                if not _PLAIN.fullmatch(pattern):
+                    raise settings.error(f"alpha_pattern: {pattern!r} is not the name of modules, or the end of it")
+                alphas[pattern] = settings.merged({"lora_alpha": settings.get("alpha_pattern")[pattern]}).number(
+                    "lora_alpha"
+                )
+        return cls(alpha, alphas, settings.flag("use_rslora", default=False))
+
+    def of_module(self, name: str, rank: int) -> float:
+        """Return the factor of a module: as in PEFT, the first pattern that fits has its alpha."""
+        alpha = next((alpha for pattern, alpha in self.alphas.items() if _fits(pattern, name)), self.alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Return True if the pattern is the name or its end after a dot; with ^ in front only if it is the name."""
+    return pattern.removeprefix("^") == name or name.endswith(f".{pattern}")
+
+
+def _changes(folder: Path, model: JsonObject, scales: _Scales) -> Mapping[str, LoraModule]:
     path = folder / WEIGHTS
     hidden = model.count("hidden_size") if "hidden_size" in model else None
     layers = model.count("num_hidden_layers") if "num_hidden_layers" in model else None
-    modules: dict[str, set[str]] = {}
+    modules: dict[str, dict[str, Sequence[int]]] = {}
     for key, shape in _shapes(folder).items():
         found = _WEIGHT.fullmatch(key)
         if found is None:
             raise EngineError(f"{path}: {key} is not a weight of a LoRA adapter that can be served")
         module = found["module"].rpartition(".")[2]
         ranked, width = shape if found["side"] == "A" else shape[::-1]
-        rank = max(rank, ranked)
-        if rank > MAX_RANK:
+        if ranked > MAX_RANK:
             raise EngineError(f"{path}: the rank of {key} is {ranked}, more than {MAX_RANK}")
         if hidden is not None and found["side"] == "A" and module in FROM_HIDDEN and width != hidden:
             raise EngineError(f"{path}: {key} is for a model with hidden_size {width}, and this one has {hidden}")
         layer = _LAYER.search(key)
         if layers is not None and layer is not None and int(layer[1]) >= layers:
             raise EngineError(f"{path}: {key} is for a model with more layers than the {layers} of this one")
-        modules.setdefault(found["module"], set()).add(found["side"])
+        modules.setdefault(found["module"], {})[found["side"]] = shape
     if not modules:
         raise EngineError(f"{path} holds no weights")
+    changes: dict[str, LoraModule] = {}
     for module, sides in modules.items():
-        if sides != {"A", "B"}:
+        if sides.keys() != {"A", "B"}:
             raise EngineError(f"{path}: {module} has lora_{min(sides)} only: copy or download the folder again")
-    return LoraAdapter(name, folder.absolute(), rank, frozenset(module.rpartition(".")[2] for module in modules))
+        (rank, inputs), (outputs, inner) = sides["A"], sides["B"]
+        if rank != inner:
+            raise EngineError(f"{path}: {module} has lora_A of rank {rank} and lora_B of rank {inner}")
+        name = module.removeprefix(BASE)
+        changes[name] = LoraModule(module, rank, outputs, inputs, scales.of_module(name, rank))
+    return changes
 
 
 def _shapes(folder: Path) -> Mapping[str, Sequence[int]]:

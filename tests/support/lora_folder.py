@@ -1,17 +1,26 @@
-"""Folders of LoRA adapters in PEFT's format, whose matrices are zero."""
+"""Folders of LoRA adapters in PEFT's format."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
+from torch import Tensor
+from torch.nn import Linear, Module
+
+ROUTERS = ("gate", "router", "shared_expert_gate", "proj")
+"""Modules of experts that no adapter changes."""
 
 
 def an_adapter(folder: Path, rank: int = 8, **modules: int) -> Path:
-    """Write an adapter that changes these modules, each with its number of inputs."""
+    """Write an adapter of zeros that changes these modules, each with its number of inputs."""
     modules = modules or {"q_proj": 64, "v_proj": 64}
     folder.mkdir()
     config = {"r": rank, "lora_alpha": 16, "target_modules": list(modules), "peft_type": "LORA"}
@@ -23,3 +32,45 @@ def an_adapter(folder: Path, rank: int = 8, **modules: int) -> Path:
         weights[f"{name}B.weight"] = np.zeros((64, rank), np.float32)
     save_file(weights, folder / "adapter_model.safetensors")
     return folder
+
+
+def random_adapter(folder: Path, model: Module, seed: int, *, rank: int = 4, **config: object) -> dict[str, Tensor]:
+    """Write an adapter of all projections of the layers of a model; return the changes of their weights, by module.
+
+    With `alpha_pattern` or `use_rslora` in `config` they are scaled as PEFT scales them. Modules named v_proj have rank 3.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    alpha, patterns = 2.0 * rank, config.get("alpha_pattern", {})
+    assert isinstance(patterns, dict)
+    weights: dict[str, Tensor] = {}
+    changes: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if not isinstance(module, Linear) or ".layers." not in name or "vision" in name or last in ROUTERS:
+            continue
+        own = 3 if last == "v_proj" else rank
+        a = torch.randn(own, module.in_features, generator=draw) * module.in_features**-0.5
+        b = torch.randn(module.out_features, own, generator=draw) * 0.15
+        scale = patterns.get(last, alpha) / (own**0.5 if config.get("use_rslora") else own)
+        weights[f"base_model.model.{name}.lora_A.weight"] = a
+        weights[f"base_model.model.{name}.lora_B.weight"] = b
+        changes[name] = scale * (b @ a)
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": "all-linear", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_tensors(weights, str(folder / "adapter_model.safetensors"))
+    return changes
+
+
+@contextmanager
+def merged(model: Module, changes: Mapping[str, Tensor]) -> Iterator[None]:
+    """Add the changes of an adapter to the weights of a model for a while."""
+    before = {name: model.get_submodule(name).weight.detach().clone() for name in changes}
+    with torch.no_grad():
+        for name, change in changes.items():
+            model.get_submodule(name).weight.add_(change)
+        try:
+            yield
+        finally:
+            for name, weight in before.items():
+                model.get_submodule(name).weight.copy_(weight)

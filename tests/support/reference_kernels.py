@@ -14,6 +14,7 @@ from reference_ops import rms_norm
 from torch import Tensor
 from torch.nn import functional
 
+from text_generation_shard.adapters import read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
@@ -26,6 +27,7 @@ from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, DecodeStep, GatedActivation, RopeStep
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers import recurrence
+from text_generation_shard.engines.torch.layers.adapted_linear import LoopedRows
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
@@ -47,6 +49,7 @@ class ReferenceKernels:
     fused_tokens = 1
     windows: tuple[int | None, ...] = (None,)
     """Sliding windows of the groups of the cache."""
+    adapter_rows = LoopedRows
     route = staticmethod(choose_top_k)
     experts = staticmethod(experts_by_loop)
     convolve = staticmethod(recurrence.convolve)
@@ -316,7 +319,7 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
     info = engine_info(config, model, CPU, grammars)
     dtype = getattr(torch, info.dtype)
     with torch.inference_mode():
-        weights = empty_weights(model, ALONE.tp, CPU, dtype, on_cpu=False)
+        weights = empty_weights(model, ALONE.tp, CPU, dtype, read_adapters(config), on_cpu=False)
         load(config, weights.named_parameters(), model.quantization)
         weights.process_weights_after_loading()
         kernels, decoder = reference_decoder(model, weights, dtype)
@@ -325,6 +328,6 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         shape = CacheShape(weights.layer_shapes, CPU, dtype, info.max_sequence_length, fp8)
         kernels.windows = shape.windows
         runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
-        executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True)
+        executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True, adapters=info.adapters)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
         return TorchEngine(replace(info, keeps_states=weights.state_bytes > 0), executor, grammars, trace)

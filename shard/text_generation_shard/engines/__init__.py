@@ -66,8 +66,13 @@ class CodeChoice:
 
 def choose_code(config: ShardConfig) -> CodeChoice:
     """Return the code that runs the model in the torch engine. Imports no PyTorch to refuse one. Raises EngineError."""
-    if config.lora_adapters:
-        raise EngineError("--lora-adapters: the torch engine does not serve LoRA adapters")
+    choice = _choose_code(config)
+    if config.lora_adapters and choice.model is None:
+        raise EngineError(f"--lora-adapters: only the native decoder serves LoRA adapters; {choice.reason}")
+    return choice
+
+
+def _choose_code(config: ShardConfig) -> CodeChoice:
     if find_spec("torch") is None:
         raise EngineError(
             "the torch engine needs PyTorch: pip install 'torch>=2.9' 'safetensors>=0.8' 'regex>=2025.10.22'"

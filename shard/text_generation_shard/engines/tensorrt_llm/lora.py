@@ -47,6 +47,8 @@ def lora_keywords(adapters: Sequence[LoraAdapter], options: Mapping[str, object]
             raise EngineError(f"{FLAG}: lora_config is for --lora-adapters, which is missing")
         return {}
     for adapter in adapters:
+        if adapter.has_scales:
+            raise EngineError(f"the LoRA adapter {adapter.name} has alpha_pattern, which TensorRT-LLM leaves out")
         if unknown := sorted(adapter.modules - MODULES.keys()):
             raise EngineError(
                 f"the LoRA adapter {adapter.name} changes {unknown[0]}, and TensorRT-LLM serves adapters of "

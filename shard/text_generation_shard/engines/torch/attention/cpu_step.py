@@ -78,8 +78,11 @@ class PlainStep(Step):
 class CpuStep(PlainStep):
     """Implements `Step`."""
 
-    def __init__(self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache) -> None:
+    def __init__(self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache, slot_adapters: Tensor) -> None:
         super().__init__(batch.positions, plan.layers)
+        if batch.plan.adapted:
+            slots = torch.from_numpy(batch.plan.column("slots")).long()
+            self.adapters = slot_adapters[slots[batch.places]]
         self._batch = batch
         self._plan = plan
         self._cache = cache

@@ -40,6 +40,8 @@ class StepContext:
     """For each layer, that of its group: int32 [slots + 1, blocks], a row for each slot and one for the dummy slot."""
     last_tokens: Tensor
     """int32 [slots + 1]: the token sampled last."""
+    slot_adapters: Tensor
+    """int32 [slots + 1]: the LoRA adapter; 0 for none."""
     scales: Mapping[int, Tensor] = field(default_factory=dict)
     """As in `Fp8Cache`."""
 
@@ -48,7 +50,7 @@ class DeviceStep(Step):
     """Implements `Step`. `columns` int32 [3, tokens]: ids, positions and slots; see `step_plan`.
 
     The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`; `chunk_ends` is its
-    column "query_indptr" on the device.
+    column "query_indptr" on the device. `adapted`: a token has a LoRA adapter.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class DeviceStep(Step):
         context: StepContext,
         plan: StepPlan | None = None,
         chunk_ends: Tensor | None = None,
+        *,
+        adapted: bool = False,
     ) -> None:
         self.columns = columns
         self._chunk_ends = chunk_ends
@@ -66,6 +70,8 @@ class DeviceStep(Step):
         self._plan = plan
         self._num_decoding = num_decoding
         self._ids, self.positions, self._slots = columns.unbind()
+        if adapted:
+            self.adapters = context.slot_adapters.index_select(0, self._slots)
         self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
         self._decode_steps: dict[tuple[float, float | None, int | None], DecodeStep] = {}
         self._queries: Tensor | None = None

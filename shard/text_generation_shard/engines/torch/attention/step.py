@@ -57,6 +57,8 @@ class Step(Protocol):
 
     positions: Tensor
     """[tokens], an integer type."""
+    adapters: Tensor | None = None
+    """int32 [tokens]: the LoRA adapter of each token, from 1 on; 0 for none. None if no token has one."""
 
     @property
     def num_tokens(self) -> int:

@@ -41,7 +41,9 @@ COLUMNS = (
 )
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 HEADER = 8
-"""Length of the header; its first seven numbers are used."""
+"""Length of the header."""
+ADAPTED = 7
+"""The number of the header that says whether a token has a LoRA adapter."""
 ALIGNMENT = 4
 """Columns start at multiples of this many numbers, 16 bytes: Triton compiles a separate kernel for less aligned pointers."""
 
@@ -110,6 +112,8 @@ class StepPlan:
     sizes: PlanSizes
     bounds: list[tuple[int, int]]
     greedy: bool
+    adapted: bool = False
+    """True if a token has a LoRA adapter."""
 
     @classmethod
     def blank(cls, sizes: PlanSizes, *, greedy: bool, memory: Allocate) -> StepPlan:
@@ -123,9 +127,14 @@ class StepPlan:
     @classmethod
     def read(cls, numbers: Ints) -> StepPlan:
         """Return the plan in an array received from rank 0."""
-        tokens, sampling, updates, pages, chunks, greedy, groups, _ = numbers[:HEADER].tolist()
+        tokens, sampling, updates, pages, chunks, greedy, groups, adapted = numbers[:HEADER].tolist()
         sizes = PlanSizes(tokens, sampling, updates, pages, chunks, groups)
-        return cls(numbers, sizes, sizes.bounds(), bool(greedy))
+        return cls(numbers, sizes, sizes.bounds(), bool(greedy), bool(adapted))
+
+    def with_adapters(self) -> StepPlan:
+        """Return this plan, whose tokens have adapters."""
+        self.numbers[ADAPTED] = self.adapted = True
+        return self
 
     @classmethod
     @lru_cache(maxsize=128)  # one per capture size; without graphs, one per step size

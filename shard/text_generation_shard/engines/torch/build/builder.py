@@ -70,12 +70,14 @@ class EngineBuilder:
         kernels = DeviceKernels(
             shape, scales, self.info.vocab_size, self.info.max_slots, narrow=hidden_size <= MAX_NARROW_HIDDEN_SIZE
         )
-        return DeviceRunner(model_with(DeviceOps(kernels, self.group, self.dtype)), kernels, group, shape, *sizes)
+        model = model_with(DeviceOps(kernels, self.group, self.dtype))
+        return DeviceRunner(model, kernels, group, shape, *sizes, has_adapters=bool(self.info.adapters))
 
     def executor(self, runner: Runner, group: ParallelGroup | None = None) -> Executor:
         """Return the executor of rank 0 of a group."""
         runs_ahead = self.device.type == "cuda"
-        return Executor(runner, self._memory, group or self.group, runs_ahead=runs_ahead)
+        group, adapters = group or self.group, self.info.adapters
+        return Executor(runner, self._memory, group, runs_ahead=runs_ahead, adapters=adapters)
 
     def engine(self, runner: Runner) -> Engine:
         """Return the engine of rank 0, or of a follower."""

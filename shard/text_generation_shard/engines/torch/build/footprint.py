@@ -11,6 +11,7 @@ import torch
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.adapters import read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.kv_cache import FP8_DTYPES, CacheShape, Fp8Cache, LayerShape
@@ -75,11 +76,13 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     model, dtype = prepared.model, prepared.dtype
     tp = TensorParallelRank(config.rank, config.world_size)
     with torch.inference_mode():
-        weights = empty_weights(model, tp, META, dtype, on_cpu=prepared.target.device.type == "cpu")
+        on_cpu = prepared.target.device.type == "cpu"
+        weights = empty_weights(model, tp, META, dtype, read_adapters(config), on_cpu=on_cpu)
     parameters = weights.named_parameters()
     if config.load_format != "dummy":
         plan_loading(Path(config.model_path), parameters, model.quantization)
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
+    nbytes += 0 if weights.adapters is None else weights.adapters.nbytes
     return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, model.hidden_size, weights.state_bytes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from text_generation_shard.adapters import read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
@@ -33,7 +34,8 @@ def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[E
     model_config = prepared.model
     builder = EngineBuilder(config, prepared)
     on_cpu, group = builder.device.type == "cpu", builder.group
-    weights = empty_weights(model_config, group.tp, builder.device, builder.dtype, on_cpu=on_cpu)
+    adapters = read_adapters(config)
+    weights = empty_weights(model_config, group.tp, builder.device, builder.dtype, adapters, on_cpu=on_cpu)
     kv_heads = {
         index: group.tp.kv_heads(model_config.layers[index].num_kv_heads)
         for index, layer in enumerate(weights.layers)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import torch
 
+from text_generation_common.lora import parse_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
@@ -140,6 +141,7 @@ def engine_info(
         grammar_kinds=grammars.kinds if grammars is not None else (),
         scores_generated=True,
         kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.batch.step_plan import (
     Ints,
     StepPlan,
+    TableUpdate,
     plan_chunks,
     plan_decoding,
     table_updates,
@@ -50,8 +51,18 @@ class Executor:
     With `runs_ahead`, a step is launched before the tokens of the previous one are known.
     """
 
-    def __init__(self, runner: Runner, memory: DeviceMemory, group: ParallelGroup, *, runs_ahead: bool) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        memory: DeviceMemory,
+        group: ParallelGroup,
+        *,
+        runs_ahead: bool,
+        adapters: Sequence[str] = (),
+    ) -> None:
         self.runs_ahead = runs_ahead
+        self._adapters = {name: number for number, name in enumerate(("", *adapters))} if adapters else {}
+        """The number of each LoRA adapter; 0 for none. Empty if the model has none."""
         self._runner = runner
         self._memory = memory
         self._group = group
@@ -147,11 +158,20 @@ class Executor:
         del self._runner
 
     def _plan(self, rows: StepRows, *, greedy: bool) -> StepPlan:
-        updates = table_updates(rows, self._runner.table_rows, self._runner.max_blocks)
+        updates = self._adapter_updates(rows) if self._adapters else []
+        updates += table_updates(rows, self._runner.table_rows, self._runner.max_blocks)
         if rows.prefills:
-            return plan_chunks(rows, updates, self.windows, greedy=greedy, memory=self._pinned_memory)
-        padding = self._runner.padding(len(rows), len(updates))
-        return plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
+            plan = plan_chunks(rows, updates, self.windows, greedy=greedy, memory=self._pinned_memory)
+        else:
+            padding = self._runner.padding(len(rows), len(updates))
+            plan = plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
+        adapted = bool(self._adapters) and any(sequence.adapter for sequence in rows.sequences)
+        return plan.with_adapters() if adapted else plan
+
+    def _adapter_updates(self, rows: StepRows) -> list[TableUpdate]:
+        """Return the updates that give the slots of new sequences their adapters."""
+        new = [row.sequence for row in rows.others if not row.sequence.synced[0]]
+        return [(self._runner.adapter_cell(each.slot), self._adapters[each.adapter]) for each in new]
 
     def _pinned_memory(self, length: int) -> Ints:
         numbers: Ints = self._pinned.take(length).numpy()

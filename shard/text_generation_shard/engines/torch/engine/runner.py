@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,8 +79,16 @@ class Runner(ABC):
         self.table_rows = max_slots + 1
         """Rows of the block table of a group."""
         sizes = len(self.windows), self.table_rows, self.max_blocks
-        self._tables = torch.zeros(sizes, dtype=torch.int32, device=self.device)
+        cells = math.prod(sizes)
+        self._cells = torch.zeros(cells + max_slots + 1, dtype=torch.int32, device=self.device)
+        """The block tables of the groups, then the LoRA adapter of each slot: 0 for none. The updates of a plan change both."""
+        self._tables = self._cells[:cells].view(sizes)
+        self._slot_adapters = self._cells[cells:]
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
+
+    def adapter_cell(self, slot: int) -> int:
+        """Return the cell of a plan's updates that has the LoRA adapter of a slot."""
+        return self._tables.numel() + slot
 
     @abstractmethod
     def allocate(self, num_blocks: Sequence[int]) -> None:

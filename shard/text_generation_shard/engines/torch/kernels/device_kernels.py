@@ -10,6 +10,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.activation import activate
+from text_generation_shard.engines.torch.kernels.adapters import GroupedRows
 from text_generation_shard.engines.torch.kernels.append import append
 from text_generation_shard.engines.torch.kernels.chunk_attention import MAX_HEAD_DIM, PagedChunkAttention
 from text_generation_shard.engines.torch.kernels.convolution import convolve
@@ -42,6 +43,7 @@ class DeviceKernels:
     except `chunk_attention`, which is planned on the host for each step.
     """
 
+    adapter_rows = GroupedRows
     update_tables = staticmethod(update_tables)
     embed = staticmethod(embed)
     rms_norm = staticmethod(rms_norm)

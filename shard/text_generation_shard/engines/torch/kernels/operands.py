@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -75,6 +76,35 @@ class ChosenExperts:
     """Pairs for each row of x, one after the other."""
     count: int
     """Experts in the weight."""
+
+
+class AdapterStack:
+    """The matrices of all LoRA adapters of projections with one input; `parts` has the projection of each output."""
+
+    TILE = 128
+    """Most outputs of a tile."""
+
+    def __init__(self, down: Tensor, up: Tensor, parts: Sequence[int]) -> None:
+        self.down = down
+        """[adapters, projections · rank, inputs]: A of each projection."""
+        self.up = up
+        """[adapters, outputs, rank]: scale · B. The rank is padded: a power of two from 16 on."""
+        self.segments: list[tuple[int, int, int]] = []
+        """First output, end, and projection of each run of outputs that are of one projection."""
+        for part, run in groupby(parts):
+            first = self.segments[-1][1] if self.segments else 0
+            self.segments.append((first, first + sum(1 for _ in run), part))
+        tiles = [
+            (at, min(at + self.TILE, end), part)
+            for first, end, part in self.segments
+            for at in range(first, end, self.TILE)
+        ]
+        self.tiles = torch.tensor(tiles, dtype=torch.int32).to(up.device)
+        """The same, in tiles of outputs: int32 [tiles, 3]."""
+
+    @property
+    def rank(self) -> int:
+        return self.up.shape[2]
 
 
 class PackedExperts(Protocol):

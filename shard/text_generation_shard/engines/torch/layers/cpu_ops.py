@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, GatedActivation, Routing
 from text_generation_shard.engines.torch.layers import recurrence
+from text_generation_shard.engines.torch.layers.adapted_linear import LoopedRows
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
@@ -18,6 +19,7 @@ class CpuOps:
     """Implements `Ops` for a rank of `group`, on any device."""
 
     has_buffers = False
+    adapter_rows = LoopedRows
     route = staticmethod(choose_top_k)
     experts = staticmethod(experts_by_loop)
     convolve = staticmethod(recurrence.convolve)

@@ -33,6 +33,7 @@ class DeviceOps:
         self._kernels = kernels
         self._group = group
         self._dtype = dtype
+        self.adapter_rows = kernels.adapter_rows
         self.route = kernels.route
         self.experts = kernels.experts
         self.convolve = kernels.convolve

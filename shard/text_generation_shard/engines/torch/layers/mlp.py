@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear
 from text_generation_shard.engines.torch.layers.linear import Linear, ParallelLinear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
@@ -40,8 +41,8 @@ class GatedMLP:
 class DenseMLP(GatedMLP):
     """A gated MLP whose weights come from a checkpoint."""
 
-    gate_up: ParallelLinear | QuantizedLinear
-    down: ParallelLinear | QuantizedLinear
+    gate_up: ParallelLinear | QuantizedLinear | AdaptedLinear
+    down: ParallelLinear | QuantizedLinear | AdaptedLinear
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill, by checkpoint name."""

@@ -15,6 +15,7 @@ from text_generation_shard.engines.torch.kernels.operands import (
     Recurrence,
     Routing,
 )
+from text_generation_shard.engines.torch.layers.adapted_linear import AdapterRows
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
@@ -44,6 +45,10 @@ class Ops(Protocol):
 
     has_buffers: bool
     """True if results that pass from one piece of a CUDA graph to another have to be in given buffers."""
+
+    def adapter_rows(self, indices: Tensor, count: int) -> AdapterRows:
+        """Return the tokens of a step by adapter; `indices` [tokens] are 0 for none, at most `count`."""
+        ...
 
     def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
         """Return the normed stream [tokens, hidden]."""

@@ -36,13 +36,14 @@ class CpuRunner(Runner):
     def start(self, plan: StepPlan) -> ForwardOutput:
         if plan.sizes.updates:
             cells, blocks = (torch.from_numpy(plan.column(name)) for name in ("cells", "blocks"))
-            self._tables.view(-1)[cells.long()] = blocks
+            self._cells[cells.long()] = blocks
         batch = build_batch(plan, self._tables, self._last_tokens, self._cache, self._window)
         if batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
         attention = AttentionPlan(batch, self._tables, self._cache, self._shape)
+        step = CpuStep(batch, attention, self._cache, self._slot_adapters)
         with self._translate_peer_loss:
-            hidden = batch.in_plan_order(self._model.forward(CpuStep(batch, attention, self._cache)))
+            hidden = batch.in_plan_order(self._model.forward(step))
             if not plan.num_sampling:
                 return ForwardOutput(hidden, None, None)
             sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden

@@ -100,25 +100,26 @@ class DecodeGraphs:
             for size in self.sizes
         }
         self._run = run
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        """By size, and True for steps with LoRA adapters."""
 
     def padding(self, rows: int, updates: int) -> Padding | None:
         """Return the padding for a decode step; None if no graph fits."""
         for size in islice(self.sizes, bisect_left(self.sizes, rows), None):
             if updates <= self._paddings[size].updates:
-                return self._paddings[size] if size in self._graphs else None
+                return self._paddings[size] if (size, False) in self._graphs else None
         return None
 
-    def capture(self, size: int, pool: GraphPool) -> None:
+    def capture(self, size: int, pool: GraphPool, *, adapted: bool = False) -> None:
         """Capture the graph of one of `sizes`."""
-        plan = StepPlan.dummy(self._paddings[size])
+        plan = replace(StepPlan.dummy(self._paddings[size]), adapted=adapted)
         numbers = torch.from_numpy(plan.numbers).cuda()
         replay, output = pool.record(partial(self._run, plan, numbers))
-        self._graphs[size] = _Graph(replay, numbers, output)
+        self._graphs[size, adapted] = _Graph(replay, numbers, output)
 
     def replay(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput | None:
         """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory."""
-        graph = self._graphs.get(plan.sizes.tokens)
+        graph = self._graphs.get((plan.sizes.tokens, plan.adapted))
         if plan.sizes.chunks or graph is None or graph.numbers.shape != numbers.shape:
             return None
         graph.numbers.copy_(numbers, non_blocking=True)

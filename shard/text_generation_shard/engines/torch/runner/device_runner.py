@@ -33,10 +33,14 @@ class DeviceRunner(Runner):
         shape: CacheShape,
         max_slots: int,
         max_sequence_length: int,
+        *,
+        has_adapters: bool = False,
     ) -> None:
         super().__init__(model, group, shape, max_slots, max_sequence_length)
         self._kernels = kernels
         self._num_blocks: Sequence[int] = (0,) * len(self.windows)
+        self._kinds = (False, True) if has_adapters else (False,)
+        """The kinds of graphs: for steps without LoRA adapters, and for those with them."""
         self._context = self._step_context(self._num_blocks)
         self._graphs: DecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
@@ -69,13 +73,14 @@ class DeviceRunner(Runner):
         run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
         self._graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, len(self.windows), run)
         sizes = self._graphs.sizes
-        progress = WorkProgress("capturing graphs", len(sizes) + len(CAPTURE_SIZES))
+        progress = WorkProgress("capturing graphs", len(self._kinds) * (len(sizes) + len(CAPTURE_SIZES)))
         for size in wanted_sizes(sizes, only_largest, max_tokens)[part]:
-            self._graphs.capture(size, pool)
-            progress.add()
+            for adapted in self._kinds:
+                self._graphs.capture(size, pool, adapted=adapted)
+                progress.add()
         pieces = self.capture_pieces(pool, wanted_sizes(CAPTURE_SIZES, only_largest, max_tokens)[part], progress.add)
         progress.end()
-        return len(sizes) + (0 if pieces is None else len(pieces))
+        return len(self._kinds) * (len(sizes) + (0 if pieces is None else len(pieces)))
 
     def capture_pieces(
         self, recorder: GraphPool, sizes: Sequence[int], captured: Callable[[], None]
@@ -89,8 +94,9 @@ class DeviceRunner(Runner):
             return None
         self._piecewise = PiecewiseGraphs(forward, self._context, self._max_slots)
         for size in sizes:
-            self._piecewise.capture(size, recorder)
-            captured()
+            for adapted in self._kinds:
+                self._piecewise.capture(size, recorder, adapted=adapted)
+                captured()
         return self._piecewise
 
     def padding(self, rows: int, updates: int) -> Padding:
@@ -118,13 +124,14 @@ class DeviceRunner(Runner):
         )
         group_tables = tuple(self._tables)
         tables = [group_tables[group] for group in self._shape.groups]
-        return StepContext(self._kernels, cache, self._shape.layers, tables, self._last_tokens, self._shape.scales)
+        numbers = self._last_tokens, self._slot_adapters
+        return StepContext(self._kernels, cache, self._shape.layers, tables, *numbers, self._shape.scales)
 
     def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
         """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""
         columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.bounds, strict=True)}
         if plan.sizes.updates:
-            self._kernels.update_tables(columns["cells"], columns["blocks"], self._tables)
+            self._kernels.update_tables(columns["cells"], columns["blocks"], self._cells)
         if plan.sizes.chunks:
             self._kernels.plan_chunks(plan, columns)
         normed = self._normed(plan, numbers)
@@ -149,7 +156,7 @@ class DeviceRunner(Runner):
         (start, _), (second, _), *_ = plan.bounds
         columns = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
         start, end = plan.bounds[COLUMNS.index("query_indptr")]
-        step = DeviceStep(columns, plan.num_decoding, self._context, plan, numbers[start:end])
+        step = DeviceStep(columns, plan.num_decoding, self._context, plan, numbers[start:end], adapted=plan.adapted)
         if self._piecewise is not None and plan.sizes.chunks:
             normed = self._piecewise.run(step)
             if normed is not None:

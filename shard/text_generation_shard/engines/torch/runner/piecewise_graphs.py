@@ -62,9 +62,15 @@ class CutStep(DeviceStep):
     """A step that calls `cut` with each attention and each part with a state, and leaves the memory of its result as it is."""
 
     def __init__(
-        self, columns: Tensor, context: StepContext, buffers: PieceBuffers, cut: Callable[[Cut], None]
+        self,
+        columns: Tensor,
+        context: StepContext,
+        buffers: PieceBuffers,
+        cut: Callable[[Cut], None],
+        *,
+        adapted: bool = False,
     ) -> None:
-        super().__init__(columns, columns.shape[1], context)
+        super().__init__(columns, columns.shape[1], context, adapted=adapted)
         self._buffers = buffers
         self._cut = cut
 
@@ -102,13 +108,14 @@ class PiecewiseGraphs:
         """A padding token: id, position, slot."""
         self._columns = self._padding.repeat(1, CAPTURE_SIZES[-1])
         self._buffers = PieceBuffers()
-        self._captured: dict[int, _CapturedPass] = {}
+        self._captured: dict[tuple[int, bool], _CapturedPass] = {}
+        """By size, and True for steps with LoRA adapters."""
 
-    def capture(self, size: int, recorder: GraphPool) -> None:
+    def capture(self, size: int, recorder: GraphPool, *, adapted: bool = False) -> None:
         """Capture the pieces of one of CAPTURE_SIZES."""
         columns = self._columns[:, :size]
         # Run once before the capture: this compiles kernels, creates handles and allocates memory outside the pool.
-        self._run(columns, lambda _: None)
+        self._run(columns, lambda _: None, adapted=adapted)
         pieces: list[Work] = []
         cuts: list[Cut] = []
 
@@ -119,18 +126,18 @@ class PiecewiseGraphs:
 
         recorder.begin()
         try:
-            normed = self._run(columns, cut)
+            normed = self._run(columns, cut, adapted=adapted)
         finally:
             pieces.append(recorder.end())
-        self._captured[size] = _CapturedPass(pieces, cuts, normed)
+        self._captured[size, adapted] = _CapturedPass(pieces, cuts, normed)
 
     def run(self, step: DeviceStep) -> Tensor | None:
         """Return the same as the model's `forward`, valid until the next step; None if no capture size fits."""
         tokens = step.num_tokens
         size = capture_size_for(tokens)
-        if size not in self._captured:
+        captured = self._captured.get((size, step.adapters is not None))
+        if captured is None:
             return None
-        captured = self._captured[size]
         self._columns[:, :tokens].copy_(step.columns)
         if tokens < size:
             self._columns[:, tokens:size].copy_(self._padding)
@@ -151,8 +158,8 @@ class PiecewiseGraphs:
         pieces = max(len(captured.pieces) for captured in self._captured.values())
         return len(CAPTURE_SIZES) * -(-pieces // PIECES_PER_GRAPH)
 
-    def _run(self, columns: Tensor, cut: Callable[[Cut], None]) -> Tensor:
-        normed = self._forward(CutStep(columns, self._context, self._buffers, cut))
+    def _run(self, columns: Tensor, cut: Callable[[Cut], None], *, adapted: bool) -> Tensor:
+        normed = self._forward(CutStep(columns, self._context, self._buffers, cut, adapted=adapted))
         return self._buffers.keep("normed", normed)
 
 

@@ -43,9 +43,8 @@ class Checkpoint:
             self._rename_text_part()
 
     def _rename_text_part(self) -> None:
-        for prefix, ours in TEXT_PREFIXES.items():
-            for name in [name for name in self._files if name.startswith(prefix)]:
-                renamed = ours + name.removeprefix(prefix)
+        for name in list(self._files):
+            if (renamed := text_name(name)) != name:
                 self._stored[renamed] = name
                 self._files[renamed] = self._files.pop(name)
 
@@ -80,6 +79,14 @@ class Checkpoint:
                 found = {name: file.get_tensor(self._stored.get(name, name)) for name in some}
             tensors |= sorted(found.items(), key=lambda item: item[1].data_ptr())
         return tensors
+
+
+def text_name(name: str) -> str:
+    """Return the name, in a model of text, of a tensor or module of the text part of a model of text and images."""
+    for prefix, ours in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.attention.step import ScoreRules, Step
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.layers.adapted_linear import StepAdapters
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, Linear
 from text_generation_shard.engines.torch.layers.mlp import GatedMLP, LayerMLP
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
@@ -95,6 +96,8 @@ class DecoderWeights:
     head: DenseLinear
     """This rank's rows of the LM head; the weight may be a view of the embedding."""
     precision: Precision
+    adapters: StepAdapters | None = None
+    """Of the layers that LoRA adapters change, if there are any."""
 
     def convert(self) -> None:
         """Convert weights of products with normed hidden states to the final precision: see `Precision.after_loading`."""
@@ -171,6 +174,8 @@ class Decoder:
         config, weights, ops = self._config, self._weights, self._ops
         if buffers is None:
             buffers = self.activations(step.num_tokens)
+        if weights.adapters is not None:
+            weights.adapters.begin(step.adapters, ops.adapter_rows)
         residual = step.embed(weights.embedding, self._embedding_scale, buffers.residual)
         stream = ResidualStream(residual, buffers.normed, scale=config.residual_scale)
         cache_layer = 0

@@ -7,11 +7,13 @@ logits gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.linear import DenseLinear
@@ -19,6 +21,7 @@ from text_generation_shard.engines.torch.layers.mlp import DenseMLP, PlainMLP
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
+from text_generation_shard.engines.torch.models.native.adapters import ModelAdapters
 from text_generation_shard.engines.torch.models.native.attention import AttentionWeights
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import DecoderLayer, DecoderWeights
@@ -42,10 +45,16 @@ class LayerWeights(DecoderLayer):
     mlp: DenseMLP | Experts | ExpertsBesideMLP | None
 
     def __init__(
-        self, config: ModelConfig, index: int, tp: TensorParallelRank, device: torch.device, precision: Precision
+        self,
+        config: ModelConfig,
+        index: int,
+        tp: TensorParallelRank,
+        device: torch.device,
+        precision: Precision,
+        adapters: ModelAdapters | None,
     ) -> None:
         self._prefix = f"model.layers.{index}."
-        self._config, self._device, self._precision = config, device, precision
+        self._config, self._device, self._precision, self._adapters = config, device, precision, adapters
         self._projections = self._projections_of(self._prefix, tp)
         self.attention = None
         if config.states is None or config.states.attention[index]:
@@ -64,7 +73,9 @@ class LayerWeights(DecoderLayer):
 
     def _projections_of(self, prefix: str, tp: TensorParallelRank) -> LayerProjections:
         config = self._config
-        return LayerProjections(prefix, config.hidden_size, config.quantization, tp, self._device, self._precision)
+        return LayerProjections(
+            prefix, config.hidden_size, config.quantization, tp, self._device, self._precision, self._adapters
+        )
 
     def _state_part(self, index: int, tp: TensorParallelRank) -> StateWeights | None:
         states, eps = self._config.states, self._config.rms_norm_eps
@@ -159,23 +170,37 @@ class LayerWeights(DecoderLayer):
 
 
 def empty_weights(
-    config: ModelConfig, tp: TensorParallelRank, device: torch.device, dtype: torch.dtype, *, on_cpu: bool
+    config: ModelConfig,
+    tp: TensorParallelRank,
+    device: torch.device,
+    dtype: torch.dtype,
+    adapters: Sequence[LoraAdapter] = (),
+    *,
+    on_cpu: bool,
 ) -> ModelWeights:
-    """Return the empty weights of a rank, with the precision of a CPU or a GPU."""
+    """Return the empty weights of a rank, with the precision of a CPU or a GPU. Raises EngineError for adapters of other models."""
     if on_cpu:
         # A CPU has no quantized products: weights are dequantized while they load.
-        return ModelWeights(replace(config, quantization=None), tp, device, Precision.uniform(dtype))
+        return ModelWeights(replace(config, quantization=None), tp, device, Precision.uniform(dtype), adapters)
     # Weights of FP8 and of experts are so coarse that more bits would not help.
     rounded = config.quantization is not None or config.experts is not None
-    return ModelWeights(config, tp, device, Precision.of(config.hidden_size, dtype, rounded=rounded))
+    return ModelWeights(config, tp, device, Precision.of(config.hidden_size, dtype, rounded=rounded), adapters)
 
 
 class ModelWeights(DecoderWeights):
     """All weights of a rank. Created empty: fill `named_parameters`, then call `process_weights_after_loading`."""
 
     layers: list[LayerWeights]
+    adapters: ModelAdapters | None
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelRank, device: torch.device, precision: Precision) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallelRank,
+        device: torch.device,
+        precision: Precision,
+        adapters: Sequence[LoraAdapter],
+    ) -> None:
         dtype = precision.model
         fused = config.family.fused_qkv or config.family.fused_gate_up
         if fused and tp.world_size > 1 and config.quantization is not None:
@@ -184,7 +209,12 @@ class ModelWeights(DecoderWeights):
             )
         self.precision = precision
         """Final after `process_weights_after_loading`."""
-        self.layers = [LayerWeights(config, index, tp, device, self.precision) for index in range(config.num_layers)]
+        self.adapters = ModelAdapters(adapters) if adapters else None
+        self.layers = [
+            LayerWeights(config, index, tp, device, precision, self.adapters) for index in range(config.num_layers)
+        ]
+        if self.adapters is not None:
+            self.adapters.check()
         kinds = [
             (rope, shape.head_dim)
             for rope, shape, layer in zip(config.ropes, config.layers, self.layers, strict=True)
@@ -243,6 +273,8 @@ class ModelWeights(DecoderWeights):
             layer.process_weights_after_loading()
         # The weights of experts count as rounded, so the precision of a model that has any does not change.
         self.convert()
+        if self.adapters is not None:
+            self.adapters.load()
 
     def pack(self) -> None:
         """Reorder all weights for products on a CPU: see `Linear.pack`."""

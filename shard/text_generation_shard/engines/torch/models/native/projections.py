@@ -8,13 +8,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear
 from text_generation_shard.engines.torch.layers.linear import FusedProjection, ParallelLinear, Projection
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear, quantized_linear
+from text_generation_shard.engines.torch.models.native.adapters import ModelAdapters
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme
 
-AnyLinear = ParallelLinear | QuantizedLinear
+AnyLinear = ParallelLinear | QuantizedLinear | AdaptedLinear
 
 
 class LayerProjections:
@@ -28,10 +30,12 @@ class LayerProjections:
         tp: TensorParallelRank,
         device: torch.device,
         precision: Precision,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         self.prefix, self.tp, self.device, self.precision = prefix, tp, device, precision
         self.hidden = ShardRange.whole(hidden_size)
         self.scheme = scheme
+        self._adapters = adapters
 
     def of_hidden(
         self, parts: Sequence[tuple[str, ShardRange]], fused: str | None = None, *, bias: bool, quantized: bool = True
@@ -61,8 +65,10 @@ class LayerProjections:
     def linear(self, projections: Sequence[Projection], *, bias: bool, quantized: bool = True) -> AnyLinear:
         """Return projections of one input as one linear layer, in their packed format if there are products with it."""
         scheme = self.scheme if quantized else None
-        linear = quantized_linear(projections, scheme, self.device, self.precision.model, bias=bias)
-        return linear or ParallelLinear(projections, self.device, self.precision, bias=bias)
+        device, dtype = self.device, self.precision.model
+        linear = quantized_linear(projections, scheme, device, dtype, bias=bias)
+        linear = linear or ParallelLinear(projections, device, self.precision, bias=bias)
+        return linear if self._adapters is None else self._adapters.adapt(linear, projections, device, dtype)
 
 
 def of_heads(heads: ShardRange, head_dim: int) -> ShardRange:
@@ -72,6 +78,9 @@ def of_heads(heads: ShardRange, head_dim: int) -> ShardRange:
 
 def reorder_rows(linear: AnyLinear, order: Tensor) -> None:
     """Reorder the outputs of a dense linear layer; it must not be quantized."""
+    if isinstance(linear, AdaptedLinear):
+        linear.reorder_outputs(order)
+        linear = linear.base
     assert isinstance(linear, ParallelLinear)
     for tensor in (linear.weight, linear.bias):
         if tensor is not None:

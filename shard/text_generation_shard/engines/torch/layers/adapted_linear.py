@@ -1,0 +1,153 @@
+"""Linear layers that add, for each token, the product of its LoRA adapter (Hu et al. 2021, arXiv 2106.09685).
+
+y = x·Wᵀ + b + scale · (x·Aᵀ)·Bᵀ. The matrices of all adapters are stacked, so that one pair of products serves all tokens of a
+step. The base product may be one with quantized weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.operands import AdapterStack
+from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
+from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Projection
+from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear
+from text_generation_shard.engines.torch.weights.parameter import ParameterShard
+
+MIN_RANK = 16
+"""Ranks are padded to a power of two from this on: the least that tensor cores multiply."""
+
+
+class AdapterRows(Protocol):
+    """The tokens of a step by adapter."""
+
+    def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
+        """Return x·Aᵀ of each token's adapter, as `expand` expects it. `x` is [tokens, inputs]."""
+        ...
+
+    def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
+        """Add scale · shrunk·Bᵀ to `y` [tokens, outputs]; tokens without an adapter stay as they are."""
+
+
+class StepAdapters:
+    """The adapters of the step in progress, for all adapted layers of a model; `count` is the number of all adapters."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rows: AdapterRows | None = None
+        """None: no token has an adapter."""
+
+    def begin(self, indices: Tensor | None, rows_of: Callable[[Tensor, int], AdapterRows]) -> None:
+        """Begin a step whose tokens have these adapters: [tokens], 0 for none; None if no token has one."""
+        self.rows = None if indices is None else rows_of(indices, self.count)
+
+
+class AdaptedLinear:
+    """Implements `Linear`. Load `base`, then call `fill` for each adapter."""
+
+    def __init__(
+        self,
+        base: ParallelLinear | QuantizedLinear,
+        projections: Sequence[Projection],
+        rank: int,
+        step: StepAdapters,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.base, self.projections = base, tuple(projections)
+        self._step = step
+        self._rank = max(MIN_RANK, 1 << (rank - 1).bit_length())
+        outputs, inputs = [part.outputs.length for part in projections], projections[0].inputs.length
+        self._parts = torch.arange(len(projections)).repeat_interleave(torch.tensor(outputs))
+        self._order = torch.arange(sum(outputs))
+        down = torch.zeros(step.count, len(projections) * self._rank, inputs, device=device, dtype=dtype)
+        up = torch.zeros(step.count, sum(outputs), self._rank, device=device, dtype=dtype)
+        self._stack = AdapterStack(down, up, self._parts.tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices of all adapters."""
+        return self._stack.down.nbytes + self._stack.up.nbytes
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the base, which may be converted."""
+        return self.base.weight
+
+    @weight.setter
+    def weight(self, weight: Tensor) -> None:
+        self.base.weight = weight
+
+    @property
+    def matvec_weight(self) -> MatvecWeight | None:
+        """None in a step with adapters: their products need the normed values in memory."""
+        return self.base.matvec_weight if self._step.rows is None else None
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        rows = self._step.rows
+        if rows is None:
+            return self.base(x, out)
+        shrunk = rows.shrink(x, self._stack)
+        y = self.base(x, out)
+        rows.expand(shrunk, self._stack, y)
+        return y
+
+    def named_parameters(self) -> dict[str, ParameterShard]:
+        return self.base.named_parameters()
+
+    def process_weights_after_loading(self) -> None:
+        self.base.process_weights_after_loading()
+
+    def pack(self) -> None:
+        self.base.pack()
+
+    def reorder_outputs(self, order: Tensor) -> None:
+        """Note that output i of the base is now its former output order[i]; before `fill`."""
+        self._order = order.cpu()
+        self._stack = AdapterStack(self._stack.down, self._stack.up, self._parts[self._order].tolist())
+
+    def fill(self, adapter: int, changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Set the matrices of an adapter, from A and scale · B by module; those without a change stay zero."""
+        down, up = self._stack.down[adapter], self._stack.up[adapter]
+        first = 0
+        for part, each in enumerate(self.projections):
+            end, own = first + each.outputs.length, changes.get(each.name)
+            start = each.outputs.start
+            if own is None and each.fused is not None:
+                own, start = changes.get(each.fused.name), each.first_row + start
+            if own is not None:
+                a, b = own
+                rank, columns = len(a), slice(each.inputs.start, each.inputs.start + each.inputs.length)
+                down[part * self._rank : part * self._rank + rank] = a[:, columns].to(down)
+                up[first:end, :rank] = b[start : start + each.outputs.length].to(up)
+            first = end
+        up.copy_(up[self._order.to(up.device)])
+
+
+class LoopedRows:
+    """Implements `AdapterRows` in plain torch, adapter by adapter. `indices` [tokens] are 0 for tokens without one."""
+
+    def __init__(self, indices: Tensor, _count: int) -> None:
+        self._rows = [(index - 1, (indices == index).nonzero()[:, 0]) for index in indices.unique().tolist() if index]
+
+    def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
+        shrunk = x.new_empty(len(x), stack.down.shape[1])
+        for adapter, rows in self._rows:
+            shrunk[rows] = x[rows] @ stack.down[adapter].t().to(x.dtype)
+        return shrunk
+
+    def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
+        rank = stack.rank
+        for adapter, rows in self._rows:
+            own, up = shrunk[rows], stack.up[adapter].to(shrunk.dtype)
+            for first, end, part in stack.segments:
+                product = own[:, part * rank : (part + 1) * rank] @ up[first:end].t()
+                y[:, first:end].index_add_(0, rows, product.to(y.dtype))

@@ -1,0 +1,136 @@
+"""LoRA adapters in the torch engine give the results of models whose weights they were added to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from engine_driver import Driver, Stream
+from full_grid import full
+from lora_folder import merged, random_adapter
+from native_families import native_configs
+from reference_kernels import reference_engine
+from tiny_transformers import SHAPE as TINY_SHAPE
+from tiny_transformers import random_model, save
+
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine
+from text_generation_shard.engines import build_engine
+
+NEW_TOKENS = 6
+SHAPE = TINY_SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
+CONFIGS = native_configs(SHAPE, head_dim=16, wide_head_dim=24)
+QUICK = ("phi3", "qwen3_next", "gemma3, text part")
+"""Fused projections; reordered ones, a state and a shared expert; norms after layers, and other names."""
+SETTINGS: list[dict[str, object]] = [
+    {},
+    {"use_rslora": True},
+    {"alpha_pattern": {"o_proj": 3.0, "qkv_proj": 1.0}},
+    {"rank": 17},
+    {"rank": 1},
+    {},
+    {},
+    {},
+]
+"""Of each adapter."""
+NAMES = ["", *(f"a{number}" for number in range(len(SETTINGS)))]
+PROMPTS = [tuple((31 * i + 7 * length) % 331 for i in range(length)) for length in (33, 1, 16, 31, 50, 90, 5, 17, 40)]
+
+
+@dataclass
+class Expected:
+    tokens: list[int]
+    logprobs: torch.Tensor
+    """Of the prompt, without its first token."""
+
+
+@dataclass
+class Served:
+    config: ShardConfig
+    engine: Engine
+    expected: list[Expected]
+    """For each of NAMES, its prompt with its merged model."""
+
+    def driver(self) -> Driver:
+        return Driver(self.engine, self.engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+
+
+@pytest.fixture(scope="module", params=[name if name in QUICK else full(name) for name in CONFIGS])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder, model = tmp_path_factory.mktemp("checkpoint"), random_model(CONFIGS[request.param])
+    changes = [
+        random_adapter(folder / name, model, seed, **settings)  # type: ignore[arg-type]
+        for seed, (name, settings) in enumerate(zip(NAMES[1:], SETTINGS, strict=True))
+    ]
+    expected = []
+    with torch.inference_mode(False), torch.no_grad():
+        for prompt, change in zip(PROMPTS, [{}, *changes], strict=True):
+            with merged(model, change):
+                ids = torch.tensor([prompt])
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=NEW_TOKENS,
+                    pad_token_id=0,
+                )
+                logprobs = model(ids).logits[0].float().log_softmax(-1)
+            targets = torch.tensor(prompt[1:], dtype=torch.int64).unsqueeze(1)
+            expected.append(Expected(out[0, len(prompt) :].tolist(), logprobs[:-1].gather(1, targets).squeeze(1)))
+    adapters = ",".join(f"{name}={folder / name}" for name in NAMES[1:])
+    config = ShardConfig(model_path=save(model, folder), device="cpu", max_batch_size=12, lora_adapters=adapters)
+    return Served(config, build_engine(config), expected)
+
+
+def check(streams: Sequence[Stream], expected: Sequence[Expected]) -> None:
+    for stream, own in zip(streams, expected, strict=True):
+        assert stream.tokens == own.tokens
+        if len(own.logprobs):
+            logprobs = torch.tensor(stream.prompt_logprobs[0][1:])
+            assert (logprobs - own.logprobs).norm() <= 1e-5 * own.logprobs.norm()
+
+
+def test_each_adapter_alone_and_all_in_one_batch(served: Served) -> None:
+    assert served.engine.info.adapters == tuple(NAMES[1:])
+    assert len({tuple(each.tokens) for each in served.expected}) > len(NAMES) // 2
+    driver = served.driver()
+    for name, prompt, own in list(zip(NAMES, PROMPTS, served.expected, strict=True))[:4]:
+        lone = driver.admit(prompt, NEW_TOKENS, adapter=name, prompt_logprobs=True)
+        driver.run()
+        check([lone], [own])
+    pairs = zip(NAMES, PROMPTS, strict=True)
+    streams = [driver.admit(prompt, NEW_TOKENS, adapter=name, prompt_logprobs=True) for name, prompt in pairs]
+    driver.run()
+    check(streams, served.expected)
+
+
+def test_chunked_staggered_and_preempted(served: Served) -> None:
+    driver, streams = served.driver(), []
+    for name, prompt in zip(NAMES, PROMPTS, strict=True):
+        streams.append(driver.admit(prompt, NEW_TOKENS, chunk=11, adapter=name))
+        driver.step()
+        driver.step()
+    tokens = []
+    for name, stream in zip(NAMES, streams, strict=True):
+        resumed = None if stream.is_over else driver.preempt(stream, adapter=name)
+        driver.step()
+        tokens.append((stream, resumed))
+    driver.run()
+    found = [stream.tokens + (resumed.tokens if resumed else []) for stream, resumed in tokens]
+    assert found == [each.tokens for each in served.expected]
+
+
+def test_the_operations_of_a_gpu(served: Served) -> None:
+    engine = reference_engine(served.config)
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    # Slots are used again by sequences with other adapters.
+    for names in (NAMES, NAMES[:1]):
+        streams = [
+            driver.admit(prompt, NEW_TOKENS, chunk=25, adapter=name)
+            for name, prompt in zip(names, PROMPTS, strict=False)
+        ]
+        driver.run()
+        assert [stream.tokens for stream in streams] == [each.tokens for each in served.expected[: len(names)]]
