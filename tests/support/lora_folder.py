@@ -50,7 +50,7 @@ def random_adapter(folder: Path, model: Module, seed: int, *, rank: int = 4, **c
             continue
         own = 3 if last == "v_proj" else rank
         a = torch.randn(own, module.in_features, generator=draw) * module.in_features**-0.5
-        b = torch.randn(module.out_features, own, generator=draw) * 0.15
+        b = torch.randn(module.out_features, own, generator=draw) * 0.1
         scale = patterns.get(last, alpha) / (own**0.5 if config.get("use_rslora") else own)
         weights[f"base_model.model.{name}.lora_A.weight"] = a
         weights[f"base_model.model.{name}.lora_B.weight"] = b

@@ -157,7 +157,6 @@ def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     number = tl.load(block_experts + block)
     if number == 0:
         return
-    E
     rows = tl.load(block_starts + block) + tl.arange(0, BLOCK_ROWS)
     inside = rows < tl.load(offsets + number + 1)
     tile = tiles + tl.program_id(1) * 3

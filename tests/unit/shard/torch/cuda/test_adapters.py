@@ -1,0 +1,37 @@
+"""The products of LoRA adapters by kernels equal those in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from text_generation_shard.engines.torch.kernels.adapters import FEW_TOKENS, GroupedRows
+from text_generation_shard.engines.torch.kernels.operands import AdapterStack
+from text_generation_shard.engines.torch.layers.adapted_linear import LoopedRows
+
+ADAPTERS = 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rank", "inputs"), [(1, 16, 80), (33, 128, 1100), (FEW_TOKENS + 1, 32, 600)], ids=str
+)
+def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int, rank: int, inputs: int) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    # A projection has outputs on both sides of another, as the gates of Qwen3-Next.
+    parts = [0] * 130 + [1] * 17 + [0] * 9
+    down = torch.randn(ADAPTERS, 2 * rank, inputs, generator=draw) * inputs**-0.5
+    up = torch.randn(ADAPTERS, len(parts), rank, generator=draw) * rank**-0.5
+    indices = torch.randint(0, ADAPTERS + 1, (tokens,), generator=draw, dtype=torch.int32)
+    indices[0] = 2
+    wide = torch.randn(tokens, inputs + 3, generator=draw)
+    y = torch.randn(tokens, len(parts), generator=draw)
+    stack = AdapterStack(down.to(device, dtype), up.to(device, dtype), parts)
+    exact = AdapterStack(stack.down.float(), stack.up.float(), parts)
+    x, found, expected = wide.to(device, dtype)[:, :inputs], y.to(device), y.to(device)
+    rows, looped = GroupedRows(indices.to(device), ADAPTERS), LoopedRows(indices.to(device), ADAPTERS)
+    looped.expand(looped.shrink(x.float(), exact), exact, expected)
+    rows.expand(rows.shrink(x, stack), stack, found)
+    without = indices == 0
+    assert torch.equal(found.cpu()[without], y[without])
+    change = expected.cpu() - y
+    assert (found - expected).norm().cpu() <= 2e-3 * change.norm()
