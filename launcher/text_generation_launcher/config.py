@@ -82,7 +82,7 @@ class LauncherConfig(
         Topic.REPLICAS: "parts num_replicas num_shard sharded places nodes node_rank leader_address max_shard_restarts "
         "shard_uds_path shard_tcp_port shard_hostname shards peers peer_name",
         Topic.REQUESTS: "max_input_tokens max_input_length",
-        Topic.TENSORRT_LLM: "lora_adapters trtllm_options trtllm_launch trtllm_hosts",
+        Topic.TENSORRT_LLM: "trtllm_options trtllm_launch trtllm_hosts",
         Topic.LOGS: "env usage_stats prometheus_port disable_custom_kernels cuda_graphs speculate watermark_gamma watermark_delta "
         "master_addr master_port max_image_fetch_size",
     }

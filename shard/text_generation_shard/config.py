@@ -41,11 +41,11 @@ class ShardSettings(SharedSettings, ShardAccess):
     """The settings of a shard that a user may give to the launcher."""
 
     topics: ClassVar[Mapping[Topic, str]] = {
-        Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype quantize load_format device",
+        Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype quantize load_format device lora_adapters",
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
         Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads",
-        Topic.TENSORRT_LLM: "lora_adapters trtllm_options",
+        Topic.TENSORRT_LLM: "trtllm_options",
         Topic.LOGS: "reflection trace_steps",
         Topic.ECHO: "echo_step_ms echo_prefill_us echo_decode_us echo_blocks echo_max_sequence_length",
     }
@@ -76,7 +76,7 @@ class ShardSettings(SharedSettings, ShardAccess):
     num_threads: NonNegativeInt = 0
     """Threads of a forward pass on CPU; 0: one per core, at most the CPU quota of a container or service."""
     lora_adapters: str = ""
-    """LoRA adapters to serve beside the model (tensorrt-llm engine), with commas between: id, id=folder, id@revision.
+    """LoRA adapters to serve beside the model, with commas between: id, id=folder, id@revision.
     Requests name one by its id."""
     trtllm_options: str = ""
     """Keyword arguments of TensorRT-LLM's LLM, as YAML: a file or the text itself."""

@@ -34,8 +34,20 @@ def an_adapter(folder: Path, rank: int = 8, **modules: int) -> Path:
     return folder
 
 
-def random_adapter(folder: Path, model: Module, seed: int, *, rank: int = 4, **config: object) -> dict[str, Tensor]:
-    """Write an adapter of all projections of the layers of a model; return the changes of their weights, by module.
+def projections_of(model: Module) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the projections of the layers of a model, by name."""
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and ".layers." in name and "vision" not in name
+        if name.rpartition(".")[2] not in ROUTERS
+    }
+
+
+def random_adapter(
+    folder: Path, shapes: Mapping[str, tuple[int, int]], seed: int, *, rank: int = 4, **config: object
+) -> dict[str, Tensor]:
+    """Write an adapter of these modules; return the changes of their weights.
 
     With `alpha_pattern` or `use_rslora` in `config` they are scaled as PEFT scales them. Modules named v_proj have rank 3.
     """
@@ -44,13 +56,11 @@ def random_adapter(folder: Path, model: Module, seed: int, *, rank: int = 4, **c
     assert isinstance(patterns, dict)
     weights: dict[str, Tensor] = {}
     changes: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
+    for name, (outputs, inputs) in shapes.items():
         last = name.rpartition(".")[2]
-        if not isinstance(module, Linear) or ".layers." not in name or "vision" in name or last in ROUTERS:
-            continue
         own = 3 if last == "v_proj" else rank
-        a = torch.randn(own, module.in_features, generator=draw) * module.in_features**-0.5
-        b = torch.randn(module.out_features, own, generator=draw) * 0.1
+        a = torch.randn(own, inputs, generator=draw) * inputs**-0.5
+        b = torch.randn(outputs, own, generator=draw) * 0.1
         scale = patterns.get(last, alpha) / (own**0.5 if config.get("use_rslora") else own)
         weights[f"base_model.model.{name}.lora_A.weight"] = a
         weights[f"base_model.model.{name}.lora_B.weight"] = b

@@ -24,10 +24,15 @@ from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.trace import StepTrace
-from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, DecodeStep, GatedActivation, RopeStep
+from text_generation_shard.engines.torch.kernels.operands import (
+    ACTIVATIONS,
+    AdapterStack,
+    DecodeStep,
+    GatedActivation,
+    RopeStep,
+)
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers import recurrence
-from text_generation_shard.engines.torch.layers.adapted_linear import LoopedRows
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
@@ -43,13 +48,30 @@ CPU = torch.device("cpu")
 ALONE = ParallelGroup(TensorParallelRank())
 
 
+class MaskedRows:
+    """Implements `AdapterRows` by the products of all tokens with all adapters; nothing depends on the values of the indices."""
+
+    def __init__(self, indices: Tensor, count: int) -> None:
+        self._masks = [(indices == adapter + 1).unsqueeze(1) for adapter in range(count)]
+
+    def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
+        products = [mask * (x @ down.to(x.dtype).t()) for mask, down in zip(self._masks, stack.down, strict=True)]
+        return torch.stack(products).sum(0)
+
+    def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
+        for mask, up in zip(self._masks, stack.up.to(shrunk.dtype), strict=True):
+            for first, end, part in stack.segments:
+                own = shrunk[:, part * stack.rank : (part + 1) * stack.rank]
+                y[:, first:end] += mask * (own @ up[first:end].t())
+
+
 class ReferenceKernels:
     """Stands for `DeviceKernels`."""
 
+    adapter_rows = MaskedRows
     fused_tokens = 1
     windows: tuple[int | None, ...] = (None,)
     """Sliding windows of the groups of the cache."""
-    adapter_rows = LoopedRows
     route = staticmethod(choose_top_k)
     experts = staticmethod(experts_by_loop)
     convolve = staticmethod(recurrence.convolve)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
@@ -92,10 +94,11 @@ def load_for_cuda(
     dtype: torch.dtype,
     tp: TensorParallelRank | None = None,
     quantize: str | None = None,
+    adapters: Sequence[LoraAdapter] = (),
 ) -> ModelWeights:
     """Load the checkpoint into the weights of the CUDA path, or a rank's part of it."""
     config = read_model_config(folder, quantize)
-    weights = empty_weights(config, tp or TensorParallelRank(), device, dtype, on_cpu=False)
+    weights = empty_weights(config, tp or TensorParallelRank(), device, dtype, adapters, on_cpu=False)
     load_weights(folder, weights.named_parameters(), config.quantization)
     weights.process_weights_after_loading()
     return weights

@@ -54,8 +54,6 @@ def test_tensorrt_llm_flags_are_rejected_for_other_engines(engine: str) -> None:
     reason = f"is for the tensorrt-llm engine, and the engine is {engine}"
     assert rejection(engine=engine, trtllm_options="{max_num_tokens: 4096}") == f"--trtllm-options {reason}"
     assert rejection(engine=engine, trtllm_launch="mpirun") == f"--trtllm-launch mpirun {reason}"
-    if engine == "torch":
-        assert rejection(engine=engine, lora_adapters="a=/b") == f"--lora-adapters {reason}"
 
 
 def test_ranks_of_several_hosts_and_stages(installed: Path) -> None:

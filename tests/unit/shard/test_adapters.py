@@ -14,7 +14,6 @@ from text_generation_common.lora import MAX_ADAPTERS, AdapterSource, adapters_to
 from text_generation_shard.adapters import read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines import build_engine
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2}
 LAYER = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
@@ -92,7 +91,10 @@ def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
         ("biases", {"bias": "all"}, WEIGHTS),
         ("modules_to_save", {"modules_to_save": ["lm_head"]}, WEIGHTS),
         ("DoRA", {"use_dora": True}, WEIGHTS),
-        ("alpha_pattern", {"alpha_pattern": {"q_proj": 4}}, WEIGHTS),
+        ("alpha_pattern: '(q|v)_proj' is not the name", {"alpha_pattern": {"(q|v)_proj": 4}}, WEIGHTS),
+        ("lora_alpha is 'a'", {"alpha_pattern": {"q_proj": "a"}}, WEIGHTS),
+        ("target_parameters", {"target_parameters": ["mlp.experts.down_proj"]}, WEIGHTS),
+        ("rank 8 and lora_B of rank 4", {}, WEIGHTS | {f"{LAYER}B.weight": (64, 4)}),
         ("no JSON", "{", WEIGHTS),
         ("has no adapter_model.safetensors", {}, None),
         ("holds no weights", {}, {}),
@@ -122,6 +124,18 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, damage: bytes) -> None:
         read_adapters(config)
 
 
-def test_the_torch_engine_refuses_adapters(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="--lora-adapters: the torch engine does not serve LoRA adapters"):
-        build_engine(ShardConfig(engine="torch", model_path=str(tmp_path), lora_adapters="a=/b"))
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ({}, 2),
+        ({"use_rslora": True}, 16 / 8**0.5),
+        ({"alpha_pattern": {"k_proj": 3, "q_proj": 4}}, 0.5),
+        ({"alpha_pattern": {"self_attn.q_proj": 4, "q_proj": 3}}, 0.5),
+        ({"alpha_pattern": {"^q_proj": 4, "^model.layers.1.self_attn.q_proj": 8}}, 1),
+        ({"alpha_pattern": {"_proj": 4}}, 2),
+    ],
+)
+def test_scales_are_those_of_peft(tmp_path: Path, settings: dict[str, Any], scale: float) -> None:
+    [adapter] = read_adapters(a_folder(tmp_path, CONFIG | settings))
+    [change] = adapter.changes.values()
+    assert change.scale == pytest.approx(scale)

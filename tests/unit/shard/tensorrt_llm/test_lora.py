@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ def test_an_adapter_that_the_library_cannot_compute_is_refused_at_start(built: E
         EngineError, match="the LoRA adapter moe changes w1, and TensorRT-LLM serves adapters of q_proj, "
     ):
         built(lora_adapters=f"moe={folder}")
+    folder = an_adapter(tmp_path / "scaled", 8)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"alpha_pattern": {"q_proj": 4}}))
+    with pytest.raises(EngineError, match="the LoRA adapter a has alpha_pattern, which TensorRT-LLM leaves out"):
+        built(lora_adapters=f"a={folder}")
 
 
 def test_options_that_do_not_go_with_adapters(built: Engines, adapters: str, version: str) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import Driver, Stream
 from full_grid import full
-from lora_folder import merged, random_adapter
+from lora_folder import merged, projections_of, random_adapter
 from native_families import native_configs
 from reference_kernels import reference_engine
 from tiny_transformers import SHAPE as TINY_SHAPE
 from tiny_transformers import random_model, save
 
 from text_generation_proto.values import WarmUpLimits
-from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine
+from text_generation_shard.check import check as describe
+from text_generation_shard.config import ShardCheckConfig, ShardConfig
+from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
 
 NEW_TOKENS = 6
@@ -62,7 +64,7 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder, model = tmp_path_factory.mktemp("checkpoint"), random_model(CONFIGS[request.param])
     changes = [
-        random_adapter(folder / name, model, seed, **settings)  # type: ignore[arg-type]
+        random_adapter(folder / name, projections_of(model), seed, **settings)  # type: ignore[arg-type]
         for seed, (name, settings) in enumerate(zip(NAMES[1:], SETTINGS, strict=True))
     ]
     expected = []
@@ -134,3 +136,38 @@ def test_the_operations_of_a_gpu(served: Served) -> None:
         ]
         driver.run()
         assert [stream.tokens for stream in streams] == [each.tokens for each in served.expected[: len(names)]]
+
+
+LAYER = "model.layers.0."
+SHAPES = {f"{LAYER}self_attn.q_proj": (48, 48), f"{LAYER}mlp.down_proj": (48, 80)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "settings", "refusal"),
+    [
+        ({"lm_head": (331, 48)}, {}, "changes lm_head, and adapters of this model may change down_proj, gate_proj, "),
+        ({f"{LAYER}mlp.experts.1.up_proj": (80, 48)}, {}, r"changes model.layers.0.mlp.experts.1.up_proj, and"),
+        ({f"{LAYER}self_attn.q_proj": (64, 48)}, {}, "q_proj of 64 × 48 values, and that of this model has 48 × 48"),
+        (SHAPES, {"rank": 257}, "has rank 257, and the torch engine serves ranks up to 256"),
+        (SHAPES, {"model_impl": "transformers"}, "only the native decoder serves LoRA adapters; --model-impl transf"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(
+    shapes: dict[str, tuple[int, int]], settings: dict[str, object], refusal: str, tmp_path: Path
+) -> None:
+    folder = save(random_model(CONFIGS["llama"]), tmp_path / "model")
+    random_adapter(tmp_path / "sql", SHAPES | shapes, 0, rank=settings.pop("rank", 4))  # type: ignore[arg-type]
+    config = ShardCheckConfig(model_path=folder, device="cpu", lora_adapters=f"sql={tmp_path / 'sql'}", **settings)  # type: ignore[arg-type]
+    for refused in (build_engine, describe):
+        with pytest.raises(EngineError, match=refusal):
+            refused(config)
+
+
+def test_the_check_counts_the_memory_of_adapters(tmp_path: Path) -> None:
+    folder = save(random_model(CONFIGS["llama"]), tmp_path / "model")
+    random_adapter(tmp_path / "sql", SHAPES, 0)
+    settings = {"model_path": folder, "device": "cpu"}
+    with_adapters = describe(ShardCheckConfig(**settings, lora_adapters=f"a={tmp_path / 'sql'},b={tmp_path / 'sql'}"))  # type: ignore[arg-type]
+    weights = with_adapters["memory"]["weights"] - describe(ShardCheckConfig(**settings))["memory"]["weights"]  # type: ignore[arg-type]
+    # Rank 16: queries, keys and values of 48, 16 and 16 outputs, and the last projection of the MLP.
+    assert weights == 2 * 4 * 16 * (3 * 48 + 80 + 80 + 48)

@@ -136,7 +136,8 @@ class LoopedRows:
     """Implements `AdapterRows` in plain torch, adapter by adapter. `indices` [tokens] are 0 for tokens without one."""
 
     def __init__(self, indices: Tensor, _count: int) -> None:
-        self._rows = [(index - 1, (indices == index).nonzero()[:, 0]) for index in indices.unique().tolist() if index]
+        found = indices.tolist()
+        self._rows = [(index - 1, (indices == index).nonzero()[:, 0]) for index in sorted({*found}) if index]
 
     def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
         shrunk = x.new_empty(len(x), stack.down.shape[1])

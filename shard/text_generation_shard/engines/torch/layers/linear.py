@@ -60,7 +60,8 @@ class Projection:
 class Linear(Protocol):
     """y = x·Wᵀ + b, for the part of a projection that one rank computes."""
 
-    bias: Tensor | None
+    @property
+    def bias(self) -> Tensor | None: ...
 
     @property
     def matvec_weight(self) -> MatvecWeight | None:

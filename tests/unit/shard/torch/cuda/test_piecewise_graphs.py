@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lora_folder import random_adapter
 from reference_kernels import ALONE, ReferenceKernels, reference_decoder
 from reference_ops import relative_error as error
 from tiny_checkpoint import CONFIG, load_for_cuda, random_tensors, write_checkpoint
@@ -21,6 +22,7 @@ from transformers import Gemma4TextConfig, Qwen3_5TextConfig
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Stopping
+from text_generation_shard.adapters import LoraAdapter, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
@@ -48,7 +50,7 @@ from text_generation_shard.engines.torch.runner.piecewise_graphs import (
 from text_generation_shard.step.sequence import SamplerOutput, StepRows
 from text_generation_shard.step.table import SequenceTable
 
-LAYERS, SLOTS, MAX_LENGTH, BLOCKS = 2, 6, 1280, 128
+LAYERS, SLOTS, MAX_LENGTH, BLOCKS, ADAPTERS = 2, 6, 1280, 128, 2
 CHANGES: dict[str, Any] = {
     "model_type": "mistral",
     "num_hidden_layers": LAYERS,
@@ -114,6 +116,8 @@ class Rig:
     piecewise: DeviceRunner
     table: SequenceTable
     device: torch.device
+    adapters: int = 0
+    """Sequence i has the LoRA adapter i mod (adapters + 1)."""
     replayed: list[int] = field(default_factory=list)
     """The number of each captured piece that ran in the last step."""
     _free: Iterator[int] = field(default_factory=lambda: iter(torch.randperm(BLOCKS).tolist()))
@@ -160,15 +164,25 @@ class Rig:
 
     def _plan(self, rows: StepRows, greedy: bool) -> StepPlan:
         updates = table_updates(rows, self.whole.table_rows, self.whole.max_blocks)
+        slots = {row.sequence.slot for row in rows.others}
+        updates += [(self.whole.adapter_cell(slot), slot % (self.adapters + 1)) for slot in slots]
         if rows.prefills:
-            return plan_chunks(rows, updates, greedy=greedy)
-        return plan_decoding(rows, updates, Padding(len(rows), len(updates), SLOTS, (0, 0)), greedy=greedy)
+            plan = plan_chunks(rows, updates, greedy=greedy)
+        else:
+            plan = plan_decoding(rows, updates, Padding(len(rows), len(updates), SLOTS, (0, 0)), greedy=greedy)
+        return plan.with_adapters() if any(slot % (self.adapters + 1) for slot in slots) else plan
+
+    def pieces_of(self, size: int, *, adapted: bool) -> list[int]:
+        """Return the numbers of the pieces of a capture size; the largest is captured first, with adapters second."""
+        kinds = 2 if self.adapters else 1
+        first = ([*reversed(CAPTURE_SIZES)].index(size) * kinds + adapted) * (LAYERS + 1)
+        return [*range(first, first + LAYERS + 1)]
 
 
-def native(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
+def native(folder: Path, device: torch.device, adapters: Sequence[LoraAdapter] = ()) -> tuple[Model, CacheShape, float]:
     """Return the decoder of the checkpoint in `folder`, the shape of its cache and its scale of attention."""
     config = read_model_config(folder)
-    weights = load_for_cuda(folder, device, torch.float32)
+    weights = load_for_cuda(folder, device, torch.float32, adapters=adapters)
     weights.allocate_states(SLOTS)
     shape = CacheShape(weights.layer_shapes, device, torch.float32)
     return reference_decoder(config, weights, torch.float32)[1], shape, config.attention_scale
@@ -218,15 +232,31 @@ def with_states(folder: Path, device: torch.device) -> tuple[Model, CacheShape, 
     return native(folder, device)
 
 
-@pytest.fixture(params=[native, from_library, with_heads_by_layer, with_states])
+def with_adapters(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
+    """Do the same with two LoRA adapters."""
+    shapes = {
+        name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
+        for name, tensor in random_tensors(CHANGES).items()
+        if "_proj" in name
+    }
+    for seed in range(ADAPTERS if not (folder / "0").exists() else 0):
+        random_adapter(folder / str(seed), shapes, seed)
+    text = ",".join(f"{seed}={folder / str(seed)}" for seed in range(ADAPTERS))
+    return native(folder, device, read_adapters(ShardConfig(model_path=str(folder), lora_adapters=text)))
+
+
+@pytest.fixture(params=[native, from_library, with_heads_by_layer, with_states, with_adapters])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -> Rig:
     torch.manual_seed(5)
     folder = write_checkpoint(tmp_path, random_tensors(CHANGES), CHANGES)
 
+    adapters = ADAPTERS if request.param is with_adapters else 0
+
     def runner() -> DeviceRunner:
         # Each with its own states.
         model, shape, scale = request.param(folder, device)
-        built = DeviceRunner(model, ReferenceKernels(scale), ALONE, shape, SLOTS, MAX_LENGTH)
+        kernels = ReferenceKernels(scale)
+        built = DeviceRunner(model, kernels, ALONE, shape, SLOTS, MAX_LENGTH, has_adapters=adapters > 0)
         built.allocate([BLOCKS])
         return built
 
@@ -234,19 +264,13 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) ->
     info = engine_info(config, read_model_config(folder), device, None)
     table = SequenceTable(info)
     table.groups = (CacheGroup(BLOCKS),)
-    return Rig(runner(), runner(), table, device)
-
-
-def pieces_of(size: int) -> range:
-    """Return the numbers of the pieces of a capture size; the largest is captured first."""
-    first = [*reversed(CAPTURE_SIZES)].index(size) * (LAYERS + 1)
-    return range(first, first + LAYERS + 1)
+    return Rig(runner(), runner(), table, device, adapters)
 
 
 def check(rig: Rig, orders: Orders, size: int | None, *, greedy: bool = True) -> None:
     """Check that both runners give the same results, and which capture size was used."""
     reference, ours, plan = rig.step(orders, greedy=greedy)
-    assert rig.replayed == ([] if size is None else [*pieces_of(size)])
+    assert rig.replayed == ([] if size is None else rig.pieces_of(size, adapted=plan.adapted))
     assert error(ours.normed, reference.normed) < 1e-5
     assert (ours.logits is None) == (reference.logits is None) == (plan.num_sampling == 0)
     if reference.logits is not None and ours.logits is not None:

@@ -67,7 +67,9 @@ class ModelAdapters(StepAdapters):
                     kinds = sorted({served.rpartition(".")[2] for served in self._served})
                     problem = f"changes {name}, and adapters of this model may change {', '.join(kinds)} of a layer"
                 elif self._served[name] != own:
-                    problem = f"changes a {name} of {_by(own)} values, and that of this model has {_by(self._served[name])}"
+                    problem = (
+                        f"changes a {name} of {_by(own)} values, and that of this model has {_by(self._served[name])}"
+                    )
                 elif change.rank > MAX_RANK:
                     problem = f"has rank {change.rank}, and the torch engine serves ranks up to {MAX_RANK}"
                 if problem is not None:

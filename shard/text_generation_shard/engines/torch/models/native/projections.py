@@ -66,8 +66,8 @@ class LayerProjections:
         """Return projections of one input as one linear layer, in their packed format if there are products with it."""
         scheme = self.scheme if quantized else None
         device, dtype = self.device, self.precision.model
-        linear = quantized_linear(projections, scheme, device, dtype, bias=bias)
-        linear = linear or ParallelLinear(projections, device, self.precision, bias=bias)
+        packed = quantized_linear(projections, scheme, device, dtype, bias=bias)
+        linear = packed or ParallelLinear(projections, device, self.precision, bias=bias)
         return linear if self._adapters is None else self._adapters.adapt(linear, projections, device, dtype)
 
 
