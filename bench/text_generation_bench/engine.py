@@ -2,6 +2,7 @@
 
 python -m text_generation_bench.engine MODEL_FOLDER
 python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --prompt 512 --new 128 --sequences 1 32 128 256
+python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --sequences 1 32 128 --adapters 8 --rank 16
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from text_generation_bench.random_adapters import write_adapters
 from text_generation_proto.values import Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders
@@ -30,8 +35,8 @@ class Run:
     """Seconds between the results of two steps that returned a token for every sequence."""
 
 
-def run(engine: Engine, sequences: int, prompt_tokens: int, new_tokens: int) -> Run:
-    """Run all sequences; prompts are computed in steps of the suggested number of tokens."""
+def run(engine: Engine, sequences: int, prompt_tokens: int, new_tokens: int, adapters: Sequence[str] = ("",)) -> Run:
+    """Run all sequences, each with the next of `adapters`; prompts are computed in steps of the suggested number of tokens."""
     blocks = -(-(prompt_tokens + new_tokens) // engine.info.block_size)
     draw = random.Random(sequences)
     admissions = tuple(
@@ -40,6 +45,7 @@ def run(engine: Engine, sequences: int, prompt_tokens: int, new_tokens: int) -> 
             prompt=tuple(draw.randrange(engine.info.vocab_size) for _ in range(prompt_tokens)),
             stopping=Stopping(max_new_tokens=new_tokens),
             blocks=tuple(range(slot * blocks, (slot + 1) * blocks)),
+            adapter=adapters[slot % len(adapters)],
         )
         for slot in range(sequences)
     )
@@ -75,7 +81,14 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 48])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--adapters", type=int, default=0, help="random LoRA adapters; each run is repeated with them")
+    parser.add_argument("--rank", type=int, default=16)
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(args, write_adapters(Path(args.model), Path(folder), args.adapters, args.rank))
+
+
+def measure(args: argparse.Namespace, adapters: str) -> None:
     started = time.perf_counter()
     engine = build_engine(
         ShardConfig(
@@ -85,6 +98,7 @@ def main() -> None:
             dtype=args.dtype,
             device=args.device,
             trace_steps=args.trace,
+            lora_adapters=adapters,
         )
     )
     loaded = time.perf_counter()
@@ -95,14 +109,20 @@ def main() -> None:
         f"{engine.info.dtype} on {engine.info.device}"
     )
     for sequences in args.sequences:
-        runs = [run(engine, sequences, args.prompt, args.new) for _ in range(args.rounds)]
-        best = min(runs, key=lambda outcome: outcome.seconds)
-        gap = statistics.median(best.gaps) * 1e3 if best.gaps else float("nan")
-        print(
-            f"{sequences:4} sequences: {sequences * args.new / best.seconds:8.1f} tokens/s, decoding step {gap:7.3f} ms, "
-            f"{len(best.gaps)} of them, prompts in {best.prefill_seconds * 1e3:7.1f} ms",
-            flush=True,
-        )
+        speeds: list[float] = []
+        for names in ("",), engine.info.adapters:
+            if not names:
+                continue
+            runs = [run(engine, sequences, args.prompt, args.new, names) for _ in range(args.rounds)]
+            best = min(runs, key=lambda outcome: outcome.seconds)
+            gap = statistics.median(best.gaps) * 1e3 if best.gaps else float("nan")
+            speeds.append(sequences * args.new / best.seconds)
+            share = f", {speeds[-1] / speeds[0]:.3f} × with {len(names)} adapters" if len(speeds) > 1 else ""
+            print(
+                f"{sequences:4} sequences: {speeds[-1]:8.1f} tokens/s, decoding step {gap:7.3f} ms, "
+                f"{len(best.gaps)} of them, prompts in {best.prefill_seconds * 1e3:7.1f} ms{share}",
+                flush=True,
+            )
     engine.close()
 
 

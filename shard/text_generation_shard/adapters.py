@@ -126,7 +126,7 @@ class _Scales:
 
     alpha: float
     alphas: Mapping[str, float]
-    """Of modules that have their own, by the name or its end."""
+    """The lora_alpha of modules that have their own, by the name or its end."""
     rank_stabilized: bool
 
     @classmethod

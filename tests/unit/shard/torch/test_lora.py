@@ -37,7 +37,7 @@ SETTINGS: list[dict[str, object]] = [
     {},
     {},
 ]
-"""Of each adapter."""
+"""The settings of each adapter."""
 NAMES = ["", *(f"a{number}" for number in range(len(SETTINGS)))]
 PROMPTS = [tuple((31 * i + 7 * length) % 331 for i in range(length)) for length in (33, 1, 16, 31, 50, 90, 5, 17, 40)]
 
@@ -46,7 +46,7 @@ PROMPTS = [tuple((31 * i + 7 * length) % 331 for i in range(length)) for length 
 class Expected:
     tokens: list[int]
     logprobs: torch.Tensor
-    """Of the prompt, without its first token."""
+    """Log-probabilities of the prompt, without its first token."""
 
 
 @dataclass

@@ -88,7 +88,7 @@ class GroupedRows:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # a prompt of another length needs no new kernel
 def _shrink_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     down: tl.tensor,
@@ -130,7 +130,7 @@ def _shrink_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tl.store(shrunk + targets, total, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # a prompt of another length needs no new kernel
 def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     shrunk: tl.tensor,
     up: tl.tensor,

@@ -136,19 +136,29 @@ class LoopedRows:
     """Implements `AdapterRows` in plain torch, adapter by adapter. `indices` [tokens] are 0 for tokens without one."""
 
     def __init__(self, indices: Tensor, _count: int) -> None:
-        found = indices.tolist()
-        self._rows = [(index - 1, (indices == index).nonzero()[:, 0]) for index in sorted({*found}) if index]
+        found = sorted({*indices.tolist()})
+        self._rows: list[tuple[int, Tensor | slice]] = [
+            (index - 1, (indices == index).nonzero()[:, 0] if len(found) > 1 else slice(None))
+            for index in found
+            if index
+        ]
 
     def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
-        shrunk = x.new_empty(len(x), stack.down.shape[1])
+        values = x.to(stack.down.dtype)
+        shrunk = values.new_empty(len(x), stack.down.shape[1])
         for adapter, rows in self._rows:
-            shrunk[rows] = x[rows] @ stack.down[adapter].t().to(x.dtype)
+            shrunk[rows] = values[rows] @ stack.down[adapter].t()
         return shrunk
 
     def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
         rank = stack.rank
         for adapter, rows in self._rows:
-            own, up = shrunk[rows], stack.up[adapter].to(shrunk.dtype)
-            for first, end, part in stack.segments:
-                product = own[:, part * rank : (part + 1) * rank] @ up[first:end].t()
-                y[:, first:end].index_add_(0, rows, product.to(y.dtype))
+            own, up = shrunk[rows], stack.up[adapter]
+            products = [
+                own[:, part * rank : (part + 1) * rank] @ up[first:end].t() for first, end, part in stack.segments
+            ]
+            change = torch.cat(products, dim=1).to(y.dtype)
+            if isinstance(rows, slice):
+                y.add_(change)
+            else:
+                y.index_add_(0, rows, change)

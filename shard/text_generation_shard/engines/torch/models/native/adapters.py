@@ -21,10 +21,11 @@ MAX_RANK = 256
 
 
 class ModelAdapters(StepAdapters):
-    """The adapters of a model. Give its linear layers to `adapt`, call `check`, load the model, then call `load`."""
+    """The adapters of a model, in `dtype`. Give its linear layers to `adapt`, call `check`, load the model, then call `load`."""
 
-    def __init__(self, adapters: Sequence[LoraAdapter]) -> None:
+    def __init__(self, adapters: Sequence[LoraAdapter], dtype: torch.dtype) -> None:
         super().__init__(len(adapters))
+        self._dtype = dtype
         self._adapters = adapters
         self._changes = [{text_name(name): each for name, each in adapter.changes.items()} for adapter in adapters]
         self._linears: list[AdaptedLinear] = []
@@ -37,11 +38,7 @@ class ModelAdapters(StepAdapters):
         return sum(linear.nbytes for linear in self._linears)
 
     def adapt(
-        self,
-        linear: ParallelLinear | QuantizedLinear,
-        projections: Sequence[Projection],
-        device: torch.device,
-        dtype: torch.dtype,
+        self, linear: ParallelLinear | QuantizedLinear, projections: Sequence[Projection], device: torch.device
     ) -> ParallelLinear | QuantizedLinear | AdaptedLinear:
         """Return a linear layer with the changes of the adapters; the same one if none changes it."""
         shapes = {
@@ -55,7 +52,7 @@ class ModelAdapters(StepAdapters):
         ranks = [changes[name].rank for changes in self._changes for name in shapes if name in changes]
         if not ranks:
             return linear
-        self._linears.append(AdaptedLinear(linear, projections, max(ranks), self, device, dtype))
+        self._linears.append(AdaptedLinear(linear, projections, max(ranks), self, device, self._dtype))
         return self._linears[-1]
 
     def check(self) -> None:

@@ -97,7 +97,7 @@ class DecoderWeights:
     """This rank's rows of the LM head; the weight may be a view of the embedding."""
     precision: Precision
     adapters: StepAdapters | None = None
-    """Of the layers that LoRA adapters change, if there are any."""
+    """The LoRA adapters of the layers, if there are any."""
 
     def convert(self) -> None:
         """Convert weights of products with normed hidden states to the final precision: see `Precision.after_loading`."""

@@ -179,19 +179,20 @@ def empty_weights(
     on_cpu: bool,
 ) -> ModelWeights:
     """Return the empty weights of a rank, with the precision of a CPU or a GPU. Raises EngineError for adapters of other models."""
+    # On a CPU, small products in bfloat16 take many times as long as in float32.
+    found = ModelAdapters(adapters, torch.float32 if on_cpu else dtype) if adapters else None
     if on_cpu:
         # A CPU has no quantized products: weights are dequantized while they load.
-        return ModelWeights(replace(config, quantization=None), tp, device, Precision.uniform(dtype), adapters)
+        return ModelWeights(replace(config, quantization=None), tp, device, Precision.uniform(dtype), found)
     # Weights of FP8 and of experts are so coarse that more bits would not help.
     rounded = config.quantization is not None or config.experts is not None
-    return ModelWeights(config, tp, device, Precision.of(config.hidden_size, dtype, rounded=rounded), adapters)
+    return ModelWeights(config, tp, device, Precision.of(config.hidden_size, dtype, rounded=rounded), found)
 
 
 class ModelWeights(DecoderWeights):
     """All weights of a rank. Created empty: fill `named_parameters`, then call `process_weights_after_loading`."""
 
     layers: list[LayerWeights]
-    adapters: ModelAdapters | None
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class ModelWeights(DecoderWeights):
         tp: TensorParallelRank,
         device: torch.device,
         precision: Precision,
-        adapters: Sequence[LoraAdapter],
+        adapters: ModelAdapters | None,
     ) -> None:
         dtype = precision.model
         fused = config.family.fused_qkv or config.family.fused_gate_up
@@ -209,12 +210,12 @@ class ModelWeights(DecoderWeights):
             )
         self.precision = precision
         """Final after `process_weights_after_loading`."""
-        self.adapters = ModelAdapters(adapters) if adapters else None
+        self.adapters: ModelAdapters | None = adapters
         self.layers = [
-            LayerWeights(config, index, tp, device, precision, self.adapters) for index in range(config.num_layers)
+            LayerWeights(config, index, tp, device, precision, adapters) for index in range(config.num_layers)
         ]
-        if self.adapters is not None:
-            self.adapters.check()
+        if adapters is not None:
+            adapters.check()
         kinds = [
             (rope, shape.head_dim)
             for rope, shape, layer in zip(config.ropes, config.layers, self.layers, strict=True)

@@ -65,10 +65,9 @@ class LayerProjections:
     def linear(self, projections: Sequence[Projection], *, bias: bool, quantized: bool = True) -> AnyLinear:
         """Return projections of one input as one linear layer, in their packed format if there are products with it."""
         scheme = self.scheme if quantized else None
-        device, dtype = self.device, self.precision.model
-        packed = quantized_linear(projections, scheme, device, dtype, bias=bias)
-        linear = packed or ParallelLinear(projections, device, self.precision, bias=bias)
-        return linear if self._adapters is None else self._adapters.adapt(linear, projections, device, dtype)
+        packed = quantized_linear(projections, scheme, self.device, self.precision.model, bias=bias)
+        linear = packed or ParallelLinear(projections, self.device, self.precision, bias=bias)
+        return linear if self._adapters is None else self._adapters.adapt(linear, projections, self.device)
 
 
 def of_heads(heads: ShardRange, head_dim: int) -> ShardRange:
