@@ -21,6 +21,11 @@ from text_generation_shard.check import check as describe
 from text_generation_shard.config import ShardCheckConfig, ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear, LoopedRows, StepAdapters
+from text_generation_shard.engines.torch.layers.linear import FusedProjection, Projection
+from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8Format
 
 NEW_TOKENS = 6
 SHAPE = TINY_SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
@@ -171,3 +176,30 @@ def test_the_check_counts_the_memory_of_adapters(tmp_path: Path) -> None:
     weights = with_adapters["memory"]["weights"] - describe(ShardCheckConfig(**settings))["memory"]["weights"]  # type: ignore[arg-type]
     # Rank 16: queries, keys and values of 48, 16 and 16 outputs, and the last projection of the MLP.
     assert weights == 2 * 4 * 16 * (3 * 48 + 80 + 80 + 48)
+
+
+def test_changes_are_added_to_quantized_products() -> None:
+    device, draw = torch.device("cpu"), torch.Generator().manual_seed(3)
+    whole = ShardRange.whole(32)
+    # Two ranks' rows of one fused projection of the checkpoint: this is the second.
+    fused = FusedProjection("qkv", 96)
+    parts = [
+        Projection(name, ShardRange(16, 16, 32), whole, fused, first)
+        for name, first in (("q", 0), ("k", 32), ("v", 64))
+    ]
+    base = Fp8Linear(parts, Fp8Format(scale_per_row=True, static_inputs=False), device, torch.float32, bias=False)
+    base.weight.copy_(torch.randn(48, 32, generator=draw))
+    base.weight_scale.fill_(0.1)
+    step = StepAdapters(2)
+    linear = AdaptedLinear(base, parts, 5, step, device, torch.float32)
+    a, b, x = (torch.randn(*shape, generator=draw) for shape in ((5, 32), (96, 5), (3, 32)))
+    linear.fill(1, {"qkv": (a, b)})
+    step.begin(torch.tensor([0, 2, 1], dtype=torch.int32), LoopedRows)
+    change = linear(x) - base(x)
+    rows = torch.cat([b[first + 16 : first + 32] for first in (0, 32, 64)])
+    assert not change[[0, 2]].any()
+    assert torch.allclose(change[1], x[1] @ a.t() @ rows.t(), atol=1e-4)
+    assert linear.matvec_weight is None
+    step.begin(None, LoopedRows)
+    assert torch.equal(linear(x), base(x))
+    assert linear.matvec_weight is not None

@@ -27,7 +27,7 @@ def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int
     y = torch.randn(tokens, len(parts), generator=draw)
     stack = AdapterStack(down.to(device, dtype), up.to(device, dtype), parts)
     exact = AdapterStack(stack.down.float(), stack.up.float(), parts)
-    x, found, expected = wide.to(device, dtype)[:, :inputs], y.to(device), y.to(device)
+    x, found, expected = wide.to(device, dtype)[:, :inputs], y.to(device, copy=True), y.to(device, copy=True)
     rows, looped = GroupedRows(indices.to(device), ADAPTERS), LoopedRows(indices.to(device), ADAPTERS)
     looped.expand(looped.shrink(x.float(), exact), exact, expected)
     rows.expand(rows.shrink(x, stack), stack, found)
