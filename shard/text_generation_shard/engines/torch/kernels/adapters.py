@@ -1,10 +1,13 @@
 """The products of LoRA adapters for the tokens of a step, each with its own adapter: shrink, x·Aᵀ, and expand, + scale · s·Bᵀ.
 
 Tokens are grouped by adapter once per step, without waiting for the host. A program multiplies a block of tokens of one adapter;
-blocks of tokens without one end at once. Shrinking divides the inputs among programs, and expanding adds their sums in order.
+blocks of tokens without one end at once. Shrinking divides the inputs among programs, and expanding adds their sums in order. In
+steps of few tokens it runs beside the product of the base, in a second stream, which a graph captures too.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -27,6 +30,12 @@ _INPUTS = 128
 """Inputs of an iteration."""
 
 
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    # Of high priority, so that it is done before the base product, which takes longer.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 class GroupedRows:
     """Implements `AdapterRows`. `indices` int32 [tokens], contiguous, are 0 for tokens without an adapter, at most `count`."""
 
@@ -36,10 +45,22 @@ class GroupedRows:
 
     def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
         """Return the sums of each division of the inputs: float32 [splits, tokens, parts · rank], in the order of the groups."""
-        groups, (_, width, inputs) = self._groups, stack.down.shape
+        _, width, inputs = stack.down.shape
         splits = min(FEW_SPLITS if self._few else SPLITS, triton.cdiv(inputs, MIN_SPLIT))
         share = triton.cdiv(triton.cdiv(inputs, splits), _INPUTS) * _INPUTS
+        # Allocated in the stream of the base product, where it is freed after `expand`.
         shrunk = torch.empty(splits, len(x), width, dtype=torch.float32, device=x.device)
+        if self._few and x.is_cuda:
+            beside = _second_stream(x.device)
+            beside.wait_stream(torch.cuda.current_stream(x.device))
+            with torch.cuda.stream(beside):
+                self._shrink(x, stack, shrunk, splits, share)
+        else:
+            self._shrink(x, stack, shrunk, splits, share)
+        return shrunk
+
+    def _shrink(self, x: Tensor, stack: AdapterStack, shrunk: Tensor, splits: int, share: int) -> None:
+        groups, (_, width, inputs) = self._groups, stack.down.shape
         tile = min(stack.rank, MAX_RANK_TILE)
         _shrink_kernel[(groups.max_blocks, width // tile, splits)](
             x,
@@ -60,11 +81,12 @@ class GroupedRows:
             STEP=_INPUTS,
             num_warps=4,
         )
-        return shrunk
 
     def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
         groups, rank = self._groups, stack.rank
         tile = min(rank, MAX_RANK_TILE)
+        if self._few and y.is_cuda:
+            torch.cuda.current_stream(y.device).wait_stream(_second_stream(y.device))
         _expand_kernel[(groups.max_blocks, len(stack.tiles))](
             shrunk,
             stack.up,
