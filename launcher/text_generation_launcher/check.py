@@ -27,6 +27,7 @@ from text_generation_launcher.launch import START_ERRORS, check_settings, device
 from text_generation_launcher.model import resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, make_plan
 from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.assemble import find_call_format
 from text_generation_router.chat.template_files import ChatTemplateError, load_templates
@@ -149,7 +150,13 @@ def _check_router(config: RouterConfig, model: Mapping[str, Any] | None) -> dict
             "max_input_tokens": limits.max_input_tokens,
             "max_total_tokens": limits.max_total_tokens,
             "kv_cache_tokens": tokens,
-            "full_streams": min(tokens // limits.max_total_tokens, model["max_slots"]),
+            "full_streams": min(
+                model["max_slots"],
+                *(
+                    group.num_blocks // group.blocks_held(limits.max_total_tokens, model["block_size"])
+                    for group in _cache_groups(model)
+                ),
+            ),
         }
     return found
 
@@ -189,6 +196,10 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _memory_rows(found, found.get("memory") or {})
 
 
+def _cache_groups(found: Mapping[str, Any]) -> list[CacheGroup]:
+    return [CacheGroup(group["blocks"], group["window"]) for group in found.get("cache_groups", ())]
+
+
 def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
     if weights := memory.get("weights"):
         yield "weights", f"{_gib(weights)} on each device"
@@ -202,6 +213,9 @@ def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> 
         yield "states", f"{_gib(states)} for the layers with a state of {found['max_slots']} sequences"
     if token := memory.get("kv_cache_token"):
         yield "KV cache", f"{token:,} bytes a token on each device; about {_gib(memory['kv_cache_left'] or 0)} are left"
+        if len(groups := _cache_groups(found)) > 1:
+            tokens = (f"{group.name} {group.num_blocks * found['block_size']:,} tokens" for group in groups)
+            yield "cache groups", ", ".join(tokens)
     elif memory:
         yield "KV cache", "its size is known once the model is loaded"
     if "kv_cache_tokens" in found:

@@ -122,7 +122,7 @@ def _described(
         "max_slots": info.max_slots,
         "block_size": info.block_size,
         "blocks": None if groups is None else groups[0].num_blocks,
-        "cache_groups": {group.name: group.num_blocks for group in groups or ()},
+        "cache_groups": [{"window": group.window, "blocks": group.num_blocks} for group in groups or ()],
         "memory": memory,
         "description": info_to_pb(info, 0, 1).SerializeToString().hex(),
     }

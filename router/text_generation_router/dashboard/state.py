@@ -22,7 +22,7 @@ from text_generation_router.metrics.requests import FIRST_TOKEN_BUCKETS
 from text_generation_router.metrics.steps import TOKEN_GAP_BUCKETS
 from text_generation_router.request import TenantId
 from text_generation_router.scheduling.fairness import Tenant
-from text_generation_router.scheduling.scheduler import SchedulerStats
+from text_generation_router.scheduling.stats import SchedulerStats
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardMember
 
@@ -144,6 +144,7 @@ class StateKeeper:
             "kv_used": replica.cache.used * replica.spec.block_size,
             "kv_cached": replica.cache.tree.cached_blocks * replica.spec.block_size,
             "kv_tokens": replica.spec.num_tokens,
+            "kv_groups": replica.cache.usage,
             "looked_up_tokens": replica.prompt_tokens,
             "hit_tokens": replica.hit_tokens,
             "gpus": [_gpu(state) for state in self._metrics.steps.gpus.states(member.number)],

@@ -25,10 +25,10 @@ _GAUGES: list[tuple[str, str, str]] = [
     ("tgi_batch_total_tokens", "Tokens of the KV cache in use", "used_tokens"),
     ("trtllm_num_requests_waiting", "Requests in the queue", "waiting"),
     ("trtllm_num_requests_running", "Requests running", "running"),
-    ("trtllm_kv_cache_utilization", "Share of the KV cache in use, 0 to 1", "kv_usage"),
+    ("trtllm_kv_cache_utilization", "Share of the KV cache in use, of its fullest group, 0 to 1", "kv_usage"),
     ("trtllm_kv_cache_tokens_per_block", "Tokens per KV block", "block_size"),
-    ("trtllm_kv_cache_max_blocks", "KV blocks in total", "num_blocks"),
-    ("text_generation_kv_cache_usage_ratio", "Share of the KV cache in use, 0 to 1", "kv_usage"),
+    ("trtllm_kv_cache_max_blocks", "KV blocks in total, of the first group", "num_blocks"),
+    ("text_generation_kv_cache_usage_ratio", "Share of the KV cache in use, of its fullest group, 0 to 1", "kv_usage"),
     ("text_generation_prefix_cache_blocks", "KV blocks in the prefix cache, in use or not", "cached_blocks"),
     ("text_generation_queued_tokens", "Estimated tokens of queued work", "queued_tokens"),
     (
@@ -71,6 +71,10 @@ _COUNTERS: list[tuple[str, str, str]] = [
         "moves",
     ),
 ]
+_GROUPS = (
+    ("text_generation_kv_blocks_used", "KV blocks in use, by group of the cache, where there are several"),
+    ("text_generation_kv_blocks", "KV blocks in total, by group of the cache, where there are several"),
+)
 _ADAPTER = attrgetter("request.adapter")
 _ADAPTERS = (
     ("text_generation_adapter_requests_running", "Requests running, by LoRA adapter"),
@@ -105,6 +109,11 @@ class SchedulerMetrics:
         for kind, rows in (("gauge", _GAUGES + _REPLICAS), ("counter", _COUNTERS)):
             for name, documentation, field in rows:
                 yield reading_text(name, documentation, kind, getattr(stats, field))
+        if len(stats.block_usage) > 1:
+            for (name, documentation), number in zip(_GROUPS, (0, 1), strict=True):
+                yield head_text(name, documentation, "gauge")
+                for group, usage in stats.block_usage.items():
+                    yield f"{name}{labels_text({'group': group})} {usage[number]}.0\n"
         for (name, documentation), counts in zip(_ADAPTERS, requests_of_adapters(self._scheduler), strict=True):
             yield head_text(name, documentation, "gauge")
             yield from (f"{name}{labels_text({'adapter': adapter})} {count}.0\n" for adapter, count in counts.items())

@@ -62,10 +62,10 @@ class KVCache:
         return self.num_blocks - self.available
 
     @property
-    def usages(self) -> list[float]:
-        """The share of the blocks in use, for each group."""
-        pools = [pool.used / max(1, pool.group.num_blocks) for pool in self.pools]
-        return [self.used / max(1, self.num_blocks), *pools]
+    def usage(self) -> dict[str, tuple[int, int]]:
+        """Of each group, by name: the blocks in use, and all."""
+        further = {pool.group.name: (pool.used, pool.group.num_blocks) for pool in self.pools}
+        return {CacheGroup(self.num_blocks).name: (self.used, self.num_blocks), **further}
 
     def stop_caching(self) -> None:
         """Reuse no cached prefix and keep none from now on. What sequences share already stays."""

@@ -362,9 +362,9 @@ class ReplicaScheduler:
 
     @property
     def room_in_use(self) -> float:
-        """Share of the slots or of the KV blocks in use, whichever is larger: 0 to 1."""
+        """Share of the slots or of the KV blocks of a group in use, whichever is largest: 0 to 1."""
         slots = min(len(self._slots), self._policy.max_batch_size)
-        return max(self.occupied_slots / slots, *self.cache.usages)
+        return max(self.occupied_slots / slots, *(used / max(1, size) for used, size in self.cache.usage.values()))
 
     @property
     def occupied_slots(self) -> int:

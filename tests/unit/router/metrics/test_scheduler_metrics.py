@@ -10,6 +10,7 @@ import pytest
 from metric_samples import samples
 from prometheus_client.parser import text_string_to_metric_families
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.metrics import Metrics
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.scheduler import SchedulerMetrics
@@ -154,3 +155,18 @@ def test_orders_without_new_requests_have_no_reason() -> None:
     scheduler.update(0, StepOutput(first.number), 0.0)
     scheduler.cancel(RequestId(1))
     assert decided(scheduler).join_reason is None
+
+
+def test_each_of_several_cache_groups_has_its_blocks() -> None:
+    scheduler = a_scheduler(batch=2)
+    assert not any("kv_blocks" in name for name in scraped(scheduler))
+    scheduler.lose(0)
+    groups = (CacheGroup(20, 128),)
+    scheduler.open(0, ReplicaSpec(num_slots=8, num_blocks=100, block_size=16, further_groups=groups))
+    submit(scheduler, 1)
+    decided(scheduler)
+    found = scraped(scheduler)
+    assert [found[f'text_generation_kv_blocks{{group="{name}"}}'] for name in ("full", "window 128")] == [100, 20]
+    used = [found[f'text_generation_kv_blocks_used{{group="{name}"}}'] for name in ("full", "window 128")]
+    assert used == [1, 1]
+    assert found["text_generation_kv_cache_usage_ratio"] == 1 / 20, "that of the fullest group"

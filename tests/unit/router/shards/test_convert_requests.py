@@ -54,6 +54,19 @@ def test_every_option_arrives() -> None:
     assert admission.grammar == Grammar(GrammarKind.REGEX, "a+")
 
 
+def test_blocks_of_all_groups_arrive() -> None:
+    placement = Placement(0, PLAIN, (), (0, 1), further_blocks=((0, (4, 5)), (1, (7,))))
+    first, second, third = ((0, (2, 3)), (4, (9,))), (), ((0, (8,)),)
+    output = SchedulerOutput(1, placements=(placement,), allocations=first, further_allocations=(second, third))
+    message = pb.Orders.FromString(orders_to_pb(output, [2]).SerializeToString())
+    orders = shard_convert.orders_from_pb(message)
+    assert orders.placements[0].further_blocks == placement.further_blocks
+    assert (orders.allocations, orders.further_allocations) == (first, (second, third))
+    message.further_allocations[1].counts[0] = 2
+    with pytest.raises(shard_convert.InvalidOrders, match="do not add up"):
+        shard_convert.orders_from_pb(message)
+
+
 @pytest.mark.parametrize("shares_prompts", [False, True])
 def test_a_prompt_of_several_answers_is_sent_once_to_a_shard_that_knows_this(shares_prompts: bool) -> None:
     other = replace(PLAIN, prompt=(8, 9))

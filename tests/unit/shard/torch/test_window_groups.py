@@ -34,11 +34,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
 BASE = tuple((37 * i + 11) % 331 for i in range(120))
 PROMPTS = [
     (BASE, 60),
-    (BASE[:80] + (5, 6, 7), 90),
+    ((*BASE[:80], 5, 6, 7), 90),
     (BASE[:33], 70),
-    (BASE[:64] + tuple(range(40)), 20),
+    ((*BASE[:64], *range(40)), 20),
     ((3, 1), 100),
-    (BASE + (9,), 40),
+    ((*BASE, 9), 40),
 ]
 STEPS = 2000
 

@@ -1,0 +1,99 @@
+"""The division of memory between the groups of a KV cache: shapes of known models, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_engines import TINY_LLAMA
+
+from text_generation_proto.cache_groups import CacheGroup
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.engine import EngineInfo, InsufficientMemory, Scheduling
+from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape
+from text_generation_shard.engines.torch.engine.warm_up import cache_groups
+
+INFO = EngineInfo(
+    engine="torch",
+    model_id="",
+    model_type=str(TINY_LLAMA["model_type"]),
+    dtype="bfloat16",
+    device="cuda:0",
+    scheduling=Scheduling.STEP,
+    vocab_size=1000,
+    max_sequence_length=131072,
+    max_slots=256,
+    block_size=BLOCK_SIZE,
+    eos_token_ids=(),
+    suggested_prefill_tokens=8192,
+    max_top_n_tokens=0,
+)
+LIMITS = WarmUpLimits()
+
+
+def shape(full: int, windows: int, window: int, heads: tuple[int, int], longest: int = 131072) -> CacheShape:
+    """Return the shape of a cache of `full` layers and of `windows` layers with a sliding window."""
+    num_kv_heads, head_dim = heads
+    layers = [LayerShape(num_kv_heads, num_kv_heads, head_dim, width) for width in [None] * full + [window] * windows]
+    return CacheShape(tuple(layers), torch.device("meta"), torch.bfloat16, longest)
+
+
+GEMMA_3_27B = shape(10, 52, 1024, (16, 128))
+GPT_OSS_20B = shape(12, 12, 128, (8, 64))
+GPT_OSS_120B = shape(18, 18, 128, (8, 64))
+
+
+def tokens(cache: CacheShape, nbytes: int, info: EngineInfo = INFO) -> list[int]:
+    groups = cache_groups(info, LIMITS, cache.windows, cache.block_bytes, nbytes)
+    taken = sum(group.num_blocks * size for group, size in zip(groups, cache.block_bytes, strict=True))
+    assert 0.99 * nbytes < taken <= nbytes
+    return [group.num_blocks * BLOCK_SIZE for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("cache", "gain"), [(GEMMA_3_27B, 4.0), (GPT_OSS_20B, 1.8), (GPT_OSS_120B, 1.8)], ids=["gemma", "20b", "120b"]
+)
+@pytest.mark.parametrize("gib", [16, 60])
+def test_a_cache_with_windows_holds_more_tokens(cache: CacheShape, gain: float, gib: int) -> None:
+    before = (gib << 30) // sum(cache.block_bytes) * BLOCK_SIZE
+    full, window = tokens(cache, gib << 30)
+    assert full >= gain * before
+    # A tenth, and enough for a sequence that computes the largest chunk.
+    assert window >= full // 10 - BLOCK_SIZE
+    assert window > 8192
+
+
+def test_a_window_not_shorter_than_a_sequence_has_no_group() -> None:
+    assert shape(1, 2, 4096, (2, 64), longest=4096).windows == (None,)
+    assert shape(1, 2, 4095, (2, 64), longest=4096).windows == (None, 4095)
+
+
+def test_a_model_of_windows_alone_has_a_full_group_without_layers() -> None:
+    cache = shape(0, 32, 4096, (8, 128), longest=32768)
+    assert cache.block_bytes == (0, 32 * 2 * 8 * 128 * 2 * BLOCK_SIZE)
+    full, window = tokens(cache, 20 << 30, replace(INFO, max_sequence_length=32768))
+    # A sequence of 16,384 tokens holds a quarter of its blocks.
+    assert 0.25 < window / full < 0.26
+
+
+def test_a_share_follows_from_the_longest_sequence() -> None:
+    cache = shape(13, 13, 4096, (4, 256), longest=8192)
+    full, window = tokens(cache, 10 << 30, replace(INFO, max_sequence_length=8192))
+    assert 0.5 < window / full < 0.52
+
+
+def test_the_tokens_asked_for_are_those_of_the_first_group() -> None:
+    limits = WarmUpLimits(max_batch_total_tokens=64000, max_batch_prefill_tokens=512)
+    cache = GPT_OSS_20B
+    groups = cache_groups(INFO, limits, cache.windows, cache.block_bytes, 1 << 40)
+    assert groups == (CacheGroup(4000), CacheGroup(400, 128))
+    needed = 4000 * cache.block_bytes[0] + 400 * cache.block_bytes[1]
+    assert cache_groups(INFO, limits, cache.windows, cache.block_bytes, needed) == groups
+    with pytest.raises(InsufficientMemory, match=r"^64000 tokens of KV cache .* room for 63\d\d\d tokens"):
+        cache_groups(INFO, limits, cache.windows, cache.block_bytes, needed - 1)
+
+
+def test_a_window_group_never_has_more_blocks_than_the_first() -> None:
+    groups = cache_groups(INFO, WarmUpLimits(max_batch_total_tokens=160), (None, 128), (1, 1), 100)
+    assert groups == (CacheGroup(10), CacheGroup(10, 128))
