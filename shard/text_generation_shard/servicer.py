@@ -76,13 +76,15 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             )
         seconds = time.monotonic() - started
         if not was_warm:
-            blocks = ", ".join(f"{group.num_blocks} {group.name}" for group in groups)
+            further = {"further_groups": {each.name: each.num_blocks for each in groups[1:]}} if groups[1:] else {}
+            took = round(seconds, 2)
             phases = {work: round(each, 1) for work, each in finished_work.items()}
             log.info(
                 "warmed up",
-                kv_blocks=blocks,
+                kv_blocks=groups[0].num_blocks,
+                **further,
                 block_size=block_size,
-                seconds=round(seconds, 2),
+                seconds=took,
                 seconds_by_work=phases,
             )
             finished_work.clear()
