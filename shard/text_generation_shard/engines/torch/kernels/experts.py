@@ -19,8 +19,8 @@ from torch.nn import functional
 from text_generation_shard.engines.torch.kernels.activation import gated, launch_activation
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
 from text_generation_shard.engines.torch.kernels.expert_rows import gathered, weighted_sum
-from text_generation_shard.engines.torch.kernels.few_experts import few_experts, few_weights
-from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
+from text_generation_shard.engines.torch.kernels.few_experts import few_experts
+from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation, few_weights
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
 HOPPER = 9

@@ -14,21 +14,6 @@ from text_generation_shard.engines.torch.kernels.matvec import matvec
 from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, ExpertWeights, GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
 
-PACKED_SHARE = 0.5
-"""Unpacking a weight for every pair takes as long as reading it."""
-
-
-def few_weights(gate_up: ExpertWeights, down: ExpertWeights, pairs: int) -> tuple[MatvecWeight, MatvecWeight] | None:
-    """Return the weights of both products if they are faster than products grouped by expert.
-
-    They are while there are no more pairs than experts: most experts then have one pair. On an H200 with
-    Qwen3-30B-A3B, 1, 4 and 16 tokens take 24, 72 and 265 µs, and 72, 151 and 317 µs by groups.
-    """
-    if pairs > len(gate_up.weight) * (1.0 if gate_up.packed_product is None else PACKED_SHARE):
-        return None
-    pair = gate_up.matvec_weight, down.matvec_weight
-    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
-
 
 def few_experts(  # noqa: PLR0913 – the options of three kernels
     x: Tensor,

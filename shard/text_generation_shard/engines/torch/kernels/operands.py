@@ -137,6 +137,22 @@ class ExpertWeights:
         return self.weight.flatten(0, 1) if self.weight.is_contiguous() else None
 
 
+PACKED_SHARE = 0.5
+"""Unpacking a weight for every pair takes as long as reading it."""
+
+
+def few_weights(gate_up: ExpertWeights, down: ExpertWeights, pairs: int) -> tuple[MatvecWeight, MatvecWeight] | None:
+    """Return the weights of both products if they are faster than products grouped by expert.
+
+    They are while there are no more pairs than experts: most experts then have one pair. On an H200 with
+    Qwen3-30B-A3B, 1, 4 and 16 tokens take 24, 72 and 265 µs, and 72, 151 and 317 µs by groups.
+    """
+    if pairs > len(gate_up.weight) * (1.0 if gate_up.packed_product is None else PACKED_SHARE):
+        return None
+    pair = gate_up.matvec_weight, down.matvec_weight
+    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+
+
 @dataclass(frozen=True, slots=True)
 class RopeStep:
     """The inputs of the rotation that are the same in all layers of a step."""

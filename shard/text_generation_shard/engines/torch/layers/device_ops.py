@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.few_experts import few_weights
-from text_generation_shard.engines.torch.kernels.operands import GatedActivation, Routing
+from text_generation_shard.engines.torch.kernels.operands import GatedActivation, Routing, few_weights
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
 from text_generation_shard.engines.torch.layers.linear import Linear

@@ -50,7 +50,8 @@ class Model:
         cache = [torch.zeros(shape, dtype=self.dtype) for _ in self.weights.layers]
         slots = torch.arange(SEQUENCES, dtype=torch.int32)
         tables, last_tokens = slots.unsqueeze(1), torch.zeros_like(slots)
-        return StepContext(self.kernels, cache, self.weights.layer_shapes, [tables] * len(cache), last_tokens)
+        each = [tables] * len(cache)
+        return StepContext(self.kernels, cache, self.weights.layer_shapes, each, last_tokens, torch.zeros_like(slots))
 
     def logits(self, ids: Tensor) -> Tensor:
         """float32 [tokens · sequences, vocabulary] for `ids` [tokens, sequences]."""
