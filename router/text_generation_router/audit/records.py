@@ -83,9 +83,11 @@ async def replay_record(record: Mapping[str, Any], client: ShardClient) -> Judge
     tokens = len(order.prompt)
     pool = await client.warm_up(max_batch_prefill_tokens=tokens)
     needed = -(-(tokens + 1) // pool.block_size)
-    if needed > pool.num_blocks:
+    if needed > min([pool.num_blocks, *(group.num_blocks for group in pool.further_groups)]):
         raise BadRecord(f"its {tokens} tokens do not fit the KV cache of the shard")
     order.blocks[:] = range(needed)
+    del order.further_blocks[:]
+    order.further_blocks.extend(pb.GroupBlocks(blocks=range(needed)) for _ in pool.further_groups)
     call = client.run()
     await call.write(pb.Orders(number=1, placements=[order], prefill_slots=[order.slot], prefill_tokens=[tokens]))
     async for report in call:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from text_generation_router.metrics.instruments import head_text, labels_text, reading_text
+from text_generation_router.scheduling.capacity import block_usage
 from text_generation_router.scheduling.scheduler import Scheduler
 
 _GAUGES: list[tuple[str, str, str]] = [
@@ -109,10 +110,10 @@ class SchedulerMetrics:
         for kind, rows in (("gauge", _GAUGES + _REPLICAS), ("counter", _COUNTERS)):
             for name, documentation, field in rows:
                 yield reading_text(name, documentation, kind, getattr(stats, field))
-        if len(stats.block_usage) > 1:
+        if len(groups := block_usage(replica.cache for replica in self._scheduler.serving)) > 1:
             for (name, documentation), number in zip(_GROUPS, (0, 1), strict=True):
                 yield head_text(name, documentation, "gauge")
-                for group, usage in stats.block_usage.items():
+                for group, usage in groups.items():
                     yield f"{name}{labels_text({'group': group})} {usage[number]}.0\n"
         for (name, documentation), counts in zip(_ADAPTERS, requests_of_adapters(self._scheduler), strict=True):
             yield head_text(name, documentation, "gauge")

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+from text_generation_router.scheduling.kv_cache import KVCache
 from text_generation_router.scheduling.messages import ReplicaSpec
 from text_generation_router.scheduling.policy import Policy
+
+
+def block_usage(caches: Iterable[KVCache]) -> dict[str, tuple[int, int]]:
+    """Return the KV blocks in use, and all, of each group of caches, by name."""
+    usage: dict[str, tuple[int, int]] = {}
+    for cache in caches:
+        for name, (used, size) in cache.usage.items():
+            all_used, all_blocks = usage.get(name, (0, 0))
+            usage[name] = all_used + used, all_blocks + size
+    return usage
+
+
+def kv_usage(caches: Iterable[KVCache]) -> float:
+    """Return the share of KV blocks in use in the fullest group."""
+    return max((used / max(1, size) for used, size in block_usage(caches).values()), default=0.0)
 
 
 class Capacity:

@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
-from text_generation_router.scheduling.capacity import Capacity
+from text_generation_router.scheduling.capacity import Capacity, kv_usage
 from text_generation_router.scheduling.charges import charge_first_start, count_hits
 from text_generation_router.scheduling.dispatch import Dispatcher
 from text_generation_router.scheduling.estimates import OutputLengths, Throughput, Throughputs
@@ -44,7 +45,40 @@ from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replays import Replays
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
-from text_generation_router.scheduling.stats import SchedulerStats, block_usage
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
+
+    waiting: int
+    queued_tokens: int
+    queue_seconds: float
+    busy_ratio: float
+    running: int
+    promised_tokens: int
+    kv_usage: float
+    used_blocks: int
+    used_tokens: int
+    cached_blocks: int
+    num_blocks: int
+    block_size: int
+    num_replicas: int
+    serving_replicas: int
+    preemptions: int
+    cancellations: int
+    expirations: int
+    moves: int
+    prompt_tokens: int
+    hit_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / max(1, self.prompt_tokens)
 
 
 class Scheduler:
@@ -336,7 +370,8 @@ class Scheduler:
             busy_ratio=self._throughputs.busy_ratio(available, now),
             running=sum(replica.occupied_slots for replica in serving) - len(self.replays),
             promised_tokens=sum(replica.promised_tokens for replica in serving),
-            block_usage=block_usage(replica.cache for replica in serving),
+            kv_usage=kv_usage(replica.cache for replica in serving),
+            used_blocks=sum(used for replica in serving for used, _ in replica.cache.usage.values()),
             used_tokens=sum(replica.cache.used * replica.spec.block_size for replica in serving),
             cached_blocks=sum(replica.cache.tree.cached_blocks for replica in serving),
             num_blocks=sum(replica.spec.num_blocks for replica in serving),

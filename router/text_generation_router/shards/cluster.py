@@ -24,8 +24,7 @@ from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Listeners, Receiver
 from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
