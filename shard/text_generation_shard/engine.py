@@ -117,7 +117,7 @@ class NewSequence:
     trace: TraceContext | None = None
     """The sampled trace of its request."""
     further_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Of each group after the first: the index of its first block, and its KV blocks."""
+    """The KV blocks of each group after the first, and before them the index of the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,11 +110,11 @@ class SchedulerMetrics:
         for kind, rows in (("gauge", _GAUGES + _REPLICAS), ("counter", _COUNTERS)):
             for name, documentation, field in rows:
                 yield reading_text(name, documentation, kind, getattr(stats, field))
-        if len(groups := block_usage(replica.cache for replica in self._scheduler.serving)) > 1:
-            for (name, documentation), number in zip(_GROUPS, (0, 1), strict=True):
-                yield head_text(name, documentation, "gauge")
-                for group, usage in groups.items():
-                    yield f"{name}{labels_text({'group': group})} {usage[number]}.0\n"
+        groups = block_usage(replica.cache for replica in self._scheduler.serving)
+        for (name, documentation), number in zip(_GROUPS, (0, 1), strict=True):
+            yield head_text(name, documentation, "gauge")
+            for group, usage in groups.items() if len(groups) > 1 else ():
+                yield f"{name}{labels_text({'group': group})} {usage[number]}.0\n"
         for (name, documentation), counts in zip(_ADAPTERS, requests_of_adapters(self._scheduler), strict=True):
             yield head_text(name, documentation, "gauge")
             yield from (f"{name}{labels_text({'adapter': adapter})} {count}.0\n" for adapter, count in counts.items())

@@ -37,7 +37,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.pools = tuple(WindowPool(group, block_size) for group in further_groups)
-        """Of the groups after the first."""
+        """The blocks of the groups after the first."""
         self.tree = PrefixTree(block_size, self.pools)
         self.urgent = False
         """True if a sequence needs blocks at the next step boundary."""
@@ -63,7 +63,7 @@ class KVCache:
 
     @property
     def usage(self) -> dict[str, tuple[int, int]]:
-        """Of each group, by name: the blocks in use, and all."""
+        """The blocks in use, and all, by the name of each group."""
         further = {pool.group.name: (pool.used, pool.group.num_blocks) for pool in self.pools}
         return {CacheGroup(self.num_blocks).name: (self.used, self.num_blocks), **further}
 

@@ -74,7 +74,7 @@ class Placement:
     cached_tokens: int = 0
     """Leading tokens whose KV is already in `blocks`."""
     further_blocks: tuple[FurtherBlocks, ...] = ()
-    """Those of each group after the first."""
+    """The blocks of each group after the first."""
     own_cached_tokens: int = 0
     """Cached tokens that the same tenant computed or reused before. A client learns of no others."""
 
@@ -90,7 +90,7 @@ class SchedulerOutput:
     allocations: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, additional KV blocks)."""
     further_allocations: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ()
-    """The same of each group after the first."""
+    """The allocations of each group after the first."""
     prefill: tuple[tuple[int, int], ...] = ()
     """(slot, prompt tokens to compute in the next step)."""
     join_reason: JoinReason | None = None

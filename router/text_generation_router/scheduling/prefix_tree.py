@@ -64,7 +64,7 @@ class PrefixTree:
     def __init__(self, block_size: int, pools: Sequence[WindowPool] = ()) -> None:
         self._block_bytes = _BYTES_PER_TOKEN * block_size
         self._pools = pools
-        """Of the further groups."""
+        """The blocks of the further groups."""
         self._now = 0
         self._roots: dict[str, Node] = {}
         self.cached_blocks = 0

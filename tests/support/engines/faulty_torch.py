@@ -143,7 +143,7 @@ class _FaultyModel:
         if engine.fault == "window" and not step.sequences():
             runner = engine._engine._executor._runner
             layers = tuple(replace(layer, window=WINDOW) for layer in runner._shape.layers)
-            shape = replace(runner._shape, layers=layers)
+            shape = replace(runner._shape, layers=layers, longest=0)
             step._plan = AttentionPlan(step._batch, runner._tables, step._cache, shape)
             engine.strikes += 1
         hidden: Tensor = self._model.forward(step)
