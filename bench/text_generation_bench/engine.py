@@ -36,7 +36,7 @@ class Run:
     """Seconds between the results of two steps that returned a token for every sequence."""
 
 
-def run(  # noqa: PLR0913 – a run is described by its sizes
+def run(
     engine: Engine,
     sequences: int,
     prompt_tokens: int,
