@@ -64,8 +64,10 @@ class KVCache:
     @property
     def usage(self) -> dict[str, tuple[int, int]]:
         """The blocks in use, and all, by the name of each group."""
-        further = {pool.group.name: (pool.used, pool.group.num_blocks) for pool in self.pools}
-        return {CacheGroup(self.num_blocks).name: (self.used, self.num_blocks), **further}
+        usage = {"full": (self.used, self.num_blocks)}
+        for pool in self.pools:
+            usage[pool.group.name] = pool.used, pool.group.num_blocks
+        return usage
 
     def stop_caching(self) -> None:
         """Reuse no cached prefix and keep none from now on. What sequences share already stays."""

@@ -364,7 +364,8 @@ class ReplicaScheduler:
     def room_in_use(self) -> float:
         """Share of the slots or of the KV blocks of a group in use, whichever is largest: 0 to 1."""
         slots = min(len(self._slots), self._policy.max_batch_size)
-        return max(self.occupied_slots / slots, *(used / max(1, size) for used, size in self.cache.usage.values()))
+        shares = [pool.used / max(1, pool.group.num_blocks) for pool in self.cache.pools]
+        return max(self.occupied_slots / slots, self.cache.used / max(1, self.cache.num_blocks), *shares)
 
     @property
     def occupied_slots(self) -> int:
