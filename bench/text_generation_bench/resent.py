@@ -23,7 +23,7 @@ from text_generation_bench.router_processes import cpu_seconds, servers
 MESSAGE_TOKENS = 500
 """About the length of a message: that of a result of a tool, or of a page of text."""
 TOKENS_PER_WORD = 1.32
-"""Of SmolLM2's tokenizer for these texts, about."""
+"""About the characters of a token of SmolLM2's tokenizer in these texts."""
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ that was reused, or to the end of a prompt. All others follow, least recently he
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -61,8 +62,8 @@ class WindowPool:
         self._block_size = block_size
         self._free = [GroupBlock(number) for number in range(group.num_blocks - 1, -1, -1)]
         # Evictable blocks, first to last.
-        self._behind: dict[GroupBlock, None] = {}
-        self._recent: dict[GroupBlock, None] = {}
+        self._behind: OrderedDict[GroupBlock, None] = OrderedDict()
+        self._recent: OrderedDict[GroupBlock, None] = OrderedDict()
 
     @property
     def available(self) -> int:

@@ -22,7 +22,7 @@ PIECE_BYTES = 300
 def piece_digest(salt: str, text: str, start: int, stop: int) -> bytes:
     """Return the digest of all that the tokens of `text[start:stop]` depend on, which is also the character before."""
     place = "inner" if start else "first"
-    return sha256("\0".join((salt, place, text[max(start - 1, 0) : stop])).encode()).digest()
+    return sha256(f"{len(salt)} {salt}{place}{text[max(start - 1, 0) : stop]}".encode()).digest()
 
 
 class PieceCache:

@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
     digest: bytes
     """Its name in the cache; empty: it is not looked for there."""
     columns: Sequence[array[int]]
-    """Those of `Tokenizer.encode_piece`; empty until it is encoded."""
+    """The columns of `Tokenizer.encode_piece`; empty until it is encoded."""
 
 
 class TokenizerPool:

@@ -11,6 +11,7 @@ import hashlib
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +33,7 @@ HELPERS = 4
 SETTINGS = frozenset(
     ("model_path", "dtype", "quantize", "kv_cache_dtype", "device", "max_batch_size", "cuda_memory_fraction")
 )
-"""The settings on which kernels depend."""
+"""The settings on which the kernels of a model without LoRA adapters depend."""
 KERNEL = "kernel "
 """Start of a line with the name of a kernel that a helper has compiled."""
 
@@ -44,6 +45,7 @@ class CompileAhead:
 
     def __init__(self, config: ShardConfig, prepared: Prepared[ModelConfig]) -> None:
         self._helpers: list[subprocess.Popen[str]] = []
+        self._followers: list[Thread] = []
         self._started = time.monotonic()
         self._kernels = 0
         self._others: dict[int, str] = {}
@@ -57,13 +59,14 @@ class CompileAhead:
         for part in range(HELPERS):
             command = [sys.executable, "-m", PROGRAM, str(part), str(HELPERS)]
             helper = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
             )
             assert helper.stdin is not None
             helper.stdin.write(f"{self._settings}\n")
             helper.stdin.flush()
             self._helpers.append(helper)
-            Thread(target=self._follow, args=(helper,), name="compiling", daemon=True).start()
+            self._followers.append(Thread(target=self._follow, args=(helper,), name="compiling", daemon=True))
+            self._followers[-1].start()
 
     def _follow(self, helper: subprocess.Popen[str]) -> None:
         """Show the names of the kernels that a helper compiles."""
@@ -80,13 +83,22 @@ class CompileAhead:
         if not self._helpers:
             return
         codes = {helper.pid: helper.wait() for helper in self._helpers}
+        for follower in self._followers:
+            follower.join()
         show("")
         finished_work["compiling kernels ahead"] = seconds = time.monotonic() - self._started
         errors = sorted({one_line(self._others.get(pid, "")) for pid, code in codes.items() if code})
         log.info("kernels compiled", processes=HELPERS, kernels=self._kernels, seconds=round(seconds, 1), errors=errors)
         if not errors:
-            self._done.parent.mkdir(parents=True, exist_ok=True)
-            self._done.touch()
+            with suppress(OSError):  # a cache that cannot be written remembers nothing
+                self._done.parent.mkdir(parents=True, exist_ok=True)
+                self._done.touch()
+
+    def stop(self) -> None:
+        """End the helpers of a start that failed."""
+        for helper in self._helpers:
+            helper.kill()
+            helper.wait()
 
 
 def one_of_each_kind(model: ModelConfig) -> ModelConfig:
@@ -126,4 +138,5 @@ def _have_room(config: ShardConfig, prepared: Prepared[ModelConfig]) -> bool:
     whole = native_footprint(config, prepared, WarmUpLimits())
     dummy = config.model_copy(update={"load_format": "dummy"})
     small = native_footprint(dummy, replace(prepared, model=one_of_each_kind(prepared.model)), WarmUpLimits())
-    return whole.weights + HELPERS * (small.weights + whole.largest_step) <= whole.memory
+    helper = small.weights + small.states + whole.largest_step
+    return whole.weights + whole.states + HELPERS * helper <= whole.memory

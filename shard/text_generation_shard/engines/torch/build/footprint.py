@@ -83,7 +83,8 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
         plan_loading(Path(config.model_path), parameters, model.quantization)
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
     nbytes += 0 if weights.adapters is None else weights.adapters.nbytes
-    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, model.hidden_size, weights.state_bytes)
+    sizes = model.num_layers, model.hidden_size
+    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, weights.state_bytes)
 
 
 def transformers_footprint(
@@ -103,17 +104,18 @@ def transformers_footprint(
     try:
         model.record()
     except EngineError:  # the values of tensors decide on its path: it cannot be followed without them
-        return _footprint(config, prepared, limits, nbytes, (), hidden_size)
+        return _footprint(config, prepared, limits, nbytes, (), 0, hidden_size)
     states = model.states.bytes_each if model.keeps_states else 0
-    return _footprint(config, prepared, limits, nbytes, model.layers, hidden_size, states)
+    return _footprint(config, prepared, limits, nbytes, model.layers, len(model.layers), hidden_size, states)
 
 
-def _footprint(
+def _footprint(  # noqa: PLR0913 – the sizes of a model
     config: ShardConfig,
     prepared: Prepared[Description],
     limits: WarmUpLimits,
     weights: int,
     layers: Iterable[LayerShape],
+    num_layers: int,
     hidden_size: int,
     state_bytes: int = 0,
 ) -> Footprint:
@@ -126,13 +128,14 @@ def _footprint(
     tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
     slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
     # The outputs of all projections of a layer, and the residual stream around them.
-    width = prepared.model.active_weights // (max(len(layers), 1) * hidden_size) // config.world_size
+    width = prepared.model.active_weights // (max(num_layers, 1) * hidden_size) // config.world_size
     step = tokens * (width + 4 * hidden_size) * prepared.dtype.itemsize
     if target.device.type == "cpu":
         memory = int(target.memory * fraction)
         step += slots * info.vocab_size * SORTED_BYTES + CPU_PROCESS
     else:
         memory = int(target.memory * fraction) - margin_of(target.memory)
-        graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(len(layers) + 1) // PIECES_PER_GRAPH)
+        graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(num_layers + 1) // PIECES_PER_GRAPH)
+        graphs *= 2 if info.adapters else 1
         step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES
     return Footprint(info, memory, weights, shape if layers else None, step, state_bytes * (info.max_slots + 1))

@@ -30,13 +30,15 @@ NAMES = (
 log = structlog.get_logger()
 
 
-def fp8_cache(config: ShardConfig, kv_heads: Mapping[int, ShardRange], device: torch.device) -> Fp8Cache | None:
+def fp8_cache(
+    config: ShardConfig, kv_heads: Mapping[int, ShardRange], device: torch.device, attention: str = "self_attn"
+) -> Fp8Cache | None:
     """Return the FP8 cache, with the scales of this rank's KV heads; None: the cache has the model's dtype.
 
-    `kv_heads` are those of each layer with attention. Without them the names of the layers are not known. Raises EngineError.
+    `kv_heads` are those of each layer with attention, whose module is named `attention`. Without them the names of the layers are not known. Raises EngineError.
     """
     checkpoint = None if config.load_format == "dummy" else Checkpoint(Path(config.model_path), text_only=True)
-    ends = tuple(f".self_attn.{name}" for names in NAMES for name in names)
+    ends = tuple(f".{attention}.{name}" for names in NAMES for name in names)
     is_scaled = checkpoint is not None and any(name.endswith(ends) for name in checkpoint.names)
     if config.kv_cache_dtype == "auto":
         if is_scaled:
@@ -50,14 +52,16 @@ def fp8_cache(config: ShardConfig, kv_heads: Mapping[int, ShardRange], device: t
         return Fp8Cache(dtype)
     if not kv_heads:
         raise EngineError(f"{asked}: the scales of this checkpoint are not served where transformers runs the model")
-    return Fp8Cache(dtype, _read_scales(checkpoint, kv_heads, device))
+    return Fp8Cache(dtype, _read_scales(checkpoint, kv_heads, device, attention))
 
 
-def _read_scales(checkpoint: Checkpoint, kv_heads: Mapping[int, ShardRange], device: torch.device) -> dict[int, Tensor]:
+def _read_scales(
+    checkpoint: Checkpoint, kv_heads: Mapping[int, ShardRange], device: torch.device, attention: str
+) -> dict[int, Tensor]:
     """Return the scales of the layers that have any, by their number among those with attention."""
     scales: dict[int, Tensor] = {}
     for number, (layer, heads) in enumerate(kv_heads.items()):
-        prefix = f"model.layers.{layer}.self_attn."
+        prefix = f"model.layers.{layer}.{attention}."
         found = [next((prefix + each for each in names if prefix + each in checkpoint), None) for names in NAMES]
         if any(found):
             scales[number] = torch.stack([_scales(checkpoint, name, heads) for name in found]).to(device)

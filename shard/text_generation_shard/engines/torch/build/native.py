@@ -24,7 +24,11 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
     prepared = prepare(config, model_config, Target.of(config))
     ahead = CompileAhead(config, prepared)
-    builder, runner = build_model(config, prepared)
+    try:
+        builder, runner = build_model(config, prepared)
+    except BaseException:
+        ahead.stop()
+        raise
     ahead.wait()
     return builder.engine(runner)
 
@@ -41,7 +45,7 @@ def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[E
         for index, layer in enumerate(weights.layers)
         if layer.attention is not None
     }
-    fp8 = fp8_cache(config, kv_heads, builder.device)
+    fp8 = fp8_cache(config, kv_heads, builder.device, model_config.family.names.attention)
     load(config, weights.named_parameters(), model_config.quantization)
     weights.process_weights_after_loading()
     if on_cpu:

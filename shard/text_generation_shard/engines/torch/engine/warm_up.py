@@ -57,6 +57,7 @@ def worst_step(info: EngineInfo, limits: WarmUpLimits, hardest_rows: int, groups
                 sampling=HARDEST_SAMPLING if slot < hardest_rows else Sampling(),
                 blocks=blocks,
                 further_blocks=((0, blocks),) * (groups - 1),
+                adapter=info.adapters[0] if info.adapters else "",
             )
         )
         num_blocks += count

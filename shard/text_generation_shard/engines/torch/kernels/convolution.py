@@ -123,9 +123,9 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     length = tl.load(ends + tl.program_id(0) + 1) - start
     if tl.program_id(1) * TOKENS >= length:
         return
-    first = decoding + start
+    first = (decoding + start).to(tl.int64)
     continues = tl.load(positions + first) > 0
-    tokens = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    tokens = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     columns = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     inside, real = columns < channels, tokens < length
     rows = x + first * x_stride + columns

@@ -50,7 +50,7 @@ def _gated_norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK) < WIDTH
     columns = tl.program_id(1) * WIDTH + tl.arange(0, BLOCK)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)

@@ -107,6 +107,7 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
     weight, scales = (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
     (outputs, inputs), columns = weight.shape, out.shape[1]
     if experts is not None:
+        assert scales is None, "no expert has scales by row"
         outputs //= experts.count
     pairs = 1 if experts is None else len(out)
     config = config_for(

@@ -74,7 +74,9 @@ class HummingExperts:
 
     def process_weights_after_loading(self) -> None:
         """Copy the weights for our own kernel of a few rows; reorder them for humming's."""
-        if has_room(self._layer.weight.device):
+        # Ranks must compute the same products, and their free memory differs: divided weights are not copied.
+        ranges = [each for part in self._experts[0] for each in (part.outputs, part.inputs)]
+        if all(each.length == each.total for each in ranges) and has_room(self._layer.weight.device):
             self.matvec_weight = self._in_rows()
         self._layer.transform()
         self._tilings = tilings(self._layer.humming_config)

@@ -95,7 +95,8 @@ class LayerWeights(DecoderLayer):
         if experts is None or not experts.layers[index]:
             return self._dense_mlp(names.mlp, self._config.intermediate_size, tp)
         shared = None
-        if experts.shared_inner and not shares_form(self._config, self._prefix):
+        # An adapter changes a shared expert that has products of its own.
+        if experts.shared_inner and not (self._adapters is None and shares_form(self._config, self._prefix)):
             shared = self._dense_mlp(experts.family.shared_module, experts.shared_inner, tp)
         sparse = Experts(self._config, self._prefix, tp, self._device, self._precision.model, shared)
         if not experts.family.beside_mlp:
@@ -179,6 +180,8 @@ def empty_weights(
     on_cpu: bool,
 ) -> ModelWeights:
     """Return the empty weights of a rank, with the precision of a CPU or a GPU. Raises EngineError for adapters of other models."""
+    if adapters and config.multipliers is not None:
+        raise EngineError(f"LoRA adapters of {config.model_type} models are not served: their projections have factors")
     # On a CPU, small products in bfloat16 take many times as long as in float32.
     found = ModelAdapters(adapters, torch.float32 if on_cpu else dtype) if adapters else None
     if on_cpu:
