@@ -84,7 +84,7 @@ def random_case(
 
 CASES = [
     ((1, 2, 4, 40, 24), SILU, False, False),
-    ((37, 3, 5, 72, 40), GPT_OSS, True, True),
+    ((17, 3, 5, 72, 40), GPT_OSS, True, True),
     full((90, 2, 3, 80, 48), GatedActivation("gelu"), True, False),
     full((70, 8, 16, 40, 24), SILU, False, False),
 ]
@@ -124,15 +124,15 @@ def test_few_experts_norm_their_input_and_add_to_the_stream(device: torch.device
 
 def test_a_token_does_not_depend_on_the_others(device: torch.device) -> None:
     torch.manual_seed(1)
-    x, ids, weights, gate_up, down = random_case(device, torch.float32, (9, 3, 6, 32, 16), bias=False, transposed=False)
+    x, ids, weights, gate_up, down = random_case(device, torch.float32, (5, 3, 6, 32, 16), bias=False, transposed=False)
     for compute in COMPUTE:
         whole = compute(x, ids, weights, gate_up, down, SILU)
         poisoned = x.clone()
-        poisoned[4] = torch.nan
+        poisoned[2] = torch.nan
         found = compute(poisoned, ids, weights, gate_up, down, SILU)
-        others = [token for token in range(9) if token != 4]
+        others = [token for token in range(5) if token != 2]
         assert found[others].equal(whole[others])
-        assert found[4].isnan().all()
+        assert found[2].isnan().all()
 
 
 @pytest.mark.parametrize("tokens", [1, 40, full(700)])
