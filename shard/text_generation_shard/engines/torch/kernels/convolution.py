@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.operands import Convolution
 
 _CHANNELS = 256
@@ -58,7 +59,7 @@ def _finished(
     if bias is not None:
         values += tl.load(bias + places, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATES:
-        values = values / (1.0 + tl.exp(-values))
+        values = activated(values, "silu")
     return values
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.norm import norm_scale
 from text_generation_shard.engines.torch.kernels.operands import GatedNorm
 from text_generation_shard.engines.torch.kernels.rows import row_tile
@@ -55,7 +56,7 @@ def _gated_norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     columns = tl.program_id(1) * WIDTH + tl.arange(0, BLOCK)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    gates = gates / (1.0 + tl.exp(-gates))
+    gates = activated(gates, "silu")
     if GATE_FIRST:
         values *= gates
     if weight is not None:

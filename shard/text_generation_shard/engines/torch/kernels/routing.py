@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.operands import Routing
+from text_generation_shard.engines.torch.kernels.operands import SIGMOID_EPS, Routing
 
-SIGMOID_EPS = tl.constexpr(1e-6)
-"""Added to the sum of the chosen probabilities of sigmoids before it divides them, as in transformers' Lfm2MoeTopKRouter."""
+_SIGMOID_EPS = tl.constexpr(SIGMOID_EPS)
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -81,7 +80,7 @@ def _route_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         left = tl.where(experts == index, -3e38, left)
     divisor = tl.sum(chosen, axis=0) if NORMALIZE else total
     if choice_bias is not None:
-        divisor = divisor + SIGMOID_EPS if NORMALIZE else 1.0
+        divisor = divisor + _SIGMOID_EPS if NORMALIZE else 1.0
     values = chosen / divisor + tl.sum(tl.where(is_number, 0.0, row), axis=0)
     is_place = places < CHOSEN
     if expert_scale is not None:

@@ -14,13 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
-from text_generation_shard.engines.torch.kernels.operands import Recurrence
+from text_generation_shard.engines.torch.kernels.operands import UNIT_EPS, Recurrence
 
 _PIECE = 64
 _COLUMNS = 32
 """Columns of the values of a program."""
-_UNIT_EPS = tl.constexpr(1e-6)
-"""Added to the squared length of queries and keys before they are divided by it."""
+_UNIT_EPS = tl.constexpr(UNIT_EPS)
 
 
 def scan(
@@ -112,11 +111,6 @@ def _unit(vectors: tl.tensor, axis: tl.constexpr) -> tl.tensor:
     return vectors * tl.rsqrt(tl.sum(vectors * vectors, axis=axis, keep_dims=True) + _UNIT_EPS)
 
 
-@triton.jit
-def _sigmoid(x: tl.tensor) -> tl.tensor:
-    return 1.0 / (1.0 + tl.exp(-x.to(tl.float32)))
-
-
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     qkv: tl.tensor,
@@ -168,7 +162,7 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     if DELTA:
         queries = _unit(queries, 0) * (KEYS**-0.5)
         keys = _unit(keys, 0)
-        beta = BETA_SCALE * _sigmoid(tl.load(betas + row * betas_stride + head))
+        beta = BETA_SCALE * tl.sigmoid(tl.load(betas + row * betas_stride + head).to(tl.float32))
         update = beta * (values - tl.sum(state * keys[:, None], axis=0))
     else:
         update = size * values
@@ -227,7 +221,8 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     raw = tl.load(steps + rows * steps_stride + head, mask=real, other=0.0)
     size = _step_size(raw, tl.load(step_bias + head), STEP_MIN, STEP_MAX)
     total = tl.cumsum(tl.where(real, -tl.load(decay + head) * size, 0.0), 0)
-    beta = BETA_SCALE * _sigmoid(tl.load(betas + rows * betas_stride + head, mask=real, other=0.0))
+    raw = tl.load(betas + rows * betas_stride + head, mask=real, other=0.0)
+    beta = BETA_SCALE * tl.sigmoid(raw.to(tl.float32))
     beta = tl.where(real, beta, 0.0)
 
     places = tl.arange(0, PIECE)

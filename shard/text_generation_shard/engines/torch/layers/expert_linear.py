@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation, Routing
+from text_generation_shard.engines.torch.kernels.operands import SIGMOID_EPS, ExpertWeights, GatedActivation, Routing
 from text_generation_shard.engines.torch.layers.linear import DenseLinear
 
 
@@ -67,8 +67,6 @@ def experts_by_loop(
     return first.to(x.dtype)
 
 
-SIGMOID_EPS = 1e-6
-"""Added to the sum of the chosen probabilities of sigmoids before it divides them, as in transformers' Lfm2MoeTopKRouter."""
 Routed = tuple[Tensor, Tensor]
 """The ids [tokens, k] and the weights, float32 [tokens, k], of the chosen experts."""
 

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
-from text_generation_shard.engines.torch.kernels.operands import Convolution, GatedNorm, Recurrence
+from text_generation_shard.engines.torch.kernels.operands import UNIT_EPS, Convolution, GatedNorm, Recurrence
 
 CHUNK = 64
-UNIT_EPS = 1e-6
-"""Added to the squared length of queries and keys before they are divided by it."""
 
 
 def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:

@@ -16,7 +16,7 @@ from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Pr
 from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear
 from text_generation_shard.engines.torch.weights.checkpoint import text_name
 
-MAX_RANK = 256
+MAX_SERVED_RANK = 256
 """Limit of the rank: PEFT's adapters have 4 to 256."""
 
 
@@ -67,8 +67,8 @@ class ModelAdapters(StepAdapters):
                     problem = (
                         f"changes a {name} of {_by(own)} values, and that of this model has {_by(self._served[name])}"
                     )
-                elif change.rank > MAX_RANK:
-                    problem = f"has rank {change.rank}, and the torch engine serves ranks up to {MAX_RANK}"
+                elif change.rank > MAX_SERVED_RANK:
+                    problem = f"has rank {change.rank}, and the torch engine serves ranks up to {MAX_SERVED_RANK}"
                 if problem is not None:
                     raise EngineError(f"the LoRA adapter {adapter.name} {problem}")
 
