@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, GatedActivation, Routing
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
 from text_generation_shard.engines.torch.layers import recurrence
 from text_generation_shard.engines.torch.layers.adapted_linear import LoopedRows
-from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
+from text_generation_shard.engines.torch.layers.expert_linear import choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import ResidualStream
@@ -42,18 +42,8 @@ class CpuOps:
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
         self.add(stream, linear(x), norm)
 
-    def add_mixture(
-        self,
-        stream: ResidualStream,
-        before: RMSNorm,
-        router: Linear,
-        experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
-        routing: Routing,
-        after: RMSNorm | None,
-    ) -> None:
-        x, (gate_up, down, activation) = self.norm(stream, before), experts
-        ids, weights = self.route(router(x), routing)
-        self.add(stream, self.experts(x, ids, weights, gate_up, down, activation), after)
+    def add_few_experts(self, *_: object) -> bool:
+        return False
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         self._group.all_reduce(update)

@@ -85,25 +85,19 @@ class DeviceOps:
         self._kernels.matvec(x, weight, stream.residual, linear.bias, add=is_first, scale=stream.scale)
         self._group.all_reduce(stream.residual)
 
-    def add_mixture(
+    def add_few_experts(
         self,
         stream: ResidualStream,
         before: RMSNorm,
         router: Linear,
         experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
         routing: Routing,
-        after: RMSNorm | None,
-    ) -> None:
+    ) -> bool:
         gate_up, down, activation = experts
-        weight, few = (
-            self._fused_weight(router, stream),
-            few_weights(gate_up, down, routing.each * len(stream.residual)),
-        )
-        if weight is None or few is None or after is not None:
-            x = self.norm(stream, before)
-            ids, weights = self.route(router(x), routing)
-            self.add(stream, self.experts(x, ids, weights, gate_up, down, activation), after)
-            return
+        weight = self._fused_weight(router, stream)
+        few = few_weights(gate_up, down, routing.each * len(stream.residual))
+        if weight is None or few is None:
+            return False
         residual, norm = stream.residual, (before.weight, before.eps)
         logits = torch.empty(len(residual), weight.shape[0], dtype=torch.float32, device=residual.device)
         self._kernels.matvec(residual, weight, logits, router.bias, norm=norm)
@@ -122,6 +116,7 @@ class DeviceOps:
             scale=stream.scale,
         )
         self._group.all_reduce(residual)
+        return True
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         self._group.all_reduce(update)

@@ -89,19 +89,19 @@ class Ops(Protocol):
         """Return the weighted sum of the outputs of each token's experts: see `experts_by_loop`."""
         ...
 
-    def add_mixture(
+    def add_few_experts(
         self,
         stream: ResidualStream,
         before: RMSNorm,
         router: Linear,
         experts: tuple[ExpertLinear, ExpertLinear, GatedActivation],
         routing: Routing,
-        after: RMSNorm | None,
-    ) -> None:
-        """Add the outputs of the experts (gate and up, down, activation) that the router chooses to the stream, as `add` does.
+    ) -> bool:
+        """Add the outputs of the experts (gate and up, down, activation) of a few tokens to the stream by kernels that are fused.
 
-        `router` returns float32. Both read the stream normed by `before`.
+        `router` returns float32. Router and experts read the stream normed by `before`. False: nothing was done.
         """
+        ...
 
     def convolve(self, x: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
         """Return the convolved values [tokens, channels] of `x` [tokens, channels]; updates the states."""

@@ -101,14 +101,15 @@ class Experts:
         return [gate_up, [[Projection(name + down, whole, self._inner)] for name in names]]
 
     def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
-        if self._shared is None:
+        if self._shared is None and after is None:
             experts = self._gate_up, self._down, self._activation
-            ops.add_mixture(stream, before, self._router, experts, self._routing, after)
-            return
+            if ops.add_few_experts(stream, before, self._router, experts, self._routing):
+                return
         x = ops.norm(stream, before)
         out = self.outputs(ops, x, self.route(ops, x))
-        shared = self._shared.down(self._activation(self._shared.gate_up(x)))
-        out += shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid().to(out.dtype)
+        if self._shared is not None:
+            shared = self._shared.down(self._activation(self._shared.gate_up(x)))
+            out += shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid().to(out.dtype)
         ops.add(stream, out, after)
 
     @property
