@@ -14,6 +14,7 @@ from torch import Tensor
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.layers.linear import Projection
+from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear
 from text_generation_shard.engines.torch.layers.quantized.packed_format import (
     bits_and_group,
     dense_weight,
@@ -21,6 +22,7 @@ from text_generation_shard.engines.torch.layers.quantized.packed_format import (
     packed_parameters,
     packed_scales,
     packed_zeros,
+    reorder_outputs,
 )
 from text_generation_shard.engines.torch.models.huggingface.dequantize import dequantized_tensors
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
@@ -29,6 +31,7 @@ from text_generation_shard.engines.torch.weights.load import load_weights
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format, Mxfp4Format
+from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8Format
 from text_generation_shard.engines.torch.weights.quantization.formats.gptq import GptqFormat
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme, read_scheme
 
@@ -146,7 +149,7 @@ PACKED = [
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_weights_are_those_that_are_dequantized(name: str) -> None:
-    """The tensors for humming, of the whole weight and of a rank's rows and columns."""
+    """The tensors for humming, of the whole weight and of a rank's rows and columns, also with the rows in another order."""
     scheme, tensors, expected, parameter = case(name)
     weights = scheme.format_of("m")
     assert weights is not None
@@ -161,13 +164,37 @@ def test_packed_weights_are_those_that_are_dequantized(name: str) -> None:
     columns = slice(group, 2 * group) if 0 < group <= 32 else slice(0, 64)
     for rows, inputs in ((slice(0, 32), slice(0, 64)), (slice(16, 24), columns)):
         words = slice(rows.start * bits // 32, rows.stop * bits // 32)
-        dense = dense_weight(
-            weights,
-            packed_codes(weights, stored, rows, inputs),
-            packed_scales(weights, stored, rows, inputs),
-            packed_zeros(weights, stored, words, inputs) if with_zeros else None,
+        held = {
+            "weight": packed_codes(weights, stored, rows, inputs).clone(),
+            "weight_scale": packed_scales(weights, stored, rows, inputs).clone(),
+        }
+        if with_zeros:
+            held["zero_point"] = packed_zeros(weights, stored, words, inputs)
+        wanted = expected[rows, inputs]
+        for order in (torch.arange(len(wanted)), torch.arange(len(wanted)).flip(0).roll(3)):
+            reorder_outputs(held, None, bits, order)
+            dense = dense_weight(weights, held["weight"], held["weight_scale"], held.get("zero_point"))
+            assert torch.equal(dense.to(expected.dtype), wanted[order])
+
+
+def test_rows_in_fp8_in_another_order() -> None:
+    """Of two projections with a scale each."""
+    parts = [Projection(name, ShardRange.whole(16), ShardRange.whole(32)) for name in "ab"]
+    order, x = torch.arange(32).flip(0).roll(3), torch.randn(5, 32)
+    results = []
+    for given in (None, order):
+        linear = Fp8Linear(
+            parts, Fp8Format(scale_per_row=False, static_inputs=False), torch.device("cpu"), torch.float32, bias=True
         )
-        assert torch.equal(dense.to(expected.dtype), expected[rows, inputs])
+        torch.manual_seed(1)
+        assert linear.bias is not None
+        linear.weight.copy_(torch.randn(32, 32))
+        linear.bias.copy_(torch.randn(32))
+        for number, part in enumerate(parts, 1):
+            linear.named_parameters()[f"{part.name}.weight_scale"].tensor.fill_(number)
+        linear.process_weights_after_loading(given)
+        results.append(linear(x))
+    assert torch.equal(results[1], results[0][:, order])
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])

@@ -103,16 +103,15 @@ class AdaptedLinear:
     def named_parameters(self) -> dict[str, ParameterShard]:
         return self.base.named_parameters()
 
-    def process_weights_after_loading(self) -> None:
-        self.base.process_weights_after_loading()
+    def process_weights_after_loading(self, order: Tensor | None = None) -> None:
+        """Prepare the loaded weights of the base: see `ParallelLinear`; before `fill`."""
+        if order is not None:
+            self._order = order.cpu()
+            self._stack = AdapterStack(self._stack.down, self._stack.up, self._parts[self._order].tolist())
+        self.base.process_weights_after_loading(order)
 
     def pack(self) -> None:
         self.base.pack()
-
-    def reorder_outputs(self, order: Tensor) -> None:
-        """Note that output i of the base is now its former output order[i]; before `fill`."""
-        self._order = order.cpu()
-        self._stack = AdapterStack(self._stack.down, self._stack.up, self._parts[self._order].tolist())
 
     def fill(self, adapter: int, changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Set the matrices of an adapter, from A and scale · B by module; those without a change stay zero."""

@@ -126,8 +126,12 @@ class ParallelLinear(DenseLinear):
         weights = fused_parameters(self.projections, "weight", self.weight)
         return weights | fused_parameters(self.projections, "bias", self.bias)
 
-    def process_weights_after_loading(self) -> None:
-        """Nothing to prepare."""
+    def process_weights_after_loading(self, order: Tensor | None = None) -> None:
+        """Prepare the loaded weights for use. Output i becomes the loaded output `order[i]`."""
+        if order is not None:
+            for tensor in (self.weight, self.bias):
+                if tensor is not None:
+                    tensor.copy_(tensor[order.to(tensor.device)])
 
 
 def _packs(weight: Tensor) -> bool:

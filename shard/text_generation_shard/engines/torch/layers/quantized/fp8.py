@@ -70,14 +70,18 @@ class Fp8Linear:
                 parameters[f"{projection.name}.input_scale"] = ParameterShard.whole(self._input_scales[own])
         return parameters
 
-    def process_weights_after_loading(self) -> None:
-        """Expand weight scales to one per row; use the largest input scale for all projections."""
+    def process_weights_after_loading(self, order: Tensor | None = None) -> None:
+        """Expand weight scales to one per row; use the largest input scale for all projections; `order`: see `ParallelLinear`."""
         if self._part_scales is not None:
             rows = fused_rows(self.projections, self.weight_scale.view(-1))
             for row_scales, scale in zip(rows, self._part_scales, strict=True):
                 row_scales.copy_(scale.expand_as(row_scales))
         if self._input_scales is not None:
             self.input_scale = self._input_scales.max().view(1)
+        if order is not None:
+            for tensor in (self.weight.view(torch.uint8), self.weight_scale.view(-1), self.bias):
+                if tensor is not None:
+                    tensor.copy_(tensor[order.to(tensor.device)])
 
     @property
     def matvec_weight(self) -> Fp8Weight:

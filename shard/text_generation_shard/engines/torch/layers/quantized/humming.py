@@ -29,6 +29,7 @@ from text_generation_shard.engines.torch.layers.quantized.packed_format import (
     packed_bits_and_group,
     packed_parameters,
     packed_tensors,
+    reorder_outputs,
     weight_config,
 )
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
@@ -109,9 +110,14 @@ class HummingLinear:
         parts = packed_parameters(self.projections, self._weights, packed_tensors(self._layer))
         return parts | fused_parameters(self.projections, "bias", self.bias)
 
-    def process_weights_after_loading(self) -> None:
-        """Copy a small weight, dequantized, and integers for our own kernel; reorder the packed weight for humming's."""
+    def process_weights_after_loading(self, order: Tensor | None = None) -> None:
+        """Copy a small weight, dequantized, and integers for our own kernel; reorder the packed weight for humming's.
+
+        `order`: see `ParallelLinear`.
+        """
         layer = self._layer
+        if order is not None:
+            reorder_outputs(packed_tensors(layer), self.bias, self._bits, order.to(self.weight.device))
         scales = layer.weight_scale.data
         zeros = layer.zero_point.data if hasattr(layer, "zero_point") else None
         if layer.shape_n * layer.shape_k <= MAX_COPIED:

@@ -138,6 +138,18 @@ def packed_zeros(weights: WeightFormat, tensors: Mapping[str, Tensor], rows: sli
     return packed(zeros, bits, 0)
 
 
+def reorder_outputs(tensors: Mapping[str, Tensor], bias: Tensor | None, bits: int, order: Tensor) -> None:
+    """Reorder the outputs of the tensors of `packed_tensors` and a bias in place: output i is the former output order[i]."""
+    for kind, tensor in tensors.items():
+        if kind == "zero_point":
+            tensor.copy_(packed(unpacked(tensor, bits, 0)[order], bits, 0))
+        else:
+            values = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            values.copy_(values[order])
+    if bias is not None:
+        bias.copy_(bias[order])
+
+
 def dense_weight(weights: WeightFormat, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Return the weight [outputs, inputs] in float32 from the packed tensors."""
     bits, _ = packed_bits_and_group(weights)

@@ -17,7 +17,6 @@ from text_generation_shard.engines.torch.models.native.projections import (
     AnyLinear,
     LayerProjections,
     of_heads,
-    reorder_rows,
 )
 from text_generation_shard.engines.torch.models.native.state_config import Multipliers
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
@@ -47,8 +46,7 @@ class AttentionWeights(AttentionPart):
         self._head_order = head_order(config.ropes[index], whole.head_dim)
         self._reorders = self._head_order is not None or self.is_gated
         fused = f"{module}.qkv_proj" if family.fused_qkv else None
-        # Rows of quantized weights cannot be reordered.
-        self.qkv = projections.of_hidden(parts, fused, bias=config.qkv_bias, quantized=not self._reorders)
+        self.qkv = projections.of_hidden(parts, fused, bias=config.qkv_bias)
         self.output = projections.to_hidden(
             f"{module}.{family.names.attention_output}", queries, bias=config.output_bias
         )
@@ -74,14 +72,12 @@ class AttentionWeights(AttentionPart):
 
     def process_weights_after_loading(self) -> None:
         """Prepare the loaded weights for use."""
-        self.qkv.process_weights_after_loading()
+        self.qkv.process_weights_after_loading(self._row_order() if self._reorders else None)
         self.output.process_weights_after_loading()
         if self.head_norms is not None:
             for norm in (self.head_norms.query, self.head_norms.key):
                 norm.process_weights_after_loading()
             self.head_norms.fill_rows(self.shape.num_heads, self.shape.num_kv_heads, self._head_order)
-        if self._reorders:
-            reorder_rows(self.qkv, self._row_order())
 
     def multiply(self, multipliers: Multipliers) -> None:
         """Multiply the loaded projections."""

@@ -6,6 +6,8 @@ gated. A rank has some groups of heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,6 @@ from text_generation_shard.engines.torch.models.native.projections import (
     AnyLinear,
     LayerProjections,
     of_heads,
-    reorder_rows,
 )
 from text_generation_shard.engines.torch.models.native.state_config import StateConfig
 from text_generation_shard.engines.torch.models.native.state_layer import Parameters, StateLayer, of_rank
@@ -71,12 +72,12 @@ class GatedDeltaNet(StateLayer):
         if self._fused:
             states, share = self._config, self._config.heads // self._config.groups
             width = 2 * (states.key_width + share * states.value_width)
-            parts = [("in_proj_qkvz", of_heads(self._groups, width)), ("in_proj_ba", of_heads(self._groups, 2 * share))]
-            # Rows of quantized weights cannot be reordered.
-            return [projections.of_hidden(parts, bias=False, quantized=False)]
-        parts = [("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values)]
-        wide = [*projections.projections(parts, "in_proj_qkv"), *projections.projections([("in_proj_z", values)])]
-        narrow = projections.projections([("in_proj_b", self._heads), ("in_proj_a", self._heads)])
+            wide = projections.projections([("in_proj_qkvz", of_heads(self._groups, width))])
+            narrow = projections.projections([("in_proj_ba", of_heads(self._groups, 2 * share))])
+        else:
+            parts = [("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values)]
+            wide = [*projections.projections(parts, "in_proj_qkv"), *projections.projections([("in_proj_z", values)])]
+            narrow = projections.projections([("in_proj_b", self._heads), ("in_proj_a", self._heads)])
         # Checkpoints do not quantize the narrow ones.
         lists = [[*wide, *narrow]] if projections.scheme is None else [wide, narrow]
         return [projections.linear(each, bias=False) for each in lists]
@@ -93,8 +94,6 @@ class GatedDeltaNet(StateLayer):
         self._recurrence.decay = self._decay_log.exp()
         # The norm of each head has the same weight.
         self._norm.weight = self._norm_weight.repeat(self._heads.length)
-        if self._fused:
-            reorder_rows(self.inputs[0], self._row_order())
 
     def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
         heads = self._heads.length
@@ -103,11 +102,16 @@ class GatedDeltaNet(StateLayer):
         mixed = ops.scan(convolved, steps, betas, self._recurrence, self._states, rows)
         return ops.gated_norm(mixed, gates, self._norm, out)
 
-    def _row_order(self) -> Tensor:
-        """Return the row of the loaded projections at each of ours: those of each group of heads are together."""
+    def input_orders(self) -> Sequence[Tensor | None]:
+        """Return the loaded row at each of ours: those of each group of heads are together in fused projections."""
+        if not self._fused:
+            return super().input_orders()
         keys, share = self._config.key_width, self._config.heads // self._config.groups
         values, groups = share * self._config.value_width, self._groups.length
-        rows = torch.arange(self.projected_width)
-        wide, narrow = torch.split(rows, [groups * 2 * (keys + values), groups * 2 * share])
-        parts = torch.split(wide.view(groups, -1), [keys, keys, values, values], dim=1)
-        return torch.cat([part.flatten() for part in (*parts, *torch.split(narrow.view(groups, -1), share, dim=1))])
+        wide = torch.arange(groups * 2 * (keys + values)).view(groups, -1)
+        narrow = torch.arange(groups * 2 * share).view(groups, -1)
+        orders = [
+            torch.cat([part.flatten() for part in torch.split(rows, lengths, dim=1)])
+            for rows, lengths in ((wide, [keys, keys, values, values]), (narrow, [share, share]))
+        ]
+        return orders if len(self.inputs) > 1 else [torch.cat((orders[0], orders[1] + wide.numel()))]

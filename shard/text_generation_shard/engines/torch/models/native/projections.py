@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear
 from text_generation_shard.engines.torch.layers.linear import FusedProjection, ParallelLinear, Projection
@@ -37,11 +36,9 @@ class LayerProjections:
         self.scheme = scheme
         self._adapters = adapters
 
-    def of_hidden(
-        self, parts: Sequence[tuple[str, ShardRange]], fused: str | None = None, *, bias: bool, quantized: bool = True
-    ) -> AnyLinear:
+    def of_hidden(self, parts: Sequence[tuple[str, ShardRange]], fused: str | None = None, *, bias: bool) -> AnyLinear:
         """Return the projections of the hidden states with the given outputs; `fused` names the one that has all their rows."""
-        return self.linear(self.projections(parts, fused), bias=bias, quantized=quantized)
+        return self.linear(self.projections(parts, fused), bias=bias)
 
     def to_hidden(self, name: str, inputs: ShardRange, *, bias: bool) -> AnyLinear:
         """Return a projection to the hidden states."""
@@ -62,10 +59,9 @@ class LayerProjections:
             for (name, rows), end in zip(parts, ends, strict=True)
         ]
 
-    def linear(self, projections: Sequence[Projection], *, bias: bool, quantized: bool = True) -> AnyLinear:
+    def linear(self, projections: Sequence[Projection], *, bias: bool) -> AnyLinear:
         """Return projections of one input as one linear layer, in their packed format if there are products with it."""
-        scheme = self.scheme if quantized else None
-        packed = quantized_linear(projections, scheme, self.device, self.precision.model, bias=bias)
+        packed = quantized_linear(projections, self.scheme, self.device, self.precision.model, bias=bias)
         linear = packed or ParallelLinear(projections, self.device, self.precision, bias=bias)
         return linear if self._adapters is None else self._adapters.adapt(linear, projections, self.device)
 
@@ -73,14 +69,3 @@ class LayerProjections:
 def of_heads(heads: ShardRange, head_dim: int) -> ShardRange:
     """Return the range of the values of some heads."""
     return ShardRange(heads.start * head_dim, heads.length * head_dim, heads.total * head_dim)
-
-
-def reorder_rows(linear: AnyLinear, order: Tensor) -> None:
-    """Reorder the outputs of a dense linear layer; it must not be quantized."""
-    if isinstance(linear, AdaptedLinear):
-        linear.reorder_outputs(order)
-        linear = linear.base
-    assert isinstance(linear, ParallelLinear)
-    for tensor in (linear.weight, linear.bias):
-        if tensor is not None:
-            tensor.copy_(tensor[order.to(tensor.device)])

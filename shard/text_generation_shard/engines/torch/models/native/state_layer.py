@@ -69,6 +69,10 @@ class StateLayer:
     def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
         raise NotImplementedError
 
+    def input_orders(self) -> Sequence[Tensor | None]:
+        """Return the loaded output at each of ours, for each of `inputs`; None where the order stays."""
+        return [None] * len(self.inputs)
+
     def named_parameters(self) -> Parameters:
         """Return the tensors to fill, by checkpoint name."""
         parameters: Parameters = {}
@@ -81,8 +85,9 @@ class StateLayer:
 
     def process_weights_after_loading(self) -> None:
         """Prepare the loaded weights for use."""
-        for each in (*self.inputs, self.output):
-            each.process_weights_after_loading()
+        for each, order in zip(self.inputs, self.input_orders(), strict=True):
+            each.process_weights_after_loading(order)
+        self.output.process_weights_after_loading()
         self.convolution.weight = self._taps[:, 0].t().contiguous()
 
     def pack(self) -> None:
