@@ -22,7 +22,7 @@ from text_generation_shard.config import ShardCheckConfig, ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear, LoopedRows, StepAdapters
-from text_generation_shard.engines.torch.layers.linear import FusedProjection, Projection
+from text_generation_shard.engines.torch.layers.linear import Projection
 from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8Format
@@ -186,11 +186,7 @@ def test_changes_are_added_to_quantized_products() -> None:
     device, draw = torch.device("cpu"), torch.Generator().manual_seed(3)
     whole = ShardRange.whole(32)
     # Two ranks' rows of one fused projection of the checkpoint: this is the second.
-    fused = FusedProjection("qkv", 96)
-    parts = [
-        Projection(name, ShardRange(16, 16, 32), whole, fused, first)
-        for name, first in (("q", 0), ("k", 32), ("v", 64))
-    ]
+    parts = [Projection("qkv", ShardRange(first + 16, 16, 96), whole, f".{first}") for first in (0, 32, 64)]
     base = Fp8Linear(parts, Fp8Format(scale_per_row=True, static_inputs=False), device, torch.float32, bias=False)
     base.weight.copy_(torch.randn(48, 32, generator=draw))
     base.weight_scale.fill_(0.1)

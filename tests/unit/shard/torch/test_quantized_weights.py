@@ -10,10 +10,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
+from tiny_checkpoint import COMPRESSED_DYNAMIC
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.layers.linear import Projection
+from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear
 from text_generation_shard.engines.torch.layers.quantized.packed_format import (
     bits_and_group,
@@ -25,15 +27,16 @@ from text_generation_shard.engines.torch.layers.quantized.packed_format import (
     reorder_outputs,
 )
 from text_generation_shard.engines.torch.models.huggingface.dequantize import dequantized_tensors
-from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+from text_generation_shard.engines.torch.models.native.projections import LayerProjections
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.load import load_weights
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format, Mxfp4Format
-from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8Format
+from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8Format, quantized_rows
 from text_generation_shard.engines.torch.weights.quantization.formats.gptq import GptqFormat
-from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme, read_scheme
+from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme, online_fp8, read_scheme
 
 CORPUS = Path(__file__).parents[3] / "corpus" / "quantized"
 CASES = sorted(path.stem for path in CORPUS.glob("*.safetensors"))
@@ -195,6 +198,32 @@ def test_rows_in_fp8_in_another_order() -> None:
         linear.process_weights_after_loading(given)
         results.append(linear(x))
     assert torch.equal(results[1], results[0][:, order])
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_a_rank_loads_its_rows_of_a_fused_projection(tmp_path: Path, quantize: str | None) -> None:
+    """Dequantized, and in FP8."""
+    draw = torch.Generator().manual_seed(5)
+    weight = torch.randn(64, 32, generator=draw)
+    values, scales = quantized_rows(weight)
+    tensors = {"a.qkv_proj.weight": weight}
+    if quantize is None:
+        tensors = {"a.qkv_proj.weight": values, "a.qkv_proj.weight_scale": scales}
+    scheme = online_fp8() if quantize else read_scheme(COMPRESSED_DYNAMIC)
+    save_file(tensors, tmp_path / "model.safetensors")
+    tp, device = TensorParallelRank(1, 2), torch.device("cpu")
+    parts = [(name, ShardRange(rows // 2, rows // 2, rows)) for name, rows in (("q", 32), ("k", 16), ("v", 16))]
+    expected = (values.float() * scales)[[*range(16, 32), *range(40, 48), *range(56, 64)]]
+    for given in (scheme, None):
+        projections = LayerProjections("a.", 32, given, tp, device, Precision.uniform(torch.float32))
+        linear = projections.of_hidden(parts, "qkv_proj", bias=False)
+        load_weights(tmp_path, linear.named_parameters(), scheme)
+        linear.process_weights_after_loading()
+        loaded = linear.weight.float()
+        if isinstance(linear, Fp8Linear):
+            loaded = loaded * linear.weight_scale.t()
+        assert isinstance(linear, Fp8Linear) == (given is not None)
+        assert torch.equal(loaded, expected)
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])

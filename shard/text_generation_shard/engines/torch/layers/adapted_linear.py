@@ -118,12 +118,9 @@ class AdaptedLinear:
         down, up = self._stack.down[adapter], self._stack.up[adapter]
         first = 0
         for part, each in enumerate(self.projections):
-            end, own = first + each.outputs.length, changes.get(each.name)
-            start = each.outputs.start
-            if own is None and each.fused is not None:
-                own, start = changes.get(each.fused.name), each.first_row + start
-            if own is not None:
-                a, b = own
+            end, start = first + each.outputs.length, each.outputs.start
+            if each.name in changes:
+                a, b = changes[each.name]
                 rank, columns = len(a), slice(each.inputs.start, each.inputs.start + each.inputs.length)
                 down[part * self._rank : part * self._rank + rank] = a[:, columns].to(down)
                 up[first:end, :rank] = b[start : start + each.outputs.length].to(up)

@@ -15,18 +15,10 @@ from torch import Tensor
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
-from text_generation_shard.engines.torch.weights.parameter import OtherSource, ParameterShard
+from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 
 TYPICAL_ROWS = 16
 """Rows of x that oneDNN optimizes the weight layout for; measured, 1 to 512 give the same layout and speed."""
-
-
-@dataclass(frozen=True, slots=True)
-class FusedProjection:
-    """A projection of the checkpoint that has the rows of several."""
-
-    name: str
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +28,8 @@ class Projection:
     name: str
     outputs: ShardRange
     inputs: ShardRange
-    fused: FusedProjection | None = None
-    """The projection that has these rows in the checkpoint, from `first_row` on, if it is not one of its own."""
-    first_row: int = 0
+    part: str = ""
+    """Distinguishes several ranges of the outputs of one projection."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,12 +40,9 @@ class Projection:
     def starts(self) -> tuple[int, int]:
         return self.outputs.start, self.inputs.start
 
-    def source(self, kind: str) -> OtherSource | None:
-        """Return the place of the weight or the bias in the fused projection."""
-        if self.fused is None:
-            return None
-        shape = (self.fused.rows, self.inputs.total) if kind == "weight" else (self.fused.rows,)
-        return OtherSource(f"{self.fused.name}.{kind}", shape, first_row=self.first_row)
+    def names(self, kind: str) -> tuple[str, str]:
+        """Return the names of a parameter: that of the model, and that of its tensor in the checkpoint."""
+        return f"{self.name}{self.part}.{kind}", f"{self.name}.{kind}"
 
 
 class Linear(Protocol):
@@ -156,10 +144,11 @@ def fused_parameters(projections: Sequence[Projection], kind: str, fused: Tensor
     if fused is None:
         return {}
     dims = fused.ndim
-    return {
-        f"{each.name}.{kind}": ParameterShard(rows, each.shape[:dims], each.starts[:dims], other=each.source(kind))
-        for each, rows in zip(projections, fused_rows(projections, fused), strict=True)
-    }
+    parameters = {}
+    for each, rows in zip(projections, fused_rows(projections, fused), strict=True):
+        key, name = each.names(kind)
+        parameters[key] = ParameterShard(rows, each.shape[:dims], each.starts[:dims], name)
+    return parameters
 
 
 def fused_rows(projections: Sequence[Projection], fused: Tensor) -> tuple[Tensor, ...]:

@@ -70,8 +70,9 @@ def fill_dummy(parameters: NamedParameters) -> None:
     A part is sliced from its whole random tensor, generated on its own device. So all ranks agree with each other and with a
     single device of the same type; different device types generate different numbers.
     """
-    for name, parameter in parameters.items():
+    for key, parameter in parameters.items():
         part = part_of(parameter)
+        name = part.name or key
         device = part.tensor.device
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         if name.endswith(ONES):

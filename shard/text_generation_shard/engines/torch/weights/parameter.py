@@ -47,6 +47,8 @@ class ParameterShard:
     shape: tuple[int, ...]
     """Shape of the whole tensor in the checkpoint; a zero-dimensional one counts as (1,)."""
     starts: tuple[int, ...]
+    name: str = ""
+    """Name of the tensor in the checkpoint, if it is not that of the parameter."""
     packed: PackedSource | None = None
     """None: the parameter is a tensor of the checkpoint, dequantized if it is quantized there."""
     other: OtherSource | None = None

@@ -62,12 +62,14 @@ class Fp8Linear:
         rows = fused_rows(self.projections, self.weight_scale.view(-1, 1))
         for index, projection in enumerate(self.projections):
             own, outputs = slice(index, index + 1), projection.outputs
-            scale = ParameterShard(rows[index], (outputs.total, 1), (outputs.start, 0))
+            key, name = projection.names("weight_scale")
+            scale = ParameterShard(rows[index], (outputs.total, 1), (outputs.start, 0), name)
             if self._part_scales is not None:
-                scale = ParameterShard.whole(self._part_scales[own])
-            parameters[f"{projection.name}.weight_scale"] = scale
+                scale = ParameterShard(self._part_scales[own], (1,), (0,), name)
+            parameters[key] = scale
             if self._input_scales is not None:
-                parameters[f"{projection.name}.input_scale"] = ParameterShard.whole(self._input_scales[own])
+                key, name = projection.names("input_scale")
+                parameters[key] = ParameterShard(self._input_scales[own], (1,), (0,), name)
         return parameters
 
     def process_weights_after_loading(self, order: Tensor | None = None) -> None:

@@ -66,10 +66,12 @@ def packed_parameters(
         lengths = [projection.outputs.length // per_row for projection in projections]
         for projection, rows in zip(projections, torch.split(fused, lengths), strict=True):
             name, shape = _source(projection, stacked)
-            parameters[f"{projection.name}.{kind}"] = ParameterShard(
+            key, own = projection.names(kind)
+            parameters[key] = ParameterShard(
                 rows,
                 (projection.outputs.total // per_row, inputs.total // per_column),
                 (projection.outputs.start // per_row, inputs.start // per_column),
+                own,
                 PackedSource(name, shape, partial(_read, _READERS[kind], weights, columns, stacked)),
             )
     return parameters

@@ -41,13 +41,7 @@ class ModelAdapters(StepAdapters):
         self, linear: ParallelLinear | QuantizedLinear, projections: Sequence[Projection], device: torch.device
     ) -> ParallelLinear | QuantizedLinear | AdaptedLinear:
         """Return a linear layer with the changes of the adapters; the same one if none changes it."""
-        shapes = {
-            each.name if each.fused is None else each.fused.name: (
-                each.outputs.total if each.fused is None else each.fused.rows,
-                each.inputs.total,
-            )
-            for each in projections
-        }
+        shapes = {each.name: each.shape for each in projections}
         self._served |= shapes
         ranks = [changes[name].rank for changes in self._changes for name in shapes if name in changes]
         if not ranks:

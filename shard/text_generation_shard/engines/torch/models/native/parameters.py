@@ -206,11 +206,6 @@ class ModelWeights(DecoderWeights):
         adapters: ModelAdapters | None,
     ) -> None:
         dtype = precision.model
-        fused = config.family.fused_qkv or config.family.fused_gate_up
-        if fused and tp.world_size > 1 and config.quantization is not None:
-            raise EngineError(
-                f"quantized {config.model_type} models cannot be divided among shards: use --num-replicas"
-            )
         self.precision = precision
         """Final after `process_weights_after_loading`."""
         self.adapters: ModelAdapters | None = adapters

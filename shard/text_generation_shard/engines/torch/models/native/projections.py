@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear
-from text_generation_shard.engines.torch.layers.linear import FusedProjection, ParallelLinear, Projection
+from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Projection
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear, quantized_linear
 from text_generation_shard.engines.torch.models.native.adapters import ModelAdapters
@@ -50,13 +50,13 @@ class LayerProjections:
         """Return the projections of `of_hidden`."""
         if fused is None:
             return [Projection(f"{self.prefix}{name}", rows, self.hidden) for name, rows in parts]
-        whole = FusedProjection(f"{self.prefix}{fused}", sum(rows.total for _, rows in parts))
+        name, total = f"{self.prefix}{fused}", sum(rows.total for _, rows in parts)
         if self.tp.world_size == 1:
-            return [Projection(whole.name, ShardRange.whole(whole.rows), self.hidden)]
+            return [Projection(name, ShardRange.whole(total), self.hidden)]
         ends = accumulate(rows.total for _, rows in parts)
         return [
-            Projection(f"{self.prefix}{name}", rows, self.hidden, whole, end - rows.total)
-            for (name, rows), end in zip(parts, ends, strict=True)
+            Projection(name, ShardRange(end - rows.total + rows.start, rows.length, total), self.hidden, f".{part}")
+            for part, ((_, rows), end) in enumerate(zip(parts, ends, strict=True))
         ]
 
     def linear(self, projections: Sequence[Projection], *, bias: bool) -> AnyLinear:

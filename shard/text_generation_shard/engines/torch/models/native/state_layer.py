@@ -16,7 +16,7 @@ from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.models.native.projections import AnyLinear, LayerProjections
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
-from text_generation_shard.engines.torch.weights.parameter import OtherSource, ParameterShard
+from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 
 Parameters = dict[str, ParameterShard | Tensor]
 
@@ -104,9 +104,8 @@ class StateLayer:
         total = sum(part.total for part in self._channels)
         rows = torch.split(tensor, [part.length for part in self._channels])
         for index, (part, own) in enumerate(zip(self._channels, rows, strict=True)):
-            other = OtherSource(name, (total, *shape), first_row=first_row)
-            starts = (part.start, *(0 for _ in shape))
-            parameters[f"{name}.{index}"] = ParameterShard(own, (part.total, *shape), starts, other=other)
+            starts = (first_row + part.start, *(0 for _ in shape))
+            parameters[f"{name}.{index}"] = ParameterShard(own, (total, *shape), starts, name)
             first_row += part.total
         return parameters
 

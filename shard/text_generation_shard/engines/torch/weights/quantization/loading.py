@@ -42,22 +42,22 @@ class LoadingPlan:
 
     def transfers(self) -> list[Transfer]:
         """Return the transfers in the order of the files. Raises EngineError for tensors that do not fit."""
-        names = {name: self._stored_name(name) for name in self._parts}
+        names = {key: self._stored_name(key) for key in self._parts}
         plain = self._checkpoint.map({stored for stored in names.values() if stored in self._checkpoint})
         formats: dict[str, WeightFormat] = {}
         transfers: dict[str, list[Transfer]] = {stored: [] for stored in plain}
-        for name, stored in names.items():
-            tensor, other = plain.get(stored), self._parts[name].other
-            packed = self._parts[name].packed
+        for key, stored in names.items():
+            part, name = self._parts[key], self._name(key)
+            tensor, other, packed = plain.get(stored), part.other, part.packed
             weights = self._format_of(name if packed is None else packed.name)
             if packed is not None and weights is not None:
-                formats[name] = weights
-            elif tensor is not None and tensor.dtype in (*WIDE, self._parts[name].tensor.dtype):
+                formats[key] = weights
+            elif tensor is not None and tensor.dtype in (*WIDE, part.tensor.dtype):
                 # Experts are not quantized online: no layer computes with the result.
                 online = weights if self._online and other is None else None
-                transfers[stored].append(self._copy(name, stored, tensor, online))
-            elif weights is not None and len(self._parts[name].shape) > 1 and self._parts[name].tensor.dtype in WIDE:
-                formats[name] = weights
+                transfers[stored].append(self._copy(key, stored, tensor, online))
+            elif weights is not None and len(part.shape) > 1 and part.tensor.dtype in WIDE:
+                formats[key] = weights
             elif tensor is None:
                 names_tried = name if other is None else f"{name} or {other.name}"
                 raise EngineError(f"{self._checkpoint.folder}: the checkpoint has no tensor {names_tried}")
@@ -70,32 +70,37 @@ class LoadingPlan:
             name = name.removesuffix(suffix)
         return None if self._scheme is None else self._scheme.format_of(name)
 
-    def _stored_name(self, name: str) -> str:
+    def _name(self, key: str) -> str:
+        """Return the name of the tensor of a parameter."""
+        return self._parts[key].name or key
+
+    def _stored_name(self, key: str) -> str:
         """Return the name of the tensor that a parameter is read from, unless its weight is in a quantized format."""
+        name = self._name(key)
         if name not in self._checkpoint:
-            if (source := self._parts[name].other) is not None and source.name in self._checkpoint:
+            if (source := self._parts[key].other) is not None and source.name in self._checkpoint:
                 return source.name
             for suffix, other in OTHER_NAMES.items():
                 if name.endswith(suffix):
                     return name.removesuffix(suffix) + (WEIGHT if self._online else other)
         return name
 
-    def _copy(self, name: str, stored: str, tensor: Tensor, online: WeightFormat | None) -> Transfer:
-        part = self._parts[name]
+    def _copy(self, key: str, stored: str, tensor: Tensor, online: WeightFormat | None) -> Transfer:
+        part, name = self._parts[key], self._name(key)
         if name != stored and online is not None:
             # The scales of rows that are quantized while they are loaded; each rank has its own columns.
-            weight = self._checked(stored, stored, tensor)
+            weight = self._checked(key.rpartition(".")[0] + WEIGHT, stored, tensor)
             return Transfer(lambda rows: row_scales(weight[rows]), part.tensor, weight.nbytes)
-        source = self._checked(name, stored, tensor)
+        source = self._checked(key, stored, tensor)
         if online is not None and name.endswith(WEIGHT):
             return Transfer(_quantize(source, part.tensor.dtype), part.tensor, source.nbytes)
         if part.tensor.dtype == FP8 and tensor.dtype != FP8:
             raise self._error(stored, f"{name} is {type_name(tensor.dtype)}, config.json says {type_name(FP8)}")
         return Transfer.of(source, part.tensor)
 
-    def _checked(self, name: str, stored: str, tensor: Tensor) -> Tensor:
+    def _checked(self, key: str, stored: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of the tensor `stored` of the right shape."""
-        part = self._parts[name]
+        part = self._parts[key]
         tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
         other = part.other if part.other is not None and part.other.name == stored else None
         shape = part.shape if other is None else other.shape
@@ -176,14 +181,14 @@ class LoadingPlan:
 
         return Transfer(read, part.tensor, nbytes)
 
-    def _quantized(self, name: str, weights: WeightFormat) -> tuple[str, tuple[int, ...]]:
+    def _quantized(self, key: str, weights: WeightFormat) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of the weight that a parameter is read from."""
-        part = self._parts[name]
+        part = self._parts[key]
         if part.packed is not None:
             return part.packed.name, part.packed.shape
         if part.other is not None and isinstance(weights, GptOssMxfp4Format):
             return part.other.name, part.other.shape
-        return name, part.shape
+        return self._name(key), part.shape
 
     def _error(self, stored: str, problem: str) -> EngineError:
         return EngineError(f"{self._checkpoint.path(stored)}: {problem}")
