@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, FinishReason, Grammar, LogprobOptions
 from text_generation_router.request import QualityOfService, Request, RequestId, RequestProgress
 from text_generation_router.scheduling.messages import (
@@ -37,7 +38,8 @@ class Sequence:
 
     placement: Placement
     to_prefill: int
-    room: int
+    room: list[int]
+    """Free positions in the blocks of each group."""
     left: int
 
 
@@ -55,6 +57,8 @@ class Rig:
     """Replicas schedule for themselves and have room for any sequence."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters of replicas that are opened from now on."""
+    windows: tuple[CacheGroup, ...] = ()
+    """The groups of the cache after the first."""
     orders: list[tuple[int, SchedulerOutput]] = field(default_factory=list)
     """(replica, orders), all so far."""
     tokens: dict[int, int] = field(default_factory=dict)
@@ -78,7 +82,14 @@ class Rig:
         self.receive(self.scheduler.open(replica, self.spec(self.blocks if blocks is None else blocks)))
 
     def spec(self, blocks: int) -> ReplicaSpec:
-        return ReplicaSpec(self.slots, blocks, BLOCK, self_scheduling=self.self_scheduling, adapters=self.adapters)
+        return ReplicaSpec(
+            self.slots,
+            blocks,
+            BLOCK,
+            self_scheduling=self.self_scheduling,
+            adapters=self.adapters,
+            further_groups=self.windows,
+        )
 
     def open_again(self, replica: int) -> None:
         self.lose(replica)
@@ -173,9 +184,9 @@ class Rig:
         for slot, sequence in list(here.items()):
             if slot in chunks:
                 sequence.to_prefill -= chunks[slot]
-            if sequence.to_prefill or sequence.room < 0:
+            if sequence.to_prefill or min(sequence.room) < 0:
                 continue
-            sequence.room -= 1
+            sequence.room = [room - 1 for room in sequence.room]
             sequence.left -= 1
             slots.append(slot)
             if not sequence.left:
@@ -193,16 +204,20 @@ class Rig:
             here[placement.slot] = Sequence(
                 placement,
                 known - placement.cached_tokens,
-                len(placement.blocks) * BLOCK - known,
+                [
+                    end * BLOCK - known
+                    for end in (len(placement.blocks), *(first + len(own) for first, own in placement.further_blocks))
+                ],
                 placement.request.max_new_tokens - len(placement.generated),
             )
-        for slot, blocks in orders.allocations:
-            if slot in here:
-                here[slot].room += len(blocks) * BLOCK
+        for group, allocations in enumerate((orders.allocations, *orders.further_allocations)):
+            for slot, blocks in allocations:
+                if slot in here:
+                    here[slot].room[group] += len(blocks) * BLOCK
         if not self.self_scheduling:
             return dict(orders.prefill)
         for sequence in here.values():
-            sequence.to_prefill, sequence.room = 0, 1 << 20
+            sequence.to_prefill, sequence.room = 0, [1 << 20]
         return {}
 
     def apply(self, replica: int, output: StepOutput) -> Deliveries:

@@ -214,6 +214,8 @@ class Dispatcher:
             near = {number: roomy[number] for number in hinted if number in roomy}
             near.update((each.replica, each) for each in least_loaded(sequence, roomy, self._numbers, self._load))
             roomy = near
+        if len(roomy) == 1 and not crowded:
+            return list(roomy.values()), None
         scores = {number: _score(sequence, replica) for number, replica in roomy.items()}
         ranked = sorted(
             roomy.values(), key=lambda each: (-scores[each.replica], each.occupied_slots, self._chosen_at[each.replica])

@@ -15,13 +15,15 @@ others that are due.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from operator import attrgetter
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.request import RequestId
+from text_generation_router.scheduling.chunking import PendingPrompts
 from text_generation_router.scheduling.messages import Allocations, FurtherBlocks
 from text_generation_router.scheduling.prefix_tree import PrefixTree
 from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
-from text_generation_router.scheduling.window_pool import HeldBlocks, WindowPool
+from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool, number_of
 
 LOW_ROOM = 24
 URGENT_ROOM = 8
@@ -79,30 +81,51 @@ class KVCache:
             return 0
         return self.tree.peek(sequence.salt, self._reusable_key(sequence))
 
-    def lock_prefix(self, sequence: ScheduledSequence) -> None:
-        """Give `sequence` the blocks of its cached prefix."""
+    def lock_prefix(self, sequence: ScheduledSequence, tokens: int, margin: int, prompts: PendingPrompts) -> bool:
+        """Give `sequence` the blocks of its cached prefix. Return False and change nothing without room for the rest.
+
+        It takes blocks of the first group for `tokens` tokens, and `margin` must be left in each group; `prompts`: those under way.
+        """
         key = self._reusable_key(sequence) if self._may_reuse(sequence) else b""
-        sequence.prefix_lock, sequence.blocks = lock, _ = self.tree.acquire(sequence.salt, key)
+        prefix = self.tree.find(sequence.salt, key)
+        count = prefix.blocks
+        if self.blocks_for(tokens) - count + margin > self.available - prefix.evictable_blocks:
+            return False
+        if self.pools and not self.has_room(sequence, margin, prompts, prefix.further):
+            return False
+        lock, sequence.blocks = self.tree.lock(prefix)
+        sequence.prefix_lock = lock
         if self.pools:
             sequence.further = [
-                pool.hold(self.tree.further_blocks_to(lock, number), sequence.length)
-                for number, pool in enumerate(self.pools)
+                pool.hold(blocks, count, sequence.length)
+                for pool, blocks in zip(self.pools, prefix.further, strict=True)
             ]
-        sequence.committed_blocks = len(sequence.blocks)
-        sequence.cached_tokens = sequence.committed_blocks * self.block_size
-        known = self.tree.known_blocks(sequence.prefix_lock, sequence.request.qos.tenant)
-        sequence.own_cached_tokens = known * self.block_size
+        sequence.committed_blocks = count
+        sequence.cached_tokens = count * self.block_size
+        sequence.own_cached_tokens = self.tree.known_blocks(lock, sequence.request.qos.tenant) * self.block_size
+        return True
 
-    def has_room(self, sequence: ScheduledSequence, margin: int, prompts: Iterable[ScheduledSequence]) -> bool:
-        """Return True if the groups after the first have room for `sequence`; `prompts` are those under way."""
-        further = sequence.further or [HeldBlocks() for _ in self.pools]
-        return all(
-            pool.due(further[number], sequence.length)
-            + sum(pool.due(each.further[number], each.length) for each in prompts)
-            + margin
-            <= pool.available
-            for number, pool in enumerate(self.pools)
-        )
+    def has_room(
+        self,
+        sequence: ScheduledSequence,
+        margin: int,
+        prompts: PendingPrompts,
+        prefix: Sequence[Sequence[GroupBlock]] = (),
+    ) -> bool:
+        """Return True if the groups after the first have room for `sequence`, which would hold `prefix`."""
+        for number, pool in enumerate(self.pools):
+            room = pool.available - margin
+            # Usually there is far more than all may want.
+            if room < (len(prompts) + 2) * pool.most_due:
+                held = prefix[number] if prefix else ()
+                taken = pool.due(held, sequence.length) + sum(1 for block in held if not block.holders)
+                if room < taken + sum(pool.due(each.further[number].blocks, each.length) for each in prompts):
+                    return False
+        return True
+
+    def is_scarce(self, blocks: int) -> bool:
+        """Return True if a group has fewer than `blocks` blocks available."""
+        return self.available < blocks or any(pool.available < blocks for pool in self.pools)
 
     def reach(self, sequence: ScheduledSequence, running: int) -> int:
         """Return the prompt tokens of `sequence` that can be scheduled with the blocks that it has or may get."""
@@ -114,7 +137,7 @@ class KVCache:
 
     def starved(self, prompts: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
         """Return those of `prompts` that have tokens to schedule, no block for one, and no chunk under way."""
-        if not self.pools:
+        if not self.is_scarce(1):
             return []
         idle = (each for each in prompts if each.num_scheduled_tokens == each.num_computed_tokens)
         return [each for each in idle if each.unscheduled_tokens and self.reach(each, 0) <= 0]
@@ -131,9 +154,11 @@ class KVCache:
                 sequence.capacity = capacity
 
     def chunk_scheduled(
-        self, sequence: ScheduledSequence, growth_tokens: int, running: int, allocations: Sequence[Allocations]
+        self, sequence: ScheduledSequence, growth_tokens: int, spare: int | None, allocations: Sequence[Allocations]
     ) -> None:
-        """Give `sequence` the blocks of its scheduled chunk; with the last one, blocks for growth if there are enough.
+        """Give `sequence` the blocks of its scheduled chunk; with the last one, those for growth if `spare` more are left.
+
+        None: there are enough.
 
         Those of a sequence that was not sent yet are not added to `allocations`: its placement has them.
         """
@@ -141,7 +166,7 @@ class KVCache:
             end = self.blocks_for(sequence.num_scheduled_tokens)
             if not sequence.unscheduled_tokens:
                 grown = self.blocks_for(min(sequence.length + growth_tokens, sequence.max_length))
-                end = grown if self._has_blocks(sequence, grown, running) else end
+                end = grown if spare is None or self._has_blocks(sequence, grown, spare) else end
             sequence.capacity = len(sequence.blocks) * self.block_size
             self.extend(sequence, end, self.no_allocations() if sequence.state is State.PLACED else allocations)
         if not sequence.unscheduled_tokens:
@@ -159,7 +184,7 @@ class KVCache:
         """Return the blocks of a sequence in the groups after the first."""
         if not self.pools:
             return ()
-        return tuple((held.first, tuple([block.number for block in held.blocks])) for held in sequence.further)
+        return tuple([(held.first, tuple(map(number_of, held.blocks))) for held in sequence.further])
 
     def give_back(self, sequence: ScheduledSequence) -> None:
         """Drop the blocks that `sequence` no longer needs."""
@@ -171,8 +196,7 @@ class KVCache:
     def allocate(self, sequence: ScheduledSequence, count: int) -> list[int]:
         """Give `sequence` `count` more blocks of the first group and return them. They must be available."""
         free = self._free
-        if (missing := count - len(free)) > 0:
-            self._put_free(self.tree.evict(missing))
+        self._make_free(count)
         assert 0 <= count <= len(free), "more blocks allocated than are free"
         blocks = [free.pop() for _ in range(count)]
         sequence.blocks += blocks
@@ -197,7 +221,7 @@ class KVCache:
             key[known * self._block_bytes : full * self._block_bytes],
             run,
             tenant,
-            [held.between(known, full) for held in sequence.further],
+            [held.between(known, full) for held in sequence.further] if self.pools else (),
         )
         self.tree.claim(sequence.prefix_lock, tenant)
         sequence.duplicate_blocks += run[:duplicates]
@@ -211,6 +235,11 @@ class KVCache:
             pool.release(held)
         if sequence.prefix_lock is not None:
             self.tree.release(sequence.prefix_lock)
+
+    def _make_free(self, count: int) -> None:
+        """Evict until `count` blocks are free, or none is left."""
+        if (missing := count - len(self._free)) > 0:
+            self._put_free(self.tree.evict(missing))
 
     def _put_free(self, blocks: Iterable[int]) -> None:
         self._free.extend(blocks)
@@ -253,26 +282,42 @@ class KVCache:
         if not self.urgent:
             return allocations, stalled
         size, pools = self.block_size, self.pools
-        available = min([self.available, *(pool.available for pool in pools)])
+        further = allocations[1:]
+        growing = sorted(self._growing.values(), key=attrgetter("arrival"))
+        ends = [-(-min(each.length + growth_tokens, each.max_length) // size) for each in growing]
         # Usually there is far more than all may want.
-        is_scarce = available < running + len(self._growing) * (growth_tokens // size + 3)
-        for sequence in sorted(self._growing.values(), key=lambda sequence: sequence.arrival):
-            if pools:
-                self.give_back(sequence)
-            end = -(-min(sequence.length + growth_tokens, sequence.max_length) // size)
-            # All blocks that are wanted while the others could still get one each; else only the next one.
-            if is_scarce and not self._has_blocks(sequence, end, running):
-                end = min(end, sequence.capacity // size + 1)
-            if end * size > sequence.capacity and (not is_scarce or self._has_blocks(sequence, end, 0)):
-                if blocks := self.allocate(sequence, max(0, end - len(sequence.blocks))):
-                    allocations[0].append((sequence.slot, tuple(blocks)))
+        is_scarce = self.is_scarce(running + len(growing) * (growth_tokens // size + 3))
+        if not is_scarce:  # evict once for all
+            self._make_free(sum([max(0, end - len(each.blocks)) for each, end in zip(growing, ends, strict=True)]))
+        for sequence, end in zip(growing, ends, strict=True):
+            if is_scarce:
+                end = self._affordable(sequence, end, running)
+            if end * size > sequence.capacity:
+                if (count := end - len(sequence.blocks)) > 0:
+                    allocations[0].append((sequence.slot, tuple(self.allocate(sequence, count))))
                 if pools:
-                    self.extend(sequence, end, allocations)
+                    position = sequence.num_kv_tokens
+                    for pool, held, allocated in zip(pools, sequence.further, further, strict=True):
+                        if position >= held.needed_until:
+                            pool.give_back(held, position)
+                        if end > held.end:
+                            allocated.append((sequence.slot, pool.extend(held, end)))
+                sequence.capacity = end * size
                 del self._growing[sequence.id]
             elif sequence.length > sequence.capacity:
                 stalled.append(sequence)
         self.urgent = any(each.capacity - each.length < URGENT_ROOM for each in self._growing.values())
         return allocations, stalled
+
+    def _affordable(self, sequence: ScheduledSequence, end: int, spare: int) -> int:
+        """Return the block up to which `sequence` may grow while blocks are scarce.
+
+        That is `end` while `spare` more are left; else the next one, or 0 if there is none.
+        """
+        self.give_back(sequence)
+        if not self._has_blocks(sequence, end, spare):
+            end = min(end, sequence.capacity // self.block_size + 1)
+        return end if self._has_blocks(sequence, end, 0) else 0
 
     def check_invariants(self, sequences: Set[ScheduledSequence]) -> None:
         """Raise AssertionError unless each block has one owner: free, tree, or one of `sequences`, all that have blocks."""

@@ -46,7 +46,7 @@ class Policy:
     """The same, in sizes of the KV caches of all replicas, and in place of it; None: no such limit."""
     max_request_moves: int = 2
     """Consecutive replica losses without a new token in between that a request survives."""
-    growth_tokens: int = 40
+    growth_tokens: int = 64
     """Free positions that a block allocation restores if the pool has enough blocks."""
 
     def may_place(self, *, waiting: int, running: int, steps_since_placement: int) -> bool:

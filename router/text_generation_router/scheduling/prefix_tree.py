@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
-from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool
+from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool, number_of
 
 _BYTES_PER_TOKEN = 4
 
@@ -54,6 +56,37 @@ class Node:
         self.owners: set[str] = set()
 
 
+_Found = tuple[Node, int, Node | None, int]
+"""The last node that a key covers whole, the bytes used so far, and, if it covers part of a child of that node, the child and
+the bytes covered (at least a block)."""
+
+
+@dataclass(slots=True)
+class Prefix:
+    """A cached prefix, found and not locked. Valid until the tree changes."""
+
+    salt: str
+    node: Node | None
+    """The last node that it covers whole; None if nothing is cached with its salt."""
+    child: Node | None
+    inside: int
+    """The bytes that it covers of a child of that node, which is `child` if there are any."""
+    blocks: int
+    further: Sequence[list[GroupBlock]]
+    """The last of its blocks of each further group: those that a sequence needs which continues here."""
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Its blocks that no sequence uses: a lock makes them unavailable."""
+        count, at = 0, self.node
+        if self.child is not None and not self.child.locks:
+            count += self.inside * len(self.child.blocks) // len(self.child.key)
+        while at is not None and not at.locks:
+            count += len(at.blocks)
+            at = at.parent
+        return count
+
+
 class PrefixTree:
     """The cached prefixes of one replica.
 
@@ -79,19 +112,31 @@ class PrefixTree:
         root = self._roots.get(salt)
         if root is None:
             return 0
-        _, covered, _, inside = self._find(root, key)
+        (_, covered, _, inside), _ = self._find(root, key)
         return (covered + inside) // _BYTES_PER_TOKEN
 
-    def acquire(self, salt: str, key: bytes) -> tuple[Node, list[int]]:
-        """Lock the longest cached prefix of `key`. Return its last node (the salt's root if it is empty) and its blocks."""
+    def find(self, salt: str, key: bytes) -> Prefix:
+        """Return the longest cached prefix of `key`. Change nothing."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(None, bytearray(), [], [[] for _ in self._pools], self._tick(), salt)
-        node, _, child, inside = self._find(root, key)
-        if child is not None:
-            node = self._split(child, inside)
+            return Prefix(salt, None, None, 0, 0, [[] for _ in self._pools])
+        (node, covered, child, inside), further = self._find(root, key)
+        return Prefix(salt, node, child, inside, (covered + inside) // self._block_bytes, further)
+
+    def lock(self, prefix: Prefix) -> tuple[Node, list[int]]:
+        """Lock `prefix`. Return its last node (the salt's root if it is empty) and its blocks."""
+        node = prefix.node
+        if node is None:
+            node = Node(None, bytearray(), [], [[] for _ in self._pools], self._tick(), prefix.salt)
+            self._roots[prefix.salt] = node
+        if prefix.child is not None:
+            node = self._split(prefix.child, prefix.inside)
         self._lock(node)
         return node, self.blocks_to(node)
+
+    def acquire(self, salt: str, key: bytes) -> tuple[Node, list[int]]:
+        """Lock the longest cached prefix of `key`: see `lock`."""
+        return self.lock(self.find(salt, key))
 
     def known_blocks(self, node: Node, owner: str) -> int:
         """Return the leading blocks of the path to `node` that `owner` computed or reused before."""
@@ -130,12 +175,15 @@ class PrefixTree:
             self._lock(end)
             node.locks -= 1  # stays above 0: its child towards `end` is locked now
         present = covered // self._block_bytes
-        if self._pools:
-            self._fill(end, [run[:present] for run in further])
-        if present < len(blocks):
-            end = self._append(end, key[covered:], blocks[present:], owner)
+        if present:
             if self._pools:
-                self._cache_further(end, [run[present:] for run in further])
+                self._fill(end, [run[:present] for run in further])
+            key, blocks, further = key[covered:], blocks[present:], [run[present:] for run in further]
+        if blocks:
+            end = self._append(end, key, blocks, owner)
+            if self._pools:
+                for pool, cached, run in zip(self._pools, end.further, further, strict=True):
+                    pool.cache(cached, run, len(cached))
         return end, present
 
     def release(self, node: Node) -> None:
@@ -161,8 +209,11 @@ class PrefixTree:
         while len(taken) < count and (node := self._leaves.first()) is not None:
             wanted = min(count - len(taken), len(node.blocks))
             if self._pools:
-                self._forget_further(node, wanted)
+                for pool, run in zip(self._pools, node.further, strict=True):
+                    pool.forget(run[-wanted:])
             if wanted < len(node.blocks):
+                for run in node.further:
+                    del run[-wanted:]
                 taken += node.blocks[-wanted:]
                 del node.blocks[-wanted:]
                 del node.key[-wanted * self._block_bytes :]
@@ -202,42 +253,43 @@ class PrefixTree:
 
     def blocks_to(self, node: Node) -> list[int]:
         """Return the blocks from the root to the end of `node`, in order."""
+        path: list[Node] = []
+        at: Node | None = node
+        while at is not None:
+            path.append(at)
+            at = at.parent
         blocks: list[int] = []
-        for at in _path(node):
+        for at in reversed(path):
             blocks += at.blocks
-        return blocks
-
-    def further_blocks_to(self, node: Node, group: int) -> list[GroupBlock]:
-        """Return the same of a further group, the first of which is number 0."""
-        blocks: list[GroupBlock] = []
-        for at in _path(node):
-            blocks += at.further[group]
         return blocks
 
     def _tick(self) -> int:
         self._now += 1
         return self._now
 
-    def _find(self, root: Node, key: bytes) -> tuple[Node, int, Node | None, int]:
-        """Do as `_descend` from a root, but only as far as all groups accept the prefix."""
+    def _find(self, root: Node, key: bytes) -> tuple[_Found, Sequence[list[GroupBlock]]]:
+        """Do as `_descend` from a root, but only as far as all groups accept the prefix.
+
+        Return also the last blocks of each further group, those needed to continue there.
+        """
         found = self._descend(root, key)
         while self._pools:
             node, covered, child, inside = found
             count = accepted = (covered + inside) // self._block_bytes
+            end, behind = (node, len(node.blocks)) if child is None else (child, inside // self._block_bytes)
+            further = []
             for number, pool in enumerate(self._pools):
-                blocks = self.further_blocks_to(node if child is None else child, number)
-                accepted = min(accepted, pool.accepted(blocks, count))
+                blocks = _last(end, behind, number, min(count, pool.most_reused))
+                if min(map(number_of, blocks), default=0) < 0:  # a position lacks its block
+                    accepted = min(accepted, pool.accepted(_backwards(end, behind, number), count))
+                further.append(blocks)
             if accepted == count:
-                break
+                return found, further
             found = self._descend(root, key[: accepted * self._block_bytes])
-        return found
+        return found, ()
 
-    def _descend(self, node: Node, key: bytes) -> tuple[Node, int, Node | None, int]:
-        """Follow `key` from the end of `node`.
-
-        Return the last node that it covers whole, the bytes of `key` used so far, and, if `key` covers part of a child of
-        that node, the child and the bytes covered (at least a block).
-        """
+    def _descend(self, node: Node, key: bytes) -> _Found:
+        """Follow `key` from the end of `node`."""
         size = self._block_bytes
         at = 0
         while (child := node.children.get(key[at : at + size])) is not None:
@@ -290,17 +342,6 @@ class PrefixTree:
         node.children[key[: self._block_bytes]] = child
         return child
 
-    def _forget_further(self, node: Node, count: int) -> None:
-        """Free the blocks of further groups at the last `count` positions of `node`."""
-        for pool, run in zip(self._pools, node.further, strict=True):
-            pool.forget(run[-count:])
-            del run[-count:]
-
-    def _cache_further(self, node: Node, further: Sequence[Sequence[GroupBlock]]) -> None:
-        """Cache blocks of further groups at the last positions of `node`, to which they were not given yet."""
-        for pool, blocks, run in zip(self._pools, node.further, further, strict=True):
-            pool.cache(blocks, run, len(blocks))
-
     def _lock(self, node: Node) -> None:
         at: Node | None = node
         while at is not None:
@@ -330,15 +371,24 @@ class PrefixTree:
             self._became_free_leaf(parent)
 
 
-def _path(node: Node) -> list[Node]:
-    """Return the nodes from the root to `node`."""
-    path: list[Node] = []
+def _last(node: Node, behind: int, group: int, count: int) -> list[GroupBlock]:
+    """Return the last `count` blocks of a further group on the path to position `behind` of `node`."""
+    run = node.further[group]
+    if count <= behind:
+        return run[behind - count : behind]
+    blocks = list(islice(_backwards(node, behind, group), count))
+    blocks.reverse()
+    return blocks
+
+
+def _backwards(node: Node, behind: int, group: int) -> Iterator[GroupBlock]:
+    """Iterate over the blocks of a further group from position `behind` of `node` to the root."""
     at: Node | None = node
+    run = node.further[group][:behind]
     while at is not None:
-        path.append(at)
+        yield from reversed(run)
         at = at.parent
-    path.reverse()
-    return path
+        run = at.further[group] if at is not None else []
 
 
 def _by_last_use(leaf: Node) -> Key:

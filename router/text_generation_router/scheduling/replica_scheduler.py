@@ -108,19 +108,17 @@ class ReplicaScheduler:
         """Give `sequence` a slot and the blocks of its known tokens. Return False if there are not enough blocks."""
         if not self.can_hold(sequence):
             return False
-        cache = self.cache
-        cache.lock_prefix(sequence)
-        cached, margin = len(sequence.blocks), self._growth_margin
-        needed = cache.blocks_for(sequence.length) - cached
+        cache, tokens, margin = self.cache, sequence.length, self._growth_margin
         if self.spec.reserves_max_length:
-            needed, margin = cache.blocks_for(sequence.max_length) - cached, 0
-        if needed + margin > cache.available or not cache.has_room(sequence, margin, self.prompts):
-            cache.free(sequence)
-            sequence.leave_replica(State.WAITING)
+            tokens, margin = sequence.max_length, 0
+        if not cache.lock_prefix(sequence, tokens, margin, self.prompts):
             return False
+        cached = len(sequence.blocks)
+        needed = cache.blocks_for(tokens) - cached
         wanted = cache.blocks_for(min(sequence.length + self._policy.growth_tokens, sequence.max_length)) - cached
         cache.allocate(sequence, max(needed, wanted if wanted + margin <= cache.available else 0))
-        cache.extend(sequence, cached + 1, cache.no_allocations())  # enough to start with
+        if cache.pools:
+            sequence.capacity = (cached + 1) * self.spec.block_size
         sequence.state = State.PLACED
         sequence.generated_when_placed = len(sequence.generated)
         sequence.replica = self.replica
@@ -142,18 +140,24 @@ class ReplicaScheduler:
     def schedule(self) -> SchedulerOutput | None:
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
             return None
-        running = len(self._running)
-        allocations, stalled = self.cache.grow(self._policy.growth_tokens, running)
-        stalled += self.cache.starved(self.prompts)
+        running, cache = len(self._running), self.cache
+        allocations, stalled = cache.grow(self._policy.growth_tokens, running)
+        if cache.pools:
+            stalled += cache.starved(self.prompts)
         if stalled and not self._placed and not any(each.blocks for each in self._to_release):
             self._preempt()
         budget = self.prompts.unscheduled
         if not self.spec.self_scheduling:
             budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running, len(self.prompts))
         placements, prefill = [], []
-        reach = partial(self.cache.reach, running=running) if self.cache.pools else None
+        reach, scarce = None, False
+        if cache.pools:
+            block_size = self.spec.block_size
+            growth = len(self.prompts) * (self._policy.growth_tokens // block_size + 3)
+            if scarce := cache.is_scarce(running + budget // block_size + growth):
+                reach = partial(cache.reach, running=running)
         for sequence, chunk in self.prompts.schedule(budget, reach):
-            self.cache.chunk_scheduled(sequence, self._policy.growth_tokens, running, allocations)
+            cache.chunk_scheduled(sequence, self._policy.growth_tokens, running if scarce else None, allocations)
             if sequence.state is State.PLACED:
                 placements.append(self._start(sequence))
             prefill.append((sequence.slot, chunk))

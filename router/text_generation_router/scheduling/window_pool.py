@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from text_generation_proto.cache_groups import CacheGroup
 
@@ -20,7 +21,7 @@ from text_generation_proto.cache_groups import CacheGroup
 class GroupBlock:
     """A block of the pool. Sequences and the tree refer to it."""
 
-    __slots__ = ("holders", "is_cached", "number")
+    __slots__ = ("holders", "is_cached", "number", "order")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -28,10 +29,18 @@ class GroupBlock:
         self.holders = 1
         """Sequences that hold it; 1 for a free block, which the next one takes as it is."""
         self.is_cached = False
+        self.order: OrderedDict[GroupBlock, None]
+        """Where it stands while it can be evicted."""
 
+
+number_of = attrgetter("number")
 
 NO_BLOCK = GroupBlock(-1)
 """Stands at positions of the tree that lack a block."""
+
+
+CONTEXT = 1 << 40
+"""Blocks of a sequence so long that the most blocks are held of each group."""
 
 
 @dataclass(slots=True)
@@ -60,6 +69,10 @@ class WindowPool:
     def __init__(self, group: CacheGroup, block_size: int) -> None:
         self.group = group
         self._block_size = block_size
+        self.most_due = group.blocks_held(CONTEXT * block_size, block_size)
+        """The most blocks that are due to a sequence."""
+        self.most_reused = CONTEXT - group.first_block(CONTEXT * block_size, block_size)
+        """The most blocks before the end of a cached prefix that a sequence needs which continues there."""
         self._free = [GroupBlock(number) for number in range(group.num_blocks - 1, -1, -1)]
         # Evictable blocks, first to last.
         self._behind: OrderedDict[GroupBlock, None] = OrderedDict()
@@ -74,34 +87,36 @@ class WindowPool:
     def used(self) -> int:
         return self.group.num_blocks - self.available
 
-    def due(self, held: HeldBlocks, tokens: int) -> int:
-        """Return the blocks that a sequence of `tokens` tokens may need beside those it holds."""
-        return max(0, self.group.blocks_held(tokens, self._block_size) - len(held.blocks))
+    def due(self, held: Sequence[GroupBlock], tokens: int) -> int:
+        """Return the blocks that a sequence of `tokens` tokens may need beside the `held` ones."""
+        return max(0, self.group.blocks_held(tokens, self._block_size) - len(held))
 
-    def accepted(self, blocks: Sequence[GroupBlock], count: int) -> int:
-        """Return the longest usable prefix of `blocks`, those of a path of the tree, of at most `count` blocks."""
-        first, index = self._first_before(count), count
-        for block in reversed(blocks[:count]):
+    def accepted(self, backwards: Iterable[GroupBlock], count: int) -> int:
+        """Return the longest usable prefix of the first `count` blocks of a path of the tree, given last to first."""
+        first, index = max(0, count - self.most_reused), count
+        for block in backwards:
             if index <= first:
                 break
             index -= 1
             if block.number < 0:
-                first, count = self._first_before(index), index
+                first, count = max(0, index - self.most_reused), index
         return count
 
-    def _first_before(self, count: int) -> int:
-        """Return the first block that a sequence needs that continues after `count` blocks."""
-        return self.group.first_block(count * self._block_size, self._block_size)
+    def hold(self, prefix: list[GroupBlock], count: int, prompt: int) -> HeldBlocks:
+        """Return what a sequence holds that continues after `count` blocks to the end of its `prompt`: one more, to start with.
 
-    def hold(self, blocks: Sequence[GroupBlock], prompt: int) -> HeldBlocks:
-        """Return what a sequence holds that continues after `blocks`, a usable path of the tree, to the end of its `prompt`."""
-        first, count = self._first_before(len(blocks)), len(blocks)
-        prompt_end = self.group.first_block(prompt, self._block_size)
-        held = HeldBlocks(first, count, list(blocks[first:]), self._needed_until(first), count, prompt_end)
-        for block in held.blocks:
-            if not block.holders:
-                self._remove_evictable(block)
-            block.holders += 1
+        `prefix`: the last ones of them, `most_reused` or all.
+        """
+        first, prompt_end = count - len(prefix), self.group.first_block(prompt, self._block_size)
+        needed_until = (first + 1) * self._block_size + (self.group.window or 0) - 1
+        held = HeldBlocks(first, count, prefix, needed_until, count, prompt_end)
+        for block in prefix:
+            if block.holders:
+                block.holders += 1
+            else:
+                del block.order[block]
+                block.holders = 1
+        self.extend(held, count + 1)
         return held
 
     def extend(self, held: HeldBlocks, end: int) -> tuple[int, ...]:
@@ -110,12 +125,12 @@ class WindowPool:
             return ()
         free = self._free
         while count > len(free):
-            self._evict(next(iter(self._behind or self._recent)))
+            self._evict()
         new = free[-count:]
         del free[-count:]
         held.blocks += new
         held.end = end
-        return tuple([block.number for block in new])
+        return tuple(map(number_of, new))
 
     def give_back(self, held: HeldBlocks, position: int) -> None:
         """Drop the blocks that tokens from `position` on do not need; at least one.
@@ -124,19 +139,16 @@ class WindowPool:
         others.
         """
         first = held.first
-        held.first = self.group.first_block(position, self._block_size)
-        held.needed_until = self._needed_until(held.first)
-        dropped = held.blocks[: held.first - first]
-        del held.blocks[: held.first - first]
+        held.first = now = self.group.first_block(position, self._block_size)
+        held.needed_until += (now - first) * self._block_size
+        dropped = held.blocks[: now - first]
+        del held.blocks[: now - first]
         if first < held.prompt_end:
             reused, end = max(0, held.reused - first), held.prompt_end - first
             self._drop(dropped[:reused], self._recent)
             self._drop(dropped[reused:end], self._behind)
             dropped = dropped[max(reused, end) :]
         self._drop(dropped, self._recent)
-
-    def _needed_until(self, block: int) -> int:
-        return (block + 1) * self._block_size + (self.group.window or 0) - 1
 
     def release(self, held: HeldBlocks) -> None:
         """Drop all blocks of a sequence."""
@@ -156,13 +168,15 @@ class WindowPool:
 
     def forget(self, blocks: Iterable[GroupBlock]) -> None:
         """Free the blocks of positions that the tree evicts: no sequence holds them."""
+        free = self._free
         for block in blocks:
             if block.number >= 0:
-                self._remove_evictable(block)
-                block.is_cached, block.holders = False, 1
-                self._free.append(block)
+                del block.order[block]
+                block.is_cached = False
+                block.holders = 1
+                free.append(block)
 
-    def _drop(self, blocks: Sequence[GroupBlock], evictable: dict[GroupBlock, None]) -> None:
+    def _drop(self, blocks: Iterable[GroupBlock], order: OrderedDict[GroupBlock, None]) -> None:
         for block in blocks:
             if not block.is_cached:
                 self._free.append(block)
@@ -170,14 +184,11 @@ class WindowPool:
                 block.holders -= 1
             else:
                 block.holders = 0
-                evictable[block] = None
+                block.order = order
+                order[block] = None
 
-    def _remove_evictable(self, block: GroupBlock) -> None:
-        if self._behind.pop(block, block) is not None:
-            del self._recent[block]
-
-    def _evict(self, block: GroupBlock) -> None:
-        self._remove_evictable(block)
+    def _evict(self) -> None:
+        block, _ = (self._behind or self._recent).popitem(last=False)
         self._free.append(GroupBlock(block.number))
         block.number = -1
 

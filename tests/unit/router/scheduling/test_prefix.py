@@ -6,7 +6,9 @@ import pytest
 from scheduler_checks import assert_idle
 from scheduler_rig import BLOCK, Rig, a_policy, words
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode
+from text_generation_router.request import RequestId
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
 
@@ -138,3 +140,28 @@ def test_a_request_that_waits_for_a_cancelled_prefix_is_placed() -> None:
     rig.until_idle()
     assert rig.tokens[second] == 5
     assert rig.cached(second) > 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "windows", "prompt", "more"),
+    [
+        pytest.param(18, (), 140, 100, id="full"),
+        pytest.param(40, (CacheGroup(14, 64),), 80, 500, id="window"),
+    ],
+)
+def test_a_placement_that_fails_does_not_change_what_is_evicted_next(
+    blocks: int, windows: tuple[CacheGroup, ...], prompt: int, more: int
+) -> None:
+    rig = Rig(a_policy(growth_tokens=16), blocks=blocks, windows=windows)
+    first, second = words(1, 64), words(2, 64)
+    rig.serve(first, new=1)
+    rig.serve(second, new=1)
+    rig.submit(words(3, prompt), new=30)
+    rig.turns(4)
+    late = rig.submit((*first, *words(4, more)), new=1)
+    rig.turns(2)
+    rig.scheduler.cancel(RequestId(late))
+    assert late not in rig.placed(), "there is no room for it"
+    rig.until_idle()
+    rig.serve(words(5, 64), new=1)
+    assert rig.cached(rig.serve((*second, 0), new=1)) == 64, "the one used last stays"

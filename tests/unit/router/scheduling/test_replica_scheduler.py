@@ -60,7 +60,7 @@ def until_preempted(rig: Rig) -> SchedulerOutput:
 
 
 def test_without_blocks_the_newest_is_preempted_and_returns_with_its_tokens() -> None:
-    rig = Rig(a_policy(), blocks=8)
+    rig = Rig(a_policy(growth_tokens=40), blocks=8)
     rig.submit(30, new=60)
     rig.submit(30, new=60)
     orders = until_preempted(rig)
@@ -75,7 +75,7 @@ def test_without_blocks_the_newest_is_preempted_and_returns_with_its_tokens() ->
 
 
 def test_a_preempted_request_goes_before_queued_ones() -> None:
-    rig = Rig(a_policy(), blocks=8)
+    rig = Rig(a_policy(growth_tokens=40), blocks=8)
     rig.submit(30, new=60)
     rig.submit(30, new=60)
     until_preempted(rig)
@@ -93,7 +93,7 @@ def test_a_preempted_request_goes_before_queued_ones() -> None:
     ],
 )
 def test_the_victim_is_chosen_by_priority_but_never_the_oldest(blocks: int, priorities: tuple[Priority, ...]) -> None:
-    rig = Rig(a_policy(), blocks=blocks)
+    rig = Rig(a_policy(growth_tokens=40), blocks=blocks)
     for priority in priorities:
         rig.submit(30, new=60, priority=priority)
     assert until_preempted(rig).release == (rig.placement(1).slot,)

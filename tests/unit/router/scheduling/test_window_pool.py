@@ -28,9 +28,10 @@ class Cache:
 
     def compute(self, prompt: bytes = PROMPT) -> int:
         """Compute a prompt and end; return the blocks that were found."""
-        node, blocks = self.tree.acquire("", prompt)
+        prefix = self.tree.find("", prompt)
+        node, blocks = self.tree.lock(prefix)
         count = len(prompt) // (4 * SIZE)
-        held = self.pool.hold(self.tree.further_blocks_to(node, 0), count * SIZE)
+        held = self.pool.hold(prefix.further[0], len(blocks), count * SIZE)
         for block in range(len(blocks), count):
             self.pool.extend(held, block + 1)
             run = prompt[block * 4 * SIZE : (block + 1) * 4 * SIZE]
