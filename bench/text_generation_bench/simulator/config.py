@@ -100,7 +100,7 @@ class TgiScheduler(Scheduler):
         scheduler = self.replicas[replica]
         assert scheduler is not None
         scheduler.cache = _TgiCache(spec.num_blocks, spec.block_size, prefix_caching=self.policy.prefix_caching)
-        scheduler.prompts = _TgiPrompts(spec.block_size)
+        scheduler.prompts = _TgiPrompts(spec.block_size, self.policy.max_batch_prefill_tokens)
         return deliveries
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence, Set
+from operator import attrgetter
 
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.policy import Policy
@@ -42,20 +43,26 @@ def share_budget(
     """Yield (sequence, chunk) for `prompts`, given oldest first, until `budget` prompt tokens are spent.
 
     The shortest remainder goes first, so that a short prompt does not wait for a long one. Half of the budget is kept for
-    the oldest prompt, so that a long one advances however many short ones arrive.
+    the oldest prompt, so that a long one advances however many short ones arrive. It is yielded first, as it also takes its blocks
+    first.
     """
-    oldest = prompts[0]
-    kept = min(oldest.unscheduled_tokens, -(-budget // 2))
-    for sequence in sorted(prompts, key=lambda sequence: sequence.unscheduled_tokens):  # stable: ties by age
-        if sequence is oldest:
-            kept = 0
-        most = REPLAY_TOKENS if sequence.request.replayed else budget
-        chunk = min(sequence.unscheduled_tokens, budget - kept, most)
+    oldest, *others = prompts
+    others.sort(key=attrgetter("unscheduled_tokens"))  # stable: ties by age
+    shorter = sum(_most(each) for each in others if each.unscheduled_tokens < oldest.unscheduled_tokens)
+    most = max(-(-budget // 2), budget - shorter)
+    for sequence in (oldest, *others):
+        chunk = min(_most(sequence), most)
         if reach is not None:
             chunk = min(chunk, reach(sequence))
         if chunk > 0:
             budget -= chunk
             yield sequence, chunk
+        most = budget
+
+
+def _most(sequence: ScheduledSequence) -> int:
+    """Return the most prompt tokens of a sequence in one step."""
+    return min(sequence.unscheduled_tokens, REPLAY_TOKENS) if sequence.request.replayed else sequence.unscheduled_tokens
 
 
 def shared_tokens(key: bytes, other: bytes, block_size: int) -> int:
@@ -116,7 +123,9 @@ class ChunkSizer:
 class PendingPrompts:
     """The placed and running sequences of a replica whose prompt is not fully computed, oldest first."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, budget: int) -> None:
+        self.blocks_kept = budget // 2 // block_size
+        """Blocks of the part of a step's budget that is kept for the oldest."""
         self.unscheduled = 0
         """Prompt tokens not yet sent as chunks."""
         self.uncomputed = 0

@@ -21,9 +21,9 @@ from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.chunking import PendingPrompts
 from text_generation_router.scheduling.messages import Allocations, FurtherBlocks
-from text_generation_router.scheduling.prefix_tree import PrefixTree
+from text_generation_router.scheduling.prefix_tree import Prefix, PrefixTree
 from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
-from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool, number_of
+from text_generation_router.scheduling.window_pool import WindowPool, number_of
 
 LOW_ROOM = 24
 URGENT_ROOM = 8
@@ -81,45 +81,45 @@ class KVCache:
             return 0
         return self.tree.peek(sequence.salt, self._reusable_key(sequence))
 
-    def lock_prefix(self, sequence: ScheduledSequence, tokens: int, margin: int, prompts: PendingPrompts) -> bool:
-        """Give `sequence` the blocks of its cached prefix. Return False and change nothing without room for the rest.
-
-        It takes blocks of the first group for `tokens` tokens, and `margin` must be left in each group; `prompts`: those under way.
-        """
+    def find_prefix(self, sequence: ScheduledSequence) -> Prefix:
+        """Return the cached prefix of `sequence`. At least one token is left to compute."""
         key = self._reusable_key(sequence) if self._may_reuse(sequence) else b""
-        prefix = self.tree.find(sequence.salt, key)
-        count = prefix.blocks
-        if self.blocks_for(tokens) - count + margin > self.available - prefix.evictable_blocks:
-            return False
-        if self.pools and not self.has_room(sequence, margin, prompts, prefix.further):
-            return False
-        lock, sequence.blocks = self.tree.lock(prefix)
-        sequence.prefix_lock = lock
+        return self.tree.find(sequence.salt, key)
+
+    def lock_prefix(self, sequence: ScheduledSequence, prefix: Prefix) -> None:
+        """Give `sequence` the blocks of its cached prefix."""
+        sequence.prefix_lock, sequence.blocks = lock, _ = self.tree.lock(prefix)
         if self.pools:
             sequence.further = [
-                pool.hold(blocks, count, sequence.length)
+                pool.hold(blocks, prefix.blocks, sequence.length)
                 for pool, blocks in zip(self.pools, prefix.further, strict=True)
             ]
-        sequence.committed_blocks = count
-        sequence.cached_tokens = count * self.block_size
+        sequence.committed_blocks = prefix.blocks
+        sequence.cached_tokens = prefix.blocks * self.block_size
         sequence.own_cached_tokens = self.tree.known_blocks(lock, sequence.request.qos.tenant) * self.block_size
-        return True
 
     def has_room(
-        self,
-        sequence: ScheduledSequence,
-        margin: int,
-        prompts: PendingPrompts,
-        prefix: Sequence[Sequence[GroupBlock]] = (),
+        self, sequence: ScheduledSequence, prefix: Prefix, tokens: int, margin: int, prompts: PendingPrompts
     ) -> bool:
-        """Return True if the groups after the first have room for `sequence`, which would hold `prefix`."""
+        """Return True if there are blocks for `tokens` tokens of `sequence` beside its cached prefix, and `margin` more.
+
+        The groups after the first have room for the prompts under way, too, and for a chunk of the oldest: it would crawl, block by
+        block, if others took what it gives back.
+        """
+        if self.blocks_for(tokens) - prefix.blocks + margin > self.available - prefix.evictable_blocks:
+            return False
         for number, pool in enumerate(self.pools):
             room = pool.available - margin
             # Usually there is far more than all may want.
-            if room < (len(prompts) + 2) * pool.most_due:
-                held = prefix[number] if prefix else ()
-                taken = pool.due(held, sequence.length) + sum(1 for block in held if not block.holders)
-                if room < taken + sum(pool.due(each.further[number].blocks, each.length) for each in prompts):
+            if room < (len(prompts) + 2) * pool.most_due + prompts.blocks_kept:
+                chunk = prompts.blocks_kept
+                for each in prompts:
+                    held = each.further[number]
+                    room -= pool.due(held.first, len(held.blocks), each.length, chunk)
+                    chunk = 0
+                reused = prefix.further[number]
+                room -= sum(1 for block in reused if not block.holders)
+                if room < pool.due(prefix.blocks - len(reused), len(reused), sequence.length):
                     return False
         return True
 
@@ -130,7 +130,7 @@ class KVCache:
     def reach(self, sequence: ScheduledSequence, running: int) -> int:
         """Return the prompt tokens of `sequence` that can be scheduled with the blocks that it has or may get."""
         ends = [
-            held.end + max(min(1, pool.available), pool.available - running)
+            held.end + max(-(-pool.available // 2), pool.available - running)
             for pool, held in zip(self.pools, sequence.further, strict=True)
         ]
         return min([len(sequence.blocks), *ends]) * self.block_size - sequence.num_scheduled_tokens
@@ -272,7 +272,7 @@ class KVCache:
     def stop_growth(self, sequence: ScheduledSequence) -> None:
         self._growing.pop(sequence.id, None)
 
-    def grow(self, growth_tokens: int, running: int) -> tuple[list[Allocations], list[ScheduledSequence]]:
+    def grow(self, growth_tokens: int, spare: int) -> tuple[list[Allocations], list[ScheduledSequence]]:
         """If it is urgent, allocate blocks to all sequences with little room, oldest first.
 
         Return the allocations of each group, and the stalled sequences: those without room that got no block.
@@ -286,12 +286,12 @@ class KVCache:
         growing = sorted(self._growing.values(), key=attrgetter("arrival"))
         ends = [-(-min(each.length + growth_tokens, each.max_length) // size) for each in growing]
         # Usually there is far more than all may want.
-        is_scarce = self.is_scarce(running + len(growing) * (growth_tokens // size + 3))
+        is_scarce = self.is_scarce(spare + len(growing) * (growth_tokens // size + 3))
         if not is_scarce:  # evict once for all
             self._make_free(sum([max(0, end - len(each.blocks)) for each, end in zip(growing, ends, strict=True)]))
         for sequence, end in zip(growing, ends, strict=True):
             if is_scarce:
-                end = self._affordable(sequence, end, running)
+                end = self._affordable(sequence, end, spare)
             if end * size > sequence.capacity:
                 if (count := end - len(sequence.blocks)) > 0:
                     allocations[0].append((sequence.slot, tuple(self.allocate(sequence, count))))

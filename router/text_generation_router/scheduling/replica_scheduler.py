@@ -50,7 +50,7 @@ class ReplicaScheduler:
         self.spec = spec
         self.reuses_prefixes = policy.prefix_caching and not spec.keeps_states
         self.cache = KVCache(spec.num_blocks, spec.block_size, spec.further_groups, prefix_caching=self.reuses_prefixes)
-        self.prompts = PendingPrompts(spec.block_size)
+        self.prompts = PendingPrompts(spec.block_size, policy.max_batch_prefill_tokens)
         self.is_lost = False
         self.work = 0
         """Expected tokens still to compute here."""
@@ -91,9 +91,10 @@ class ReplicaScheduler:
 
     def has_blocks(self, sequence: ScheduledSequence) -> bool:
         """Return True if it can hold `sequence`, with blocks now for all its known tokens, even if none is cached."""
-        cache, margin = self.cache, self._growth_margin
-        fits = self.can_hold(sequence) and cache.blocks_for(sequence.length) + margin <= cache.available
-        return fits and cache.has_room(sequence, margin, self.prompts)
+        nothing = self.cache.tree.find(sequence.salt, b"")
+        return self.can_hold(sequence) and self.cache.has_room(
+            sequence, nothing, sequence.length, self._growth_margin, self.prompts
+        )
 
     def can_hold(self, sequence: ScheduledSequence) -> bool:
         """Return True if `sequence` could run here alone, to its last token."""
@@ -111,9 +112,11 @@ class ReplicaScheduler:
         cache, tokens, margin = self.cache, sequence.length, self._growth_margin
         if self.spec.reserves_max_length:
             tokens, margin = sequence.max_length, 0
-        if not cache.lock_prefix(sequence, tokens, margin, self.prompts):
+        prefix = cache.find_prefix(sequence)
+        if not cache.has_room(sequence, prefix, tokens, margin, self.prompts):
             return False
-        cached = len(sequence.blocks)
+        cache.lock_prefix(sequence, prefix)
+        cached = prefix.blocks
         needed = cache.blocks_for(tokens) - cached
         wanted = cache.blocks_for(min(sequence.length + self._policy.growth_tokens, sequence.max_length)) - cached
         cache.allocate(sequence, max(needed, wanted if wanted + margin <= cache.available else 0))
@@ -141,7 +144,8 @@ class ReplicaScheduler:
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
             return None
         running, cache = len(self._running), self.cache
-        allocations, stalled = cache.grow(self._policy.growth_tokens, running)
+        spare = running + self.prompts.blocks_kept if cache.pools and self.prompts.unscheduled else running
+        allocations, stalled = cache.grow(self._policy.growth_tokens, spare)
         if cache.pools:
             stalled += cache.starved(self.prompts)
         if stalled and not self._placed and not any(each.blocks for each in self._to_release):
@@ -154,10 +158,10 @@ class ReplicaScheduler:
         if cache.pools:
             block_size = self.spec.block_size
             growth = len(self.prompts) * (self._policy.growth_tokens // block_size + 3)
-            if scarce := cache.is_scarce(running + budget // block_size + growth):
+            if scarce := cache.is_scarce(spare + budget // block_size + growth):
                 reach = partial(cache.reach, running=running)
         for sequence, chunk in self.prompts.schedule(budget, reach):
-            cache.chunk_scheduled(sequence, self._policy.growth_tokens, running if scarce else None, allocations)
+            cache.chunk_scheduled(sequence, self._policy.growth_tokens, spare if scarce else None, allocations)
             if sequence.state is State.PLACED:
                 placements.append(self._start(sequence))
             prefill.append((sequence.slot, chunk))

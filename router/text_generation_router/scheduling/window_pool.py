@@ -87,9 +87,13 @@ class WindowPool:
     def used(self) -> int:
         return self.group.num_blocks - self.available
 
-    def due(self, held: Sequence[GroupBlock], tokens: int) -> int:
-        """Return the blocks that a sequence of `tokens` tokens may need beside the `held` ones."""
-        return max(0, self.group.blocks_held(tokens, self._block_size) - len(held))
+    def due(self, first: int, held: int, tokens: int, chunk: int = 0) -> int:
+        """Return the blocks that a prompt of `tokens` tokens may need beside the `held` ones, of which block `first` is the first.
+
+        `chunk`: the blocks of its chunks, for which there is to be room beside those of its window.
+        """
+        blocks = -(-tokens // self._block_size) - first
+        return max(0, min(blocks, self.most_due + chunk, self.group.num_blocks) - held)
 
     def accepted(self, backwards: Iterable[GroupBlock], count: int) -> int:
         """Return the longest usable prefix of the first `count` blocks of a path of the tree, given last to first."""

@@ -9,7 +9,9 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_rig import Rig, a_policy
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.chunking import (
     MAX_GROWTH,
@@ -168,7 +170,7 @@ def test_with_noise_the_target_holds_for_nearly_all_steps(seed: int) -> None:
 
 
 def pending_prompts(prompts: list[tuple[int, ...]]) -> tuple[PendingPrompts, list[ScheduledSequence]]:
-    pending, sequences = PendingPrompts(BLOCK), []
+    pending, sequences = PendingPrompts(BLOCK, 64), []
     for number, prompt in enumerate(prompts):
         sequences.append(ScheduledSequence(Request(RequestId(number), prompt, 1), number, 0.0, 1))
         sequences[-1].prefill_length = len(prompt)
@@ -204,3 +206,22 @@ def test_the_time_to_find_a_shared_prefix_does_not_grow_with_the_pending_prompts
         assert pending.longest_shared(asked)[0] == 992
         rounds.append(time.thread_time() - started)
     assert min(rounds) < 500e-6  # about 0.02 ms; a pass over all prompts takes 10 ms
+
+
+def test_a_long_prompt_does_not_crawl_while_the_blocks_of_a_window_are_scarce() -> None:
+    budget, tokens = 256, 4096
+    rig = Rig(
+        a_policy(max_batch_prefill_tokens=budget, max_batch_size=32),
+        blocks=4000,
+        slots=32,
+        windows=(CacheGroup(60, window=64),),
+    )
+    long, turns = -1, 0
+    while long not in rig.tokens:
+        while len(rig.scheduler.queue) < 8:
+            rig.submit(20, new=100)
+        if rig.now > 0.8 and long < 0:
+            long = rig.submit(tokens, new=5)
+        rig.turn()
+        turns += long in rig.placed()
+    assert turns <= 4 * tokens / budget, "one block at a time would take 256 steps"
