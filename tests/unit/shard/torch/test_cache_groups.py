@@ -83,6 +83,18 @@ def test_a_share_follows_from_the_longest_sequence() -> None:
     assert 0.5 < window / full < 0.52
 
 
+def test_with_a_limit_of_sequences_as_many_short_ones_fit() -> None:
+    cache, length = GEMMA_3_27B, 640
+
+    def fitting(most: int) -> int:
+        limits = WarmUpLimits(max_batch_size=most, max_batch_prefill_tokens=2048)
+        groups = cache_groups(INFO, limits, cache.windows, cache.block_bytes, 20 << 30)
+        return min(group.num_blocks // group.blocks_held(length, BLOCK_SIZE) for group in groups)
+
+    assert fitting(0) == fitting(8) < 30, "sequences are taken to be long"
+    assert fitting(64) > 54
+
+
 def test_the_tokens_asked_for_are_those_of_the_first_group() -> None:
     limits = WarmUpLimits(max_batch_total_tokens=64000, max_batch_prefill_tokens=512)
     cache = GPT_OSS_20B

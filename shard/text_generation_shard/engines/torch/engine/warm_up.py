@@ -2,10 +2,11 @@
 
 Memory is divided between the groups of the cache so that none lies idle: a window group has a share of the blocks of the first,
 
-    share = max(MIN_SHARE, (window + SPARE_TOKENS) / min(max_sequence_length, USUAL_TOKENS)), at most 1,
+    share = max(MIN_SHARE, (window + SPARE_TOKENS) / usual length), at most 1,
 
-the part of its blocks that a sequence of USUAL_TOKENS holds there, and no fewer than a sequence needs to compute a whole chunk. Long
-sequences want a small share, many short ones a large one: they hold as many blocks in each group.
+the part of its blocks that a sequence of the usual length holds there, and no fewer than a sequence needs to compute a whole chunk.
+Long sequences want a small share, many short ones a large one: they hold as many blocks in each group. The usual length is at most
+USUAL_TOKENS. A limit of the sequences in a step says more: they are to fill both groups together, if each has two windows or more.
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ def cache_groups(
     `windows` and `block_bytes` are those of the groups. Raises InsufficientMemory with the numbers.
     """
     chunk = blocks_for(limits.max_batch_prefill_tokens or info.suggested_prefill_tokens)
-    usual = min(info.max_sequence_length, USUAL_TOKENS)
 
     def group(window: int | None, first: int) -> CacheGroup:
         if window is None:
             return CacheGroup(first)
+        usual = min(info.max_sequence_length, USUAL_TOKENS)
+        if limits.max_batch_size:
+            usual = min(usual, max(first * BLOCK_SIZE / limits.max_batch_size, 2 * window))
         share = max(MIN_SHARE, (window + SPARE_TOKENS) / usual)
         least = CacheGroup(0, window).blocks_held(info.max_sequence_length, BLOCK_SIZE) + chunk
         return CacheGroup(min(first, max(int(share * first), least)), window)
