@@ -81,7 +81,7 @@ def cache_groups(
     def group(window: int | None, first: int) -> CacheGroup:
         if window is None:
             return CacheGroup(first)
-        usual = min(info.max_sequence_length, USUAL_TOKENS)
+        usual: float = min(info.max_sequence_length, USUAL_TOKENS)
         if limits.max_batch_size:
             usual = min(usual, max(first * BLOCK_SIZE / limits.max_batch_size, 2 * window))
         share = max(MIN_SHARE, (window + SPARE_TOKENS) / usual)
