@@ -6,6 +6,7 @@ GRAMMAR_REQUESTS is the number of random schemas (default 60; the target is 500)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import jsonschema
 import orjson
+import psutil
 import pytest
 from http_stack import Stack, serve, served
 from random_schemas import Schemas
@@ -124,14 +126,24 @@ def encoded(form: Json | str) -> bytes:
     return orjson.dumps({"messages": [{"role": "user", "content": "a"}], **asked, "max_tokens": 50})
 
 
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its workers, those that were killed included."""
+    seconds = sum(os.times()[:4])
+    for worker in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = worker.cpu_times()
+            seconds += times.user + times.system
+    return seconds
+
+
 @pytest.mark.parametrize("name", [*dict(HOSTILE), *HOSTILE_RULES])
 async def test_a_hostile_grammar_is_refused_with_a_reason_and_soon(stack: Stack, name: str) -> None:
-    started = time.monotonic()
+    started = cpu_seconds()
     body = encoded((dict(HOSTILE) | HOSTILE_RULES)[name])
     async with stack.client.post("/v1/chat/completions", data=io.BytesIO(body), headers=HEADERS) as response:
         answer = await response.json()
         assert response.status == 400, answer
-    assert time.monotonic() - started < 6
+    assert cpu_seconds() - started < 6
     assert answer["error"]["message"].startswith("Input validation error: ")
     assert len(answer["error"]["message"]) < 1000
     assert stack.permits.in_use == 0
