@@ -57,6 +57,7 @@ WALKS_S = 0.4
 """CPU time of all walks, about 3 ms a token: a step waits for all its sequences."""
 _FRAMES = 5_000
 """Python frames: the meta-schema takes a few dozen for every level of a schema."""
+_NO_TOKENS = "the model has no tokens for a character of it"
 _UNSUPPORTED = {
     r'Unimplemented keys: \["([^"]*)"': "the keyword `{}` is not supported",
     r"Unknown format: (\S+)": "the format '{}' is not supported",
@@ -64,7 +65,7 @@ _UNSUPPORTED = {
         "`oneOf` is supported where its schemas exclude each other, by type or by a required constant"
     ),
     r"^NoExtensionBias": "no text satisfies it",
-    r"doesn't satisfy the grammar; forced bytes": "the model has no tokens for a character of it",
+    r"doesn't satisfy the grammar; forced bytes": _NO_TOKENS,
 }
 """Error messages of llguidance (patterns) and the text for clients."""
 
@@ -97,6 +98,7 @@ def compile_job(config: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]
 
 def prove(grammar: Grammar, tokenizer: LLTokenizer) -> None:
     """Check, compile and try a grammar. Raises InvalidRequest."""
+    _check_characters(grammar.text, tokenizer)
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             _check_schema(json.loads(grammar.text))
@@ -124,6 +126,13 @@ def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         case _:
             raise ValueError(grammar.kind)
     return LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
+
+
+def _check_characters(text: str, tokenizer: LLTokenizer) -> None:
+    """Refuse characters that no tokens spell: random texts may miss the place that needs one. Raises InvalidRequest."""
+    for character in {character for character in text if not character.isascii()}:
+        if tokenizer.decode_bytes(tokenizer.greedy_tokenize(character)) != character.encode():
+            raise not_compilable(_NO_TOKENS)
 
 
 def _check_schema(root: Schema) -> None:

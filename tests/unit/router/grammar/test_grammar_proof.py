@@ -87,6 +87,7 @@ REFUSED = [
     ({"type": "array", "minItems": 10_001}, "`minItems` is more than 10000"),
     (holding({"type": "string", "format": "regex"}), "the format 'regex' is not supported"),
     ({"properties": {"\U0004ceee": {}}, "required": ["\U0004ceee"]}, "the model has no tokens for a character of it"),
+    ({"enum": [*map(str, range(1_000)), "a\U0004ceee"]}, "the model has no tokens for a character of it"),
     (nested("oneOf", 12), "`oneOf` is supported where its schemas exclude each other"),
     (holding({"$id": "https://example.org/inner", "$ref": "#/$defs/a"}) | {"$defs": {"a": {}}}, "the keyword `$id`"),
     (deep(65), "levels deep"),
