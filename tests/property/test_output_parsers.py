@@ -114,25 +114,38 @@ def test_every_cut_of_an_answer_tells_the_same(kind: str, answer: str, cuts: lis
     assert parts_of(kind, list(answer)) == whole
 
 
-def without_markers(kind: str, parts: list[Part]) -> str:
-    """Return the text without whitespace, markers and, at its end, starts of markers: a parser drops openings of calls."""
-    markers = make(kind).markers
+def without_openings(kind: str, parts: list[Part]) -> str:
+    """Return the text without whitespace, tags and, at its end, starts of tags: a parser drops openings of calls."""
+    parser = make(kind)
+    tags = {"".join(tag.split()) for tag in parser.markers | getattr(parser, "TAGS_OF_CALLS", frozenset())}
     text = "".join("".join(map(str, parts)).split())
-    for marker in markers:
-        text = text.replace(marker, "")
-    starts = {marker[:end] for marker in markers for end in range(1, len(marker))}
+    starts = {tag[:end] for tag in tags for end in range(1, len(tag) + 1)}
     while start := next((start for start in starts if text.endswith(start)), ""):
         text = text.removesuffix(start)
+    for tag in sorted(tags, key=len, reverse=True):
+        text = text.replace(tag, "")
     return text
+
+
+def assert_text_unless_called(kind: str, answer: str) -> None:
+    parts = parts_of(kind, [answer])
+    assert any(isinstance(part, Call) for part in parts) or without_openings(kind, parts) == without_openings(
+        kind, [answer]
+    )
 
 
 @pytest.mark.parametrize("kind", [name for name, form in FORMATS.items() if not form.has_channels])
 @given(answer=answers())
 def test_without_a_call_the_answer_is_the_text(kind: str, answer: str) -> None:
-    parts = parts_of(kind, [answer])
-    assert any(isinstance(part, Call) for part in parts) or without_markers(kind, parts) == without_markers(
-        kind, [answer]
-    )
+    assert_text_unless_called(kind, answer)
+
+
+@pytest.mark.parametrize("kind", [name for name, form in FORMATS.items() if not form.has_channels])
+def test_an_answer_that_ends_in_an_opening_loses_no_text(kind: str) -> None:
+    for before, after in WRAPPERS:
+        call = f"x{before}1{after}"
+        for end in range(len(call)):
+            assert_text_unless_called(kind, call[:end])
 
 
 FORMS = {
