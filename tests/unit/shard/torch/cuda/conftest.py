@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import FunctionType
 
 import pytest
 import torch
@@ -14,23 +15,41 @@ if DEVICE.type == "cpu":
 
 
 @pytest.fixture(autouse=True)
-def computed_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton's interpreter run loops with computed bounds.
+def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter run loops with computed bounds, and prepare its language once for a launch.
 
     That of Triton 3.6 converts a bound, an array of one element, to an integer, which NumPy 2.4 allows only for zero-dimensional
-    arrays. The patch is harmless with versions that have fixed this.
+    arrays. And it replaces the functions of the language anew for each call of one kernel function by another, which takes
+    half of the time. The patches are harmless with versions that have fixed this.
     """
     if DEVICE.type != "cpu":
         return
+    from triton import language as tl
     from triton.runtime import interpreter
 
-    original = interpreter._patch_lang_tensor
+    original_tensor, original = interpreter._patch_lang_tensor, interpreter._patch_lang
+    prepared: set[bool] = set()
 
-    def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        original(tensor, scope)
+    def patch_tensor(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        original_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    def patch(function: FunctionType) -> interpreter._LangPatchScope:
+        is_inner = function.__globals__.get("core") is tl.core  # one that Triton itself brings
+
+        def restore() -> None:
+            restore_all()
+            prepared.clear()
+
+        if is_inner in prepared:
+            return interpreter._LangPatchScope()
+        prepared.add(is_inner)
+        scope = original(function)
+        restore_all, scope.restore = scope.restore, restore
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch)
 
 
 @pytest.fixture
