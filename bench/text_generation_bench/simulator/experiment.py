@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from text_generation_bench.simulator.config import POLICIES, LatencyTargets, SimConfig
 from text_generation_bench.simulator.cost_model import MACHINES
+from text_generation_bench.simulator.measures import DurationHistogram
 from text_generation_bench.simulator.scenarios import SCENARIOS, WORKLOAD_SIZES, ScenarioInput, ScenarioLoad
 from text_generation_bench.simulator.simulator import Simulator
 from text_generation_bench.simulator.statistics import RequestStats, SchedulerTimings, SecondStats, Statistics
@@ -55,6 +57,11 @@ class ExperimentResult:
     jain: float | None
     goodput_kept: float | None
     """Goodput during the overload over goodput just before it."""
+    jobs: int
+    job_s: float | None
+    """Mean time of a job, from its first request to the end of its last one."""
+    per_token: DurationHistogram
+    """Seconds from arrival to end over new tokens, of each request."""
     preemptions: int
     moves: int
     queue_time_ratio: float | None
@@ -122,6 +129,9 @@ def _summarize(experiment: Experiment, simulator: Simulator, load: ScenarioLoad)
         ideal_hit_rate=simulator.ideal.hit_rate,
         jain=simulator.fairness.jain if simulator.fairness is not None else None,
         goodput_kept=_goodput_kept(statistics, load),
+        jobs=len(statistics.jobs),
+        job_s=fmean(end - start for start, end in statistics.jobs.values()) if statistics.jobs else None,
+        per_token=statistics.per_token,
         preemptions=stats.preemptions,
         moves=stats.moves,
         queue_time_ratio=statistics.queue_time_ratio,

@@ -51,28 +51,27 @@ class DurationHistogram:
 
 
 class FairnessMeter:
-    """Adds up each tenant's service over the seconds in which every tenant was backlogged.
+    """Adds up the service of each tenant or job over the seconds in which every tenant was backlogged.
 
-    Service is the number of computed prompt tokens plus new tokens.
+    Service is the number of computed prompt tokens plus new tokens. Jobs of one tenant are compared while any of them waits.
     """
 
     def __init__(self) -> None:
-        self._served: dict[TenantId, int] = {}
-        self._before: dict[TenantId, int] = {}
+        self._served: dict[str, int] = {}
+        self._before: dict[str, int] = {}
         self._backlogged = False
-        self._counted: dict[TenantId, int] = {}
+        self._counted: dict[str, int] = {}
 
-    def serve(self, tenant: TenantId, tokens: int) -> None:
-        """Add tokens to the service of a tenant."""
-        self._served[tenant] = self._served.get(tenant, 0) + tokens
+    def serve(self, name: str, tokens: int) -> None:
+        """Add tokens to the service of a tenant or job."""
+        self._served[name] = self._served.get(name, 0) + tokens
 
     def tick(self, waiting: Mapping[TenantId, int]) -> None:
         """End a second. `waiting` has the number of each tenant's requests that have never left the queue."""
-        backlogged = len(waiting) > 1 and all(waiting.values())
+        backlogged = max(len(waiting), len(self._served)) > 1 and all(waiting.values())
         if backlogged and self._backlogged:
-            for tenant in waiting:
-                served = self._served.get(tenant, 0) - self._before.get(tenant, 0)
-                self._counted[tenant] = self._counted.get(tenant, 0) + served
+            for name, served in self._served.items():
+                self._counted[name] = self._counted.get(name, 0) + served - self._before.get(name, 0)
         self._backlogged = backlogged
         self._before = dict(self._served)
 

@@ -57,6 +57,7 @@ COLUMNS: Sequence[tuple[str, Callable[[ExperimentResult], str]]] = (
 )
 KIND_COLUMNS = ("policy", "kind", "sent", "done", "in target", "TTFT p50", "p99", "ITL p50", "p99", "max")
 
+JOB_COLUMNS = ("policy", "jobs", "mean s", "share of the first policy's", "ms/token p50", "p90", "hits")
 SHARE_COLUMNS = ("share of the first policy's", "goodput", "replica h")
 
 
@@ -71,6 +72,8 @@ def scenario_report(results: Sequence[ExperimentResult]) -> str:
     text = head + table([name for name, _ in COLUMNS], rows)
     if any(len(result.kinds) > 1 for result in results):
         text += "\n" + table(KIND_COLUMNS, [row for result in results for row in _kind_rows(result)])
+    if results[0].job_s:
+        text += "\n" + table(JOB_COLUMNS, [_job_row(result, results[0]) for result in results])
     if any(result.replica_hours < results[0].replica_hours for result in results):
         text += "\n" + table(SHARE_COLUMNS, [_shares(result, results[0]) for result in results])
     return text
@@ -81,6 +84,19 @@ def _shares(result: ExperimentResult, first: ExperimentResult) -> list[str]:
         result.experiment.policy,
         _ratio(result.goodput / max(1.0, first.goodput)),
         _ratio(result.replica_hours / first.replica_hours),
+    ]
+
+
+def _job_row(result: ExperimentResult, first: ExperimentResult) -> list[str]:
+    mean, other = result.job_s or math.nan, first.job_s or math.nan
+    return [
+        result.experiment.policy,
+        str(result.jobs),
+        f"{mean:.1f}",
+        _ratio(mean / other),
+        milliseconds(result.per_token.quantile(0.5)),
+        milliseconds(result.per_token.quantile(0.9)),
+        _percent(result.hit_rate),
     ]
 
 

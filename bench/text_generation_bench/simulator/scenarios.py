@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
+from itertools import count
 from operator import attrgetter
 from random import Random
 from types import MappingProxyType
 
+from text_generation_bench.agents import SYSTEM_TOKENS, AgentTurn, draw_session
 from text_generation_bench.simulator.config import Outage
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.traces import (
+    AgentSource,
     ChatProfile,
     ClientProfile,
     RequestSizes,
@@ -32,6 +35,10 @@ LONG = "long"
 """Label of the long prompts among short ones."""
 PEAK_SHARE = 0.6
 """Fraction of the capacity of all replicas at the busiest hour of a day."""
+AGENT_LOAD = 0.8
+"""Fraction of the capacity of all replicas that agents take, if all that was sent before is cached."""
+AGENT_TOKENS = 65_536
+"""Longest prompt of other scenarios on the machine for which the texts of agents have their full length."""
 QUEUE_S = 1.0
 """Length of a bounded queue, in seconds of work."""
 
@@ -269,6 +276,41 @@ def _share_of_peak(hour: float) -> float:
     return min(1.0, 0.1 + 0.85 * morning + 0.9 * evening)
 
 
+def _agents(source: ScenarioInput) -> ScenarioLoad:
+    random, model = source.random("agents"), source.cost_model
+    scale = source.sizes.long_prompt / AGENT_TOKENS
+    systems = system_prompts(source.pool, random, 4, max(1, round(scale * SYSTEM_TOKENS)))
+    sample = [draw_session(random, scale) for _ in range(100)]
+    busy = sum(_busy_s(model, turn, context) for each in sample for turn, context in each.contexts()) / len(sample)
+    times = poisson_times(random, AGENT_LOAD * source.replicas / busy, 0.0, source.seconds)
+    drawn = (draw_session(random, scale) for _ in count())
+    return ScenarioLoad(AgentSource(source.pool, random, systems).sessions(times, drawn))
+
+
+def _busy_s(model: CostModel, turn: AgentTurn, context: int) -> float:
+    """Return the seconds of a replica that a turn takes if all before it is cached, in a batch as large as the cache allows."""
+    batch = max(1.0, min(model.slots, model.kv_tokens / (context + turn.new_tokens)))
+    prefill = turn.added * (model.per_prefill_token_s + model.per_pair_s * context)
+    return prefill + turn.new_tokens * (model.base_s / batch + model.per_row_s + model.per_context_token_s * context)
+
+
+def _users(source: ScenarioInput) -> ScenarioLoad:
+    sizes = source.sizes.question
+    users = source.cost_model.slots * source.replicas
+    clients = (
+        busy_clients(
+            source.pool,
+            source.random(f"user {user}"),
+            1 if user % 2 else 16,
+            sizes,
+            source.seconds,
+            ClientProfile(kind="1 agent" if user % 2 else "16 sub-agents", job=f"user {user}"),
+        )
+        for user in range(users)
+    )
+    return ScenarioLoad(_merge(*clients), with_fairness=True)
+
+
 def _merge(*traces: Trace) -> Trace:
     return iter(merge(*traces, key=attrgetter("at")))
 
@@ -295,6 +337,21 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             replicas=1,
             seconds=60.0,
             policies=("ours", "fcfs", "tgi"),
+        ),
+        "agents": Scenario(
+            "sessions of coding agents at 0.8 of capacity, whose contexts exceed the KV cache",
+            _agents,
+            replicas=2,
+            seconds=7200.0,
+            kv_share=1 / 4,
+            policies=("ours", "fcfs"),
+        ),
+        "users": Scenario(
+            "as many users as slots, all busy: half of them with one agent, half with 16 sub-agents",
+            _users,
+            replicas=1,
+            seconds=120.0,
+            policies=("ours", "fcfs"),
         ),
         "overload": Scenario(
             "three times the capacity for half of the time", _overload, seconds=240.0, policies=("ours", "tgi")

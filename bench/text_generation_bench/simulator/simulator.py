@@ -311,9 +311,9 @@ class Simulator:
             replica.audit.stepped(span, steps)
         if self.fairness is not None:
             for sequence in span.decoding:
-                self.fairness.serve(sequence.arrival.tenant, steps)
+                self.fairness.serve(sequence.arrival.job or sequence.arrival.tenant, steps)
             for sequence, chunk in span.chunks:
-                self.fairness.serve(sequence.arrival.tenant, chunk)
+                self.fairness.serve(sequence.arrival.job or sequence.arrival.tenant, chunk)
         outcome = shard.advance(steps)
         last = span.step(steps)
         replica.step_seconds = (span.step(steps - 1) if steps > 1 else replica.step_seconds[1], last)
@@ -340,8 +340,9 @@ class Simulator:
         answer = self.config.ids[arrival.answer_at : arrival.answer_at + arrival.new_tokens]
         self.ideal.add_answer(arrival.prompt, answer)
         following = arrival.follow_up(self.now)
-        if following is not None and following.at < self.config.until:
-            self._push(following.at, self._arrive, following)
+        for each in (following, *following.siblings) if following is not None else ():
+            if each.at < self.config.until or each.job:  # a job that began ends
+                self._push(each.at, self._arrive, each)
 
     # ------------------------------------------------------------------------------------------- outages, autoscaling
 

@@ -90,6 +90,10 @@ class Statistics:
         """Ratios of estimated to actual queue time."""
         self.waiting: dict[TenantId, int] = {}
         """Number of each tenant's requests that have never left the queue."""
+        self.jobs: dict[str, tuple[float, float]] = {}
+        """The first arrival and the last end of each job."""
+        self.per_token = DurationHistogram()
+        """Seconds from arrival to end over new tokens, of each request."""
         self.busy_s = 0.0
         """Total duration of all steps, in seconds."""
 
@@ -106,6 +110,8 @@ class Statistics:
         stats = self._kind(arrival)
         stats.arrived += 1
         self.live[request_id] = LiveRequest(arrival, now, estimated_s, stats)
+        if arrival.job:
+            self.jobs.setdefault(arrival.job, (now, now))
         tenant = arrival.tenant
         self.waiting[tenant] = self.waiting.get(tenant, 0) + 1
 
@@ -193,6 +199,9 @@ class Statistics:
         self._end(request_id)
         stats = record.stats
         stats.finished += 1
+        self.per_token.add((now - record.arrived) / record.tokens)
+        if arrival.job:
+            self.jobs[arrival.job] = self.jobs[arrival.job][0], now
         if record.first - record.arrived <= self._targets.ttft_s and record.slow * 100 <= record.tokens:
             stats.good += 1
             self._second(now).good_tokens += record.tokens

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
+from text_generation_bench.agents import NEW_TOKENS, AgentSession, AgentTurn
 from text_generation_router.request import Priority, TenantId
 
 POOL_TOKENS = 1 << 18
@@ -67,8 +68,12 @@ class Arrival:
     """Time after which the client leaves, in seconds."""
     kind: str = ""
     """Label for separate statistics, such as long prompts among short ones."""
+    job: str = ""
+    """The name of the session and its sub-agents, or of the user, to which it belongs."""
     follow_up: Callable[[float], Arrival | None] | None = None
     """Returns the next request of the client, given the time at which this one finished; None: no further one."""
+    siblings: Sequence[Arrival] = ()
+    """Requests that the client sends beside it."""
 
 
 Trace = Iterator[Arrival]
@@ -113,6 +118,7 @@ class ClientProfile:
     leaving: float = 0.0
     """Fraction of impatient clients."""
     kind: str = ""
+    job: str = ""
 
     def arrival(self, random: Random, at: float, prompt: tuple[int, ...], new: int, most: int, answer: int) -> Arrival:
         """Return a request of such a client."""
@@ -129,6 +135,7 @@ class ClientProfile:
             self.total_s,
             random.expovariate(1 / self.patience_s) if leaves and self.patience_s else None,
             self.kind,
+            self.job,
         )
 
 
@@ -263,6 +270,73 @@ def chats(
         first = _Chat(pool.ids, profile, systems[zipf.draw(random)], turns).next_turn(at)
         if first is not None:
             yield first
+
+
+class _Agent:
+    """Plays a session of an agent; the prompt of a turn is the context so far."""
+
+    def __init__(
+        self,
+        source: AgentSource,
+        session: AgentSession,
+        job: str,
+        end: Callable[[float], Arrival | None] = lambda now: None,
+    ) -> None:
+        self._source, self._turns, self._job, self._end = source, iter(session.turns), job, end
+        self._text = source.system()[: session.system_tokens]
+        self._turn: AgentTurn | None = None
+        self._subagents = 0
+
+    def next_turn(self, now: float) -> Arrival | None:
+        """Return the requests that follow once the last answer has finished."""
+        self._turn = next(self._turns, None)
+        if self._turn is None:
+            return self._end(now)
+        if not self._turn.subagents:
+            return self._send(now)
+        self._subagents = len(self._turn.subagents)
+        agents = [_Agent(self._source, each, self._job, self._subagent_ended) for each in self._turn.subagents]
+        first, *others = [each for agent in agents if (each := agent.next_turn(now)) is not None]
+        first.siblings = others
+        return first
+
+    def _subagent_ended(self, now: float) -> Arrival | None:
+        self._subagents -= 1
+        return None if self._subagents else self._send(now)
+
+    def _send(self, now: float) -> Arrival:
+        turn, pool, random = self._turn, self._source.pool, self._source.random
+        assert turn is not None, "a turn is sent once"
+        self._text = self._text[: turn.kept] + pool.text(random, turn.added)
+        answer = pool.answer_at(random)
+
+        def answered(finished: float) -> Arrival | None:
+            self._text += pool.ids[answer : answer + turn.new_tokens]
+            return self.next_turn(finished)
+
+        most = max(turn.new_tokens, 4 * NEW_TOKENS)
+        arrival = DEFAULT_CLIENT.arrival(random, now + turn.pause_s, self._text, turn.new_tokens, most, answer)
+        arrival.job, arrival.follow_up = self._job, answered
+        return arrival
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSource:
+    """Draws the texts of agents."""
+
+    pool: TokenPool
+    random: Random
+    systems: Sequence[tuple[int, ...]]
+
+    def system(self) -> tuple[int, ...]:
+        """Return instructions and tools, which many sessions share."""
+        return self.random.choice(self.systems) if self.systems else ()
+
+    def sessions(self, times: Iterator[float], sessions: Iterator[AgentSession]) -> Trace:
+        """Yield the first requests of sessions that begin at `times`."""
+        for number, (at, session) in enumerate(zip(times, sessions, strict=False)):
+            if (first := _Agent(self, session, f"session {number}").next_turn(at)) is not None:
+                yield first
 
 
 def busy_clients(
