@@ -56,7 +56,10 @@ def run(
             prompt=tuple(draw.randrange(engine.info.vocab_size) for _ in range(prompt_tokens)),
             stopping=Stopping(max_new_tokens=new_tokens),
             blocks=tuple(own),
-            further_blocks=tuple((0, tuple(block % group.num_blocks for block in own)) for group in groups[1:]),
+            further_blocks=tuple(
+                (0, (slot,) if group.is_state else tuple(block % group.num_blocks for block in own))
+                for group in groups[1:]
+            ),
             adapter=adapters[slot % len(adapters)],
         )
         for slot, own in ((slot, range(slot * blocks, (slot + 1) * blocks)) for slot in range(sequences))

@@ -86,22 +86,21 @@ class Inputs:
 
 
 def decode_rows(rows: int, first: int = 0) -> StateRows:
-    """Return rows that continue sequences in slots from `first` on."""
+    """Return rows that continue sequences with states from `first` on."""
     slots = [(first + row) % SLOTS for row in range(rows)]
     return StateRows(rows, ints(slots), ints([7] * rows))
 
 
 def chunk_rows(lengths: tuple[int, ...], start: int = 64) -> StateRows:
     """Return chunks of several sequences that begin at the position `start`."""
-    slots: list[int] = []
     positions: list[int] = []
     chunks, ends = [], [0]
-    for slot, length in enumerate(lengths):
-        chunks.append(StateChunk(slot, start, ends[-1], length))
-        slots += [slot] * length
+    for block, length in enumerate(lengths):
+        chunks.append(StateChunk(block, block, start, ends[-1], length))
         positions += range(start, start + length)
         ends.append(ends[-1] + length)
-    return StateRows(0, ints(slots), ints(positions), tuple(chunks), ints(ends))
+    blocks = ints(list(range(len(lengths))))
+    return StateRows(0, ints([]), ints(positions), tuple(chunks), ints(ends), blocks, blocks)
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -110,7 +109,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 
 def check(shape: Shape, rows: StateRows, name: str) -> bool:
     """Print the errors of the kernels with some rows; return True if they are small."""
-    inputs = Inputs(shape, len(rows.slots))
+    inputs = Inputs(shape, len(rows.positions))
     exact_history, exact_states = inputs.history.double(), inputs.states.double()
     exact_convolution = Convolution(inputs.convolution.weight.double(), None, activates=True)
     expected = plain.convolve(inputs.x.double(), exact_convolution, exact_history, rows)

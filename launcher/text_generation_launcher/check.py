@@ -197,7 +197,9 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _cache_groups(found: Mapping[str, Any]) -> list[CacheGroup]:
-    return [CacheGroup(group["blocks"], group["window"]) for group in found.get("cache_groups", ())]
+    return [
+        CacheGroup(group["blocks"], group["window"], is_state=group["state"]) for group in found.get("cache_groups", ())
+    ]
 
 
 def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:

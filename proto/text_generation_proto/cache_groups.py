@@ -1,4 +1,4 @@
-"""CacheGroup: the KV blocks of layers that need the same positions, and the rule that says which."""
+"""CacheGroup: the blocks of layers that need the same positions or states, and the rule that says which."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ class CacheGroup:
 
     full          a token needs all positions before it
     window        a token needs the last `window` positions, its own included: older blocks are given back
+    state         a token needs the state after the token before it, which is a block: that of the sequence, which each step
+                  replaces, or a checkpoint, which stays as it is
     """
 
     num_blocks: int
     window: int | None = None
-    """None: full."""
+    """None: not a window."""
+    is_state: bool = False
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Return the index of the first block that the tokens from `position` on need."""
+        """Return the index of the first block that the tokens from `position` on need; the group has no states."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
     def blocks_held(self, tokens: int, block_size: int) -> int:
         """Return the most blocks that the next of at most `tokens` tokens needs, its own included."""
+        if self.is_state:
+            return 1
         blocks = -(-tokens // block_size)
         return blocks if self.window is None else min(blocks, (self.window + block_size - 2) // block_size + 1)
 
     @property
     def name(self) -> str:
-        """The name in metrics and reports: "full", "window 1024"."""
+        """The name in metrics and reports: "full", "window 1024", "state"."""
+        if self.is_state:
+            return "state"
         return "full" if self.window is None else f"window {self.window}"

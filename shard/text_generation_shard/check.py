@@ -65,7 +65,7 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
             raise both_errors(choice, error) from None
         quantization = foreign.model.quantization
     groups, shape = footprint.groups(limits), footprint.cache_shape
-    token = None if shape is None else sum(shape.block_bytes) // footprint.info.block_size
+    token = None if shape is None else sum(shape.block_bytes[: len(shape.windows)]) // footprint.info.block_size
     return _described(
         footprint.info,
         code="transformers" if choice.model is None else "native",
@@ -80,6 +80,7 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
             "largest_step": footprint.largest_step,
             "kv_cache_left": footprint.cache,
             "kv_cache_token": token,
+            "state": 0 if shape is None else shape.state_bytes,
         },
     )
 
@@ -122,7 +123,9 @@ def _described(
         "max_slots": info.max_slots,
         "block_size": info.block_size,
         "blocks": None if groups is None else groups[0].num_blocks,
-        "cache_groups": [{"window": group.window, "blocks": group.num_blocks} for group in groups or ()],
+        "cache_groups": [
+            {"window": group.window, "state": group.is_state, "blocks": group.num_blocks} for group in groups or ()
+        ],
         "memory": memory,
         "description": info_to_pb(info, 0, 1).SerializeToString().hex(),
     }

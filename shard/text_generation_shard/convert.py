@@ -127,7 +127,10 @@ def pool_to_pb(groups: Sequence[CacheGroup], block_size: int) -> pb.WarmUpRespon
     return pb.WarmUpResponse(
         num_blocks=first.num_blocks,
         block_size=block_size,
-        further_groups=[pb.CacheGroup(num_blocks=group.num_blocks, window=group.window or 0) for group in others],
+        further_groups=[
+            pb.CacheGroup(num_blocks=group.num_blocks, window=group.window or 0, state=group.is_state)
+            for group in others
+        ],
     )
 
 

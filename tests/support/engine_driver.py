@@ -32,6 +32,8 @@ class Stream:
     prompt_scores: list[PromptScores] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: Failure | None = None
+    state: int = -1
+    """The block of its state."""
 
     @property
     def prompt_logprobs(self) -> list[list[float]]:
@@ -43,16 +45,18 @@ class Stream:
 
 
 class Driver:
-    """Holds the free slots and blocks of a warmed-up engine. Blocks have the same number in all groups of its cache."""
+    """Holds the free slots and blocks of a warmed-up engine. KV blocks have the same number in all groups of its cache."""
 
     def __init__(self, engine: Engine, groups: Sequence[CacheGroup]) -> None:
         self.engine = engine
         self.streams: dict[int, Stream] = {}
-        self._further = groups[1:]
-        self._free_blocks = list(range(min(group.num_blocks for group in groups)))
+        self._further = [group for group in groups[1:] if not group.is_state]
+        self._free_blocks = list(range(min(group.num_blocks for group in groups if not group.is_state)))
+        self._free_states = list(range(groups[-1].num_blocks)) if groups[-1].is_state else None
         self._number = 0
         self._admit: list[NewSequence] = []
         self._grants: list[tuple[int, tuple[int, ...]]] = []
+        self._states: list[tuple[int, tuple[int, ...]]] = []
         self._release: list[int] = []
 
     def blocks_for(self, tokens: int) -> int:
@@ -68,11 +72,12 @@ class Driver:
         sampling: Sampling = Sampling(),
         shared: Sequence[int] = (),
         grammar: Grammar | None = None,
+        checkpoint: int | None = None,
         **admission: object,
     ) -> Stream:
         """Admit a sequence with blocks for its longest output, or for `allocated` tokens; `shared` blocks come first.
 
-        Waits for the matcher of a grammar.
+        Waits for the matcher of a grammar. With `computed_tokens`, a model with states continues from the state in block `checkpoint`.
         """
         stopping = admission.pop("stopping", Stopping(max_new_tokens=new))
         assert isinstance(stopping, Stopping)
@@ -92,6 +97,9 @@ class Driver:
         options = {name: admission.pop(word) for word, name in _LOGPROBS.items() if word in admission}
         logprobs = LogprobOptions(tokens=True, **options)  # type: ignore[arg-type]
         further = ((0, tuple(blocks)),) * len(self._further)
+        if self._free_states is not None:
+            stream.state = self._free_states.pop()
+            further += ((0, (stream.state,) if checkpoint is None else (checkpoint, stream.state)),)
         self._admit.append(
             NewSequence(
                 slot,
@@ -122,6 +130,13 @@ class Driver:
         stream.blocks += blocks
         self._grants.append((stream.slot, tuple(blocks)))
 
+    def keep_state(self, stream: Stream) -> int:
+        """Let the next chunk write to another block; return the block that stays as a checkpoint of what is computed."""
+        assert self._free_states is not None
+        kept, stream.state = stream.state, self._free_states.pop()
+        self._states.append((stream.slot, (stream.state,)))
+        return kept
+
     def release(self, stream: Stream) -> None:
         self._release.append(stream.slot)
         self._forget(stream)
@@ -150,8 +165,10 @@ class Driver:
         self._number += 1
         grants = tuple(self._grants)
         further = (grants,) * len(self._further)
+        if self._free_states is not None:
+            further += (tuple(self._states),)
         orders = Orders(self._number, tuple(self._release), tuple(self._admit), grants, tuple(prefill), further)
-        self._release, self._admit, self._grants = [], [], []
+        self._release, self._admit, self._grants, self._states = [], [], [], []
         for failure in self.engine.apply(orders):
             self._fail(failure)
         result = self.engine.step()
@@ -186,3 +203,5 @@ class Driver:
     def _forget(self, stream: Stream) -> None:
         del self.streams[stream.slot]
         self._free_blocks[:0] = stream.blocks
+        if self._free_states is not None:
+            self._free_states[:0] = [stream.state]

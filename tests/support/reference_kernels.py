@@ -6,7 +6,6 @@ The kernels compute in the dtype of their inputs, including float64, but at leas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -345,11 +344,10 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         load(config, weights.named_parameters(), model.quantization)
         weights.process_weights_after_loading()
         kernels, decoder = reference_decoder(model, weights, dtype)
-        weights.allocate_states(info.max_slots)
         fp8 = fp8_cache(config, {n: ALONE.tp.kv_heads(each.num_kv_heads) for n, each in enumerate(model.layers)}, CPU)
-        shape = CacheShape(weights.layer_shapes, CPU, dtype, info.max_sequence_length, fp8)
+        shape = CacheShape(weights.layer_shapes, CPU, dtype, info.max_sequence_length, fp8, weights.state_bytes)
         kernels.windows = shape.windows
         runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True, adapters=info.adapters)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
-        return TorchEngine(replace(info, keeps_states=weights.state_bytes > 0), executor, grammars, trace)
+        return TorchEngine(info, executor, grammars, trace)

@@ -220,7 +220,7 @@ class InfoResponse(google.protobuf.message.Message):
     reserves_max_length: builtins.bool
     """SCHEDULING_SELF: a sequence starts only if KV blocks for prompt + max_new_tokens are free."""
     keeps_states: builtins.bool
-    """The model has states beside KV blocks: NewSequence.computed_tokens is 0, and no prefix is reused."""
+    """The model has states beside KV blocks, and no group for them: NewSequence.computed_tokens is 0, and no prefix is reused."""
     suggested_chunk_tokens: builtins.int
     """A prefill budget beside as many decoding sequences as prompts that wait; 0: suggested_prefill_tokens."""
     shares_prompts: builtins.bool
@@ -367,16 +367,26 @@ class CacheGroup(google.protobuf.message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     WINDOW_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
     num_blocks: builtins.int
     window: builtins.int
     """The token at position p needs positions p - window + 1 to p; 0: all positions up to p."""
+    state: builtins.bool
+    """The blocks are states: what the layers of the group keep of all tokens before a position. There is one group of states at
+    most, the last. Its blocks of a sequence are in the order of time, not of positions. A chunk of a prompt starts from the last
+    block that was written for the sequence, and writes to the last one given to it; new tokens read and write that one. Where
+    they differ, the older one stays as it is: a checkpoint, the state after the tokens before the chunk. A sequence that continues
+    at computed_tokens > 0 has two blocks, the checkpoint at exactly that position and one of its own, another one only its own.
+    Any number of sequences may start from a checkpoint. Blocks are added only until the prompt is computed.
+    """
     def __init__(
         self,
         *,
         num_blocks: builtins.int = ...,
         window: builtins.int = ...,
+        state: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "window", b"window"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "state", b"state", "window", b"window"]) -> None: ...
 
 Global___CacheGroup: typing_extensions.TypeAlias = CacheGroup
 

@@ -47,7 +47,8 @@ class ReplicaInfo:
             adapters=tuple(self.info.adapters),
             scores_generated=self.info.scores_generated,
             further_groups=tuple(
-                CacheGroup(group.num_blocks, group.window or None) for group in self.pool.further_groups
+                CacheGroup(group.num_blocks, group.window or None, is_state=group.state)
+                for group in self.pool.further_groups
             ),
         )
 

@@ -54,6 +54,10 @@ class Sequence:
     """Prompt tokens ordered for the next step."""
     further: tuple[list[int], ...] = ()
     """KV blocks of the groups after the first, in order. Those before the first one that it was given are 0 and never read."""
+    state_read: int = 0
+    """The block of its state after its computed tokens, if the cache has a group of states."""
+    state_write: int = 0
+    """The block to which the next chunk writes, and then each step."""
     synced: list[int] = field(default_factory=lambda: [0])
     """Leading blocks of each group that the engine has copied to its block tables."""
     greedy_from: float = math.inf

@@ -108,7 +108,7 @@ class SequenceTable:
             for slot, blocks in allocations:
                 # An order may cross a finish on the wire: ignore unknown slots.
                 if sequence := self.sequences.get(slot):
-                    if problem := self._blocks_problem(group, blocks):
+                    if problem := self._blocks_problem(group, blocks) or self._states_problem(sequence, group):
                         failed.append(self._drop(sequence, FailureCode.INVALID, problem))
                     else:
                         self._allocate(sequence, group, blocks)
@@ -168,6 +168,7 @@ class SequenceTable:
             self._persistent.begin(rows.persistent)
         for row in rows.others:
             row.sequence.computed += row.length
+            row.sequence.state_read = row.sequence.state_write
 
     def advance(self, rows: StepRows, output: SamplerOutput) -> StepResult:
         """Record a step. `output` has a token for each persistent row, then for each other row with `samples`, in order."""
@@ -246,6 +247,10 @@ class SequenceTable:
 
     def _place(self, new: NewSequence) -> None:
         sequence = Replay.begin(new) if new.logprobs.generated else Sequence.of(new)
+        if self.groups[-1].is_state:
+            *further, states = sequence.further
+            sequence.further = tuple(further)
+            sequence.state_read, sequence.state_write = states[0], states[-1]
         self.sequences[new.slot] = self._others[new.slot] = sequence
         sequence.update_end(self.info.block_size)
         if sequence.pending_matcher is not None:
@@ -262,6 +267,9 @@ class SequenceTable:
             self._persistent.join(sequence)
 
     def _allocate(self, sequence: Sequence, group: int, blocks: tuple[int, ...]) -> None:
+        if self.groups[group].is_state:
+            sequence.state_write = blocks[-1]
+            return
         sequence.tables[group].extend(blocks)
         sequence.update_end(self.info.block_size)
         if self._persistent is not None and sequence.slot not in self._others:
@@ -323,8 +331,16 @@ class SequenceTable:
         for group, (first, blocks) in enumerate(new.further_blocks, 1):
             if problem := self._blocks_problem(group, blocks):
                 return problem
-            if first > self.groups[group].first_block(computed, size) or (first + len(blocks)) * size < computed:
+            if self.groups[group].is_state:
+                if (first, len(blocks)) != (0, 2 if computed else 1):
+                    return "it has its own state, and the one it continues from if computed_tokens is not 0"
+            elif first > self.groups[group].first_block(computed, size) or (first + len(blocks)) * size < computed:
                 return f"a KV block of group {group} is missing that the token after computed_tokens needs"
+        return None
+
+    def _states_problem(self, sequence: Sequence, group: int) -> str | None:
+        if self.groups[group].is_state and sequence.computed >= sequence.prompt_length:
+            return "a state is added after the prompt"
         return None
 
     def _blocks_problem(self, group: int, blocks: tuple[int, ...]) -> str | None:

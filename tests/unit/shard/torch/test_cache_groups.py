@@ -45,7 +45,7 @@ GPT_OSS_120B = shape(18, 18, 128, (8, 64))
 
 
 def tokens(cache: CacheShape, nbytes: int, info: EngineInfo = INFO) -> list[int]:
-    groups = cache_groups(info, LIMITS, cache.windows, cache.block_bytes, nbytes)
+    groups = cache_groups(info, LIMITS, cache.kinds, cache.block_bytes, nbytes)
     taken = sum(group.num_blocks * size for group, size in zip(groups, cache.block_bytes, strict=True))
     assert 0.99 * nbytes < taken <= nbytes
     return [group.num_blocks * BLOCK_SIZE for group in groups]
@@ -88,7 +88,7 @@ def test_with_a_limit_of_sequences_as_many_short_ones_fit() -> None:
 
     def fitting(most: int) -> int:
         limits = WarmUpLimits(max_batch_size=most, max_batch_prefill_tokens=2048)
-        groups = cache_groups(INFO, limits, cache.windows, cache.block_bytes, 20 << 30)
+        groups = cache_groups(INFO, limits, cache.kinds, cache.block_bytes, 20 << 30)
         return min(group.num_blocks // group.blocks_held(length, BLOCK_SIZE) for group in groups)
 
     assert fitting(0) == fitting(8) < 30, "sequences are taken to be long"
@@ -98,14 +98,16 @@ def test_with_a_limit_of_sequences_as_many_short_ones_fit() -> None:
 def test_the_tokens_asked_for_are_those_of_the_first_group() -> None:
     limits = WarmUpLimits(max_batch_total_tokens=64000, max_batch_prefill_tokens=512)
     cache = GPT_OSS_20B
-    groups = cache_groups(INFO, limits, cache.windows, cache.block_bytes, 1 << 40)
+    groups = cache_groups(INFO, limits, cache.kinds, cache.block_bytes, 1 << 40)
     assert groups == (CacheGroup(4000), CacheGroup(400, 128))
     needed = 4000 * cache.block_bytes[0] + 400 * cache.block_bytes[1]
-    assert cache_groups(INFO, limits, cache.windows, cache.block_bytes, needed) == groups
+    assert cache_groups(INFO, limits, cache.kinds, cache.block_bytes, needed) == groups
     with pytest.raises(InsufficientMemory, match=r"^64000 tokens of KV cache .* room for 63\d\d\d tokens"):
-        cache_groups(INFO, limits, cache.windows, cache.block_bytes, needed - 1)
+        cache_groups(INFO, limits, cache.kinds, cache.block_bytes, needed - 1)
 
 
 def test_a_window_group_never_has_more_blocks_than_the_first() -> None:
-    groups = cache_groups(INFO, WarmUpLimits(max_batch_total_tokens=160), (None, 128), (1, 1), 100)
+    groups = cache_groups(
+        INFO, WarmUpLimits(max_batch_total_tokens=160), (CacheGroup(0), CacheGroup(0, 128)), (1, 1), 100
+    )
     assert groups == (CacheGroup(10), CacheGroup(10, 128))

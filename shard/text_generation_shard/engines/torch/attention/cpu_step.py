@@ -78,7 +78,9 @@ class PlainStep(Step):
 class CpuStep(PlainStep):
     """Implements `Step`."""
 
-    def __init__(self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache, slot_adapters: Tensor) -> None:
+    def __init__(
+        self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache, slot_adapters: Tensor, slot_states: Tensor
+    ) -> None:
         super().__init__(batch.positions, plan.layers)
         if batch.plan.adapted:
             slots = torch.from_numpy(batch.plan.column("slots")).long()
@@ -86,6 +88,7 @@ class CpuStep(PlainStep):
         self._batch = batch
         self._plan = plan
         self._cache = cache
+        self._slot_states = slot_states
         self._rows: StateRows | None = None
 
     def token_ids(self) -> Tensor:
@@ -107,8 +110,9 @@ class CpuStep(PlainStep):
         if self._rows is None:
             plan = self._batch.plan
             slots, positions = (torch.from_numpy(plan.column(name)) for name in ("slots", "positions"))
-            chunks = state_chunks(plan)
-            self._rows = StateRows(plan.num_decoding, slots, positions, chunks, places=self._batch.places)
+            decoding = plan.num_decoding
+            blocks = self._slot_states[slots[:decoding].long()]
+            self._rows = StateRows(decoding, blocks, positions, state_chunks(plan), places=self._batch.places)
         return mix(self._rows, projected, out)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

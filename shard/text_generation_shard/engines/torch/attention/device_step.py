@@ -42,6 +42,8 @@ class StepContext:
     """int32 [slots + 1]: the token sampled last."""
     slot_adapters: Tensor
     """int32 [slots + 1]: the LoRA adapter; 0 for none."""
+    slot_states: Tensor
+    """int32 [slots + 1]: the block of the state."""
     scales: Mapping[int, Tensor] = field(default_factory=dict)
     """As in `Fp8Cache`."""
 
@@ -49,8 +51,8 @@ class StepContext:
 class DeviceStep(Step):
     """Implements `Step`. `columns` int32 [3, tokens]: ids, positions and slots; see `step_plan`.
 
-    The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`; `chunk_ends` is its
-    column "query_indptr" on the device. `adapted`: a token has a LoRA adapter.
+    The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`, whose columns on
+    the device are `planned`. `adapted`: a token has a LoRA adapter.
     """
 
     def __init__(
@@ -59,12 +61,12 @@ class DeviceStep(Step):
         num_decoding: int,
         context: StepContext,
         plan: StepPlan | None = None,
-        chunk_ends: Tensor | None = None,
+        planned: Mapping[str, Tensor] | None = None,
         *,
         adapted: bool = False,
     ) -> None:
         self.columns = columns
-        self._chunk_ends = chunk_ends
+        self._planned = planned or {}
         self._rows: StateRows | None = None
         self._context = context
         self._plan = plan
@@ -100,7 +102,9 @@ class DeviceStep(Step):
     def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
         if self._rows is None:
             chunks = () if self._plan is None else state_chunks(self._plan)
-            self._rows = StateRows(self._num_decoding, self._slots, self.positions, chunks, self._chunk_ends)
+            blocks = self._context.slot_states.index_select(0, self._slots[: self._num_decoding])
+            planned = (self._planned.get(name) for name in ("query_indptr", "state_reads", "state_writes"))
+            self._rows = StateRows(self._num_decoding, blocks, self.positions, chunks, *planned)
         return mix(self._rows, projected, out)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

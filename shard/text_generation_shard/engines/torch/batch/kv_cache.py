@@ -17,6 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from text_generation_proto.cache_groups import CacheGroup
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -67,7 +69,7 @@ class Fp8Cache:
 class CacheShape:
     """Shape of the KV cache, layer by layer, and its dtype. The groups of the cache follow from it.
 
-    Layers with the same sliding window form a group; the first group has all others. A group of another kind is added here.
+    Layers with the same sliding window form a group; the first group has all others. The states of other layers form the last one.
     """
 
     layers: tuple[LayerShape, ...]
@@ -78,6 +80,8 @@ class CacheShape:
     """Positions of the longest sequence: a window that is not shorter has no group."""
     fp8: Fp8Cache | None = None
     """None: keys and values are stored in `dtype`."""
+    state_bytes: int = 0
+    """Bytes of the states of a sequence; 0 without layers that have any."""
 
     @property
     def stored(self) -> torch.dtype:
@@ -91,9 +95,15 @@ class CacheShape:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each group."""
+        """The sliding window of each group of KV blocks."""
         shorter = {layer.window for layer in self.layers if layer.window is not None and layer.window < self.longest}
         return None, *sorted(shorter)
+
+    @property
+    def kinds(self) -> tuple[CacheGroup, ...]:
+        """All groups, without blocks."""
+        windows = tuple(CacheGroup(0, window) for window in self.windows)
+        return (*windows, CacheGroup(0, is_state=True)) if self.state_bytes else windows
 
     def group_of(self, window: int | None) -> int:
         """Return the group of layers with this window."""
@@ -106,11 +116,12 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of a block of each group, over all its layers."""
+        """Bytes of a block of each of all groups, over all its layers."""
         dims = [0] * len(self.windows)
         for group, layer in zip(self.groups, self.layers, strict=True):
             dims[group] += layer.num_kv_heads * layer.head_dim
-        return tuple(2 * BLOCK_SIZE * each * self.stored.itemsize for each in dims)
+        paged = tuple(2 * BLOCK_SIZE * each * self.stored.itemsize for each in dims)
+        return (*paged, self.state_bytes) if self.state_bytes else paged
 
 
 class PagedKVCache:

@@ -15,9 +15,12 @@ from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 class StateChunk:
     """The tokens of a sequence in a step: [first, first + length) of the plan."""
 
-    slot: int
+    read: int
+    """The block of the state before it."""
+    write: int
+    """The block of the state after it."""
     start: int
-    """Position of the first token; at 0 the state starts from zeros, whatever the slot holds."""
+    """Position of the first token; at 0 the state starts from zeros, whatever the block holds."""
     first: int
     length: int
 
@@ -28,13 +31,16 @@ class StateRows:
 
     decoding: int
     """Number of decode rows."""
-    slots: Tensor
-    """int32 [tokens]."""
+    blocks: Tensor
+    """int32 [decode rows]: the block of the state of each."""
     positions: Tensor
     """int32 [tokens]."""
     chunks: tuple[StateChunk, ...] = ()
     ends: Tensor | None = None
     """int32 [chunks + 1]: the first token of each chunk, and the end of the last, after the decode rows."""
+    reads: Tensor | None = None
+    writes: Tensor | None = None
+    """int32 [chunks]: the blocks of the states before and after each."""
     places: Tensor | None = None
     """int64 [tokens]: the index in the plan of each token in the order of the step; None: the order is that of the plan."""
 
@@ -56,8 +62,9 @@ def state_chunks(plan: StepPlan) -> tuple[StateChunk, ...]:
     """Return the chunks of a plan."""
     if not plan.sizes.chunks:
         return ()
-    slots, positions = plan.column("slots"), plan.column("positions")
+    positions, reads, writes = (plan.column(name) for name in ("positions", "state_reads", "state_writes"))
     ends = (plan.column("query_indptr") + plan.num_decoding).tolist()
     return tuple(
-        StateChunk(int(slots[first]), int(positions[first]), first, end - first) for first, end in pairwise(ends)
+        StateChunk(read, write, int(positions[first]), first, end - first)
+        for read, write, (first, end) in zip(reads.tolist(), writes.tolist(), pairwise(ends), strict=True)
     )

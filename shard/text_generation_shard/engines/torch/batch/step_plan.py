@@ -1,11 +1,12 @@
 """The plan of a step, as one int32 array: built on the host, broadcast to every rank and copied to the device unchanged.
 
     header | ids | positions | slots | sampling | cells | blocks | pages | query indptr | page indptr | last pages
+        | state reads | state writes
 
 The tokens of decode rows come first, one each, then the tokens of prompt chunks. `sampling` holds the indices of the tokens
 whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
-are updated: `cells` are indices into the flattened tables of all groups, `blocks` the new values. The last four columns are the
-inputs of FlashInfer's planner for the chunks. `pages` and `page_indptr` have a part for each group; that of a window group begins
+are updated: `cells` are indices into the flattened tables of all groups, `blocks` the new values. The columns from `pages` to
+`last pages` are the inputs of FlashInfer's planner for the chunks, the last two the blocks of their states. `pages` and `page_indptr` have a part for each group; that of a window group begins
 with the first block that a chunk needs.
 """
 
@@ -38,6 +39,8 @@ COLUMNS = (
     "query_indptr",
     "page_indptr",
     "last_pages",
+    "state_reads",
+    "state_writes",
 )
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 HEADER = 8
@@ -58,7 +61,7 @@ class PlanSizes:
     pages: int = 0
     chunks: int = 0
     groups: int = 1
-    """Groups of the cache."""
+    """Groups of KV blocks."""
 
     @lru_cache(maxsize=1024)  # noqa: B019 – instances are small, and most steps have the sizes of the previous one
     def bounds(self) -> list[tuple[int, int]]:
@@ -66,7 +69,7 @@ class PlanSizes:
         ends = self.chunks + 1 if self.chunks else 0
         at = HEADER
         bounds = []
-        pages = self.pages, ends, (self.groups - 1) * aligned(ends) + ends, self.chunks
+        pages = self.pages, ends, (self.groups - 1) * aligned(ends) + ends, *(self.chunks,) * 3
         for length in (*(self.tokens,) * 3, self.sampling, *(self.updates,) * 2, *pages):
             bounds.append((at, at + length))
             at += aligned(length)
@@ -200,7 +203,7 @@ def plan_chunks(
 ) -> StepPlan:
     """Plan one token for each decode row, then the tokens of each chunk; there is at least one chunk.
 
-    `windows` are those of the groups of the cache.
+    `windows` are those of the groups of KV blocks.
     """
     decoding = [row for row in rows.others if not row.prefills]
     chunks = rows.others[len(decoding) :]
@@ -238,6 +241,8 @@ def plan_chunks(
         start, end = plan.page_indptr(group)
         plan.column("page_indptr")[start:end] = page_ends[group * len(chunks) : (group + 1) * len(chunks) + 1]
     plan.column("last_pages")[:] = [(end - 1) % BLOCK_SIZE + 1 for end in ends]
+    plan.column("state_reads")[:] = [row.sequence.state_read for row in chunks]
+    plan.column("state_writes")[:] = [row.sequence.state_write for row in chunks]
     return plan
 
 

@@ -57,11 +57,13 @@ class EngineBuilder:
         hidden_size: int,
         group: ParallelGroup | None = None,
         fp8: Fp8Cache | None = None,
+        state_bytes: int = 0,
     ) -> Runner:
         """Return the runner of a model; with `group`, for the steps of another group than that of the model."""
-        shape = CacheShape(tuple(layers), self.device, self.dtype, self.info.max_sequence_length, fp8)
+        longest = self.info.max_sequence_length
+        shape = CacheShape(tuple(layers), self.device, self.dtype, longest, fp8, state_bytes)
         group = group or self.group
-        sizes = self.info.max_slots, self.info.max_sequence_length
+        sizes = self.info.max_slots, longest
         if self.device.type == "cpu":
             return CpuRunner(model_with(CpuOps(self.group)), group, shape, *sizes)
         # Imports Triton, which torch for CPUs comes without.

@@ -28,7 +28,7 @@ def compile_part(config: ShardConfig, part: int, parts: int) -> None:
         limits = WarmUpLimits(max_batch_total_tokens=2 * prepared.info.suggested_prefill_tokens)
         builder.engine(runner).warm_up(limits)
     else:
-        runner.allocate([1 for _ in runner.windows])
+        runner.allocate([1 for _ in runner.kinds])
         runner.capture(part=slice(part, None, parts))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ class Footprint:
     largest_step: int
     """Estimate of the largest step, graphs and libraries; the start measures it."""
     states: int = 0
-    """The states of all slots, of layers that have them."""
+    """The states of all slots, of layers of the library that have them."""
 
     @property
     def cache(self) -> int:
@@ -68,7 +68,7 @@ class Footprint:
         """Return the groups of the KV cache that fit; None if its shape is not known. Raises EngineError."""
         if (shape := self.cache_shape) is None:
             return None
-        return cache_groups(self.info, limits, shape.windows, shape.block_bytes, self.cache)
+        return cache_groups(self.info, limits, shape.kinds, shape.block_bytes, self.cache)
 
 
 def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limits: WarmUpLimits) -> Footprint:
@@ -84,7 +84,7 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
     nbytes += 0 if weights.adapters is None else weights.adapters.nbytes
     sizes = model.num_layers, model.hidden_size
-    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, weights.state_bytes)
+    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, state_bytes=weights.state_bytes)
 
 
 def transformers_footprint(
@@ -105,7 +105,11 @@ def transformers_footprint(
         model.record()
     except EngineError:  # the values of tensors decide on its path: it cannot be followed without them
         return _footprint(config, prepared, limits, nbytes, (), 0, hidden_size)
-    states = model.states.bytes_each if model.keeps_states else 0
+    if model.keeps_states:
+        fraction = config.cpu_memory_fraction if prepared.target.device.type == "cpu" else config.cuda_memory_fraction
+        info = with_states(prepared.info, model.states.bytes_each, int(prepared.target.memory * fraction))
+        prepared = replace(prepared, info=info)
+    states = model.states.bytes_each * (prepared.info.max_slots + 1) if model.keeps_states else 0
     return _footprint(config, prepared, limits, nbytes, model.layers, len(model.layers), hidden_size, states)
 
 
@@ -117,14 +121,14 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
     layers: Iterable[LayerShape],
     num_layers: int,
     hidden_size: int,
+    slot_states: int = 0,
+    *,
     state_bytes: int = 0,
 ) -> Footprint:
     layers, target, info = tuple(layers), prepared.target, prepared.info
     fraction = config.cpu_memory_fraction if target.device.type == "cpu" else config.cuda_memory_fraction
-    if state_bytes:
-        info = with_states(info, state_bytes, int(target.memory * fraction))
     fp8 = None if config.kv_cache_dtype == "auto" else Fp8Cache(FP8_DTYPES[config.kv_cache_dtype])
-    shape = CacheShape(layers, META, prepared.dtype, info.max_sequence_length, fp8)
+    shape = CacheShape(layers, META, prepared.dtype, info.max_sequence_length, fp8, state_bytes)
     tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
     slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
     # The outputs of all projections of a layer, and the residual stream around them.
@@ -138,4 +142,4 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
         graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(num_layers + 1) // PIECES_PER_GRAPH)
         graphs *= 2 if info.adapters else 1
         step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES
-    return Footprint(info, memory, weights, shape if layers else None, step, state_bytes * (info.max_slots + 1))
+    return Footprint(info, memory, weights, shape if layers else None, step, slot_states)

@@ -11,7 +11,6 @@ from text_generation_shard.engines.torch.build.builder import EngineBuilder
 from text_generation_shard.engines.torch.build.compile_ahead import CompileAhead
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target, prepare
-from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
@@ -50,9 +49,6 @@ def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[E
     weights.process_weights_after_loading()
     if on_cpu:
         weights.pack()
-    if model_config.states is not None:
-        builder.info = with_states(builder.info, weights.state_bytes, builder.usable_memory)
-        weights.allocate_states(builder.info.max_slots)
     scales = [(model_config.attention_scale, model_config.attention_softcap)] * len(weights.layer_shapes)
     runner = builder.runner(
         lambda ops: Decoder(model_config, weights, ops, group),
@@ -60,5 +56,6 @@ def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[E
         scales,
         model_config.hidden_size,
         fp8=fp8,
+        state_bytes=weights.state_bytes,
     )
     return builder, runner

@@ -46,7 +46,7 @@ from text_generation_shard.engines.torch.engine.scoring import (
     start_token_scores,
 )
 from text_generation_shard.engines.torch.engine.trace import StepTrace
-from text_generation_shard.engines.torch.engine.warm_up import cache_groups, worst_step
+from text_generation_shard.engines.torch.engine.warm_up import cache_bytes, cache_groups, worst_step
 from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
 from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
@@ -93,7 +93,11 @@ class TorchEngine(SynchronousEngine):
     ) -> None:
         self.info = info
         self.grammars = grammars
-        self._masks = None if grammars is None else TokenMasks(grammars, info.vocab_size, in_step=info.keeps_states)
+        self._masks = (
+            None
+            if grammars is None
+            else TokenMasks(grammars, info.vocab_size, in_step=info.keeps_states or executor.has_states)
+        )
         self._executor = executor
         self._trace = trace
         self._device = torch.device(info.device)
@@ -108,20 +112,20 @@ class TorchEngine(SynchronousEngine):
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         executor = self._executor
         self.reset()
-        windows, block_bytes = executor.windows, executor.block_bytes
-        orders, worst_blocks = worst_step(self.info, limits, executor.threshold_search.rows_at_once, len(windows))
-        executor.allocate([0 for _ in windows])
+        kinds, block_bytes = executor.kinds, executor.block_bytes
+        orders, worst_groups = worst_step(self.info, limits, executor.threshold_search.rows_at_once, kinds)
+        executor.allocate([0 for _ in kinds])
         executor.begin_measuring()
         try:
-            self._allocate(tuple(CacheGroup(worst_blocks, window) for window in windows))
+            self._allocate(worst_groups)
             self._table.apply(orders)
             rows = self._table.rows()
             with torch.inference_mode(), phase("computing the largest step and compiling its kernels"):
                 self._record(self._sample(self._launch(rows)))
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
-            available = executor.spare_bytes() + worst_blocks * sum(block_bytes)
-            groups = cache_groups(self.info, limits, windows, block_bytes, available)
+            available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)
+            groups = cache_groups(self.info, limits, kinds, block_bytes, available)
             self._allocate(groups)
             executor.ready()
         except torch.OutOfMemoryError:

@@ -67,8 +67,9 @@ class Executor:
         self._memory = memory
         self._group = group
         self._device = runner.device
-        self.windows, self.block_bytes = runner.windows, runner.block_bytes
-        """Sliding windows of the groups of the KV cache, and bytes of their blocks."""
+        self.kinds, self.block_bytes = runner.kinds, runner.block_bytes
+        """The groups of the KV cache, and bytes of their blocks."""
+        self.has_states = runner.kinds[-1].is_state
         self._pinned = PinnedBuffers(self._device)
         self._events = EventRecorder(self._device)
 
@@ -153,15 +154,18 @@ class Executor:
 
     def close(self) -> None:
         """Free the device."""
-        self._runner.allocate([0 for _ in self.windows])
+        self._runner.allocate([0 for _ in self.kinds])
         self._group.close()
         del self._runner
 
     def _plan(self, rows: StepRows, *, greedy: bool) -> StepPlan:
         updates = self._adapter_updates(rows) if self._adapters else []
+        if self.has_states and rows.prefills:
+            chunks = (row.sequence for row in rows.others if row.prefills)
+            updates += [(self._runner.state_cell(each.slot), each.state_write) for each in chunks]
         updates += table_updates(rows, self._runner.table_rows, self._runner.max_blocks)
         if rows.prefills:
-            plan = plan_chunks(rows, updates, self.windows, greedy=greedy, memory=self._pinned_memory)
+            plan = plan_chunks(rows, updates, self._runner.windows, greedy=greedy, memory=self._pinned_memory)
         else:
             padding = self._runner.padding(len(rows), len(updates))
             plan = plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)

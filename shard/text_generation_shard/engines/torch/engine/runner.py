@@ -25,6 +25,10 @@ class Model(Protocol):
         """Return hidden states [tokens, hidden], as `logits` expects them; writes keys and values to the cache."""
         ...
 
+    def allocate_states(self, blocks: int) -> None:
+        """Replace the states of the layers by `blocks` blocks of zeros, if the cache has a group of states."""
+        ...
+
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
         """Return `forward` for steps of at most `max_tokens` tokens, to be captured in pieces: see `PiecewiseGraphs`.
 
@@ -71,8 +75,8 @@ class Runner(ABC):
         self._translate_peer_loss = PeerLossTranslator(group.channel)
         self._shape = shape
         self.device = shape.device
-        self.windows, self.block_bytes = shape.windows, shape.block_bytes
-        """Sliding windows of the groups of the cache, and bytes of their blocks."""
+        self.windows, self.kinds, self.block_bytes = shape.windows, shape.kinds, shape.block_bytes
+        """Sliding windows of the groups of KV blocks; all groups of the cache, and bytes of their blocks."""
         self._max_slots = max_slots
         self.max_blocks = -(-max_sequence_length // BLOCK_SIZE)
         """Blocks of the longest sequence."""
@@ -80,15 +84,26 @@ class Runner(ABC):
         """Rows of the block table of a group."""
         sizes = len(self.windows), self.table_rows, self.max_blocks
         cells = math.prod(sizes)
-        self._cells = torch.zeros(cells + max_slots + 1, dtype=torch.int32, device=self.device)
-        """The block tables of the groups, then the LoRA adapter of each slot: 0 for none. The updates of a plan change both."""
+        self._cells = torch.zeros(cells + 2 * self.table_rows, dtype=torch.int32, device=self.device)
+        """The block tables of the groups, then the LoRA adapter of each slot, 0 for none, and the block of its state. The updates of a
+        plan change all of them."""
         self._tables = self._cells[:cells].view(sizes)
-        self._slot_adapters = self._cells[cells:]
+        self._slot_adapters, self._slot_states = self._cells[cells:].view(2, -1)
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
 
     def adapter_cell(self, slot: int) -> int:
         """Return the cell of a plan's updates that has the LoRA adapter of a slot."""
         return self._tables.numel() + slot
+
+    def state_cell(self, slot: int) -> int:
+        """Return the cell of a plan's updates that has the block of the state of a slot."""
+        return self.adapter_cell(slot) + self.table_rows
+
+    def _allocate_states(self, num_blocks: Sequence[int]) -> None:
+        """Allocate the states, if there are any, and one more block: that of the dummy slot."""
+        if self._shape.state_bytes:
+            self._model.allocate_states(num_blocks[-1] + 1)
+            self._slot_states[self._max_slots] = num_blocks[-1]
 
     @abstractmethod
     def allocate(self, num_blocks: Sequence[int]) -> None:

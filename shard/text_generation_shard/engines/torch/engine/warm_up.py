@@ -7,12 +7,17 @@ Memory is divided between the groups of the cache so that none lies idle: a wind
 the part of its blocks that a sequence of the usual length holds there, and no fewer than a sequence needs to compute a whole chunk.
 Long sequences want a small share, many short ones a large one: they hold as many blocks in each group. The usual length is at most
 USUAL_TOKENS. A limit of the sequences in a step says more: they are to fill both groups together, if each has two windows or more.
+
+A group of states has STATES blocks for each USUAL_TOKENS (or the longest sequence, if that is shorter) of the first group: the state
+of each sequence, and checkpoints. It has at least one for each sequence in a step, if there is a limit of these and half of the
+memory is enough, at least two, and at most STATES for each slot. One block more is that of padding.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Sampling, Stopping, WarmUpLimits
@@ -29,11 +34,15 @@ SPARE_TOKENS = 64
 """Tokens of blocks for growth, and of the first and the last block, which are not full."""
 
 
-def worst_step(info: EngineInfo, limits: WarmUpLimits, hardest_rows: int, groups: int) -> tuple[Orders, int]:
-    """Return a step as large as the limits allow, and its blocks of each group: long prompts, then one token in each
-    remaining slot.
+STATES = 4
 
-    The first `hardest_rows` sort the whole vocabulary; more need no more memory.
+
+def worst_step(
+    info: EngineInfo, limits: WarmUpLimits, hardest_rows: int, kinds: Sequence[CacheGroup]
+) -> tuple[Orders, tuple[CacheGroup, ...]]:
+    """Return a step as large as the limits allow, and its groups: long prompts, then one token in each remaining slot.
+
+    The first `hardest_rows` sort the whole vocabulary; more need no more memory. All sequences have the same state.
     """
     slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
     tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
@@ -57,40 +66,51 @@ def worst_step(info: EngineInfo, limits: WarmUpLimits, hardest_rows: int, groups
                 stopping=Stopping(max_new_tokens=1),
                 sampling=HARDEST_SAMPLING if slot < hardest_rows else Sampling(),
                 blocks=blocks,
-                further_blocks=((0, blocks),) * (groups - 1),
+                further_blocks=tuple((0, (0,) if kind.is_state else blocks) for kind in kinds[1:]),
                 adapter=info.adapters[0] if info.adapters else "",
             )
         )
         num_blocks += count
-    return Orders(number=0, placements=tuple(admissions), prefill=tuple(enumerate(lengths))), num_blocks
+    groups = tuple(replace(kind, num_blocks=1 if kind.is_state else num_blocks) for kind in kinds)
+    return Orders(number=0, placements=tuple(admissions), prefill=tuple(enumerate(lengths))), groups
+
+
+def cache_bytes(groups: Sequence[CacheGroup], block_bytes: Sequence[int]) -> int:
+    """Return the memory of groups, with the state of padding."""
+    return sum((each.num_blocks + each.is_state) * nbytes for each, nbytes in zip(groups, block_bytes, strict=True))
 
 
 def cache_groups(
     info: EngineInfo,
     limits: WarmUpLimits,
-    windows: Sequence[int | None],
+    kinds: Sequence[CacheGroup],
     block_bytes: Sequence[int],
     available: int,
 ) -> tuple[CacheGroup, ...]:
     """Return the groups for `available` bytes: of the size asked for, else of the largest that can ever be used.
 
-    `windows` and `block_bytes` are those of the groups. Raises InsufficientMemory with the numbers.
+    `kinds` are the groups without blocks, `block_bytes` the bytes of their blocks. Raises InsufficientMemory with the numbers.
     """
     chunk = blocks_for(limits.max_batch_prefill_tokens or info.suggested_prefill_tokens)
 
-    def group(window: int | None, first: int) -> CacheGroup:
-        if window is None:
-            return CacheGroup(first)
-        usual: float = min(info.max_sequence_length, USUAL_TOKENS)
+    usual = min(info.max_sequence_length, USUAL_TOKENS)
+    running = min(limits.max_batch_size, max(available, 0) // 2 // max(block_bytes[-1], 1))
+
+    def group(kind: CacheGroup, first: int) -> CacheGroup:
+        if kind.is_state:
+            states = min(STATES * first * BLOCK_SIZE // usual, STATES * info.max_slots)
+            return replace(kind, num_blocks=max(2, running, states))
+        if kind.window is None:
+            return replace(kind, num_blocks=first)
+        length: float = usual
         if limits.max_batch_size:
-            usual = min(usual, max(first * BLOCK_SIZE / limits.max_batch_size, 2 * window))
-        share = max(MIN_SHARE, (window + SPARE_TOKENS) / usual)
-        least = CacheGroup(0, window).blocks_held(info.max_sequence_length, BLOCK_SIZE) + chunk
-        return CacheGroup(min(first, max(int(share * first), least)), window)
+            length = min(usual, max(first * BLOCK_SIZE / limits.max_batch_size, 2 * kind.window))
+        share = max(MIN_SHARE, (kind.window + SPARE_TOKENS) / length)
+        least = kind.blocks_held(info.max_sequence_length, BLOCK_SIZE) + chunk
+        return replace(kind, num_blocks=min(first, max(int(share * first), least)))
 
     def needed(first: int) -> int:
-        groups = (group(window, first) for window in windows)
-        return sum(each.num_blocks * nbytes for each, nbytes in zip(groups, block_bytes, strict=True))
+        return cache_bytes([group(kind, first) for kind in kinds], block_bytes)
 
     usable = info.max_slots * blocks_for(info.max_sequence_length)
     wanted = limits.max_batch_total_tokens // BLOCK_SIZE
@@ -100,7 +120,9 @@ def cache_groups(
             f"{least * BLOCK_SIZE} tokens of KV cache take {needed(least) / 2**30:.2f} GiB, {max(available, 0) / 2**30:.2f} GiB are "
             f"left beside the model and its largest step: room for {max(fitting, 0) * BLOCK_SIZE} tokens"
         )
-    return tuple(group(window, wanted or min(fitting, usable)) for window in windows)
+    # The states do not shrink with a number of tokens that was asked for.
+    largest = min(fitting, usable)
+    return tuple(group(kind, largest if kind.is_state else wanted or largest) for kind in kinds)
 
 
 def blocks_for(tokens: int) -> int:

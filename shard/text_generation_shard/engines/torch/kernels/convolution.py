@@ -20,14 +20,15 @@ _TOKENS, _TILE_CHANNELS = 32, 64
 def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
     """Return the convolved values [tokens, channels] of `x` [tokens, channels], computed in float32; updates the states.
 
-    Rows of `x` may have any distance. The outputs of padding rows, which have the spare slot, are zeros.
+    Rows of `x` may have any distance. The outputs of padding rows, which have the spare block, are zeros.
     """
     channels, taps = x.shape[1], len(convolution.weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    common = x, states, convolution.weight, convolution.bias, out, rows.slots
+    common = x, states, convolution.weight, convolution.bias, out
     if rows.decoding:
         _step_kernel[(rows.decoding, triton.cdiv(channels, _CHANNELS))](
             *common,
+            rows.blocks,
             x.stride(0),
             channels,
             len(states) - 1,
@@ -39,6 +40,8 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
         grid = len(rows.chunks), triton.cdiv(rows.longest_chunk, _TOKENS), triton.cdiv(channels, _TILE_CHANNELS)
         _chunk_kernel[grid](
             *common,
+            rows.reads,
+            rows.writes,
             rows.positions,
             rows.ends,
             rows.decoding,
@@ -63,17 +66,17 @@ def _finished(
     return values
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
 def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     states: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor | None,
     out: tl.tensor,
-    slots: tl.tensor,
+    blocks: tl.tensor,
     x_stride: int,
     channels: int,
-    spare_slot: int,
+    spare_block: int,
     TAPS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -81,15 +84,15 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     row = tl.program_id(0)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = columns < channels
-    slot = tl.load(slots + row)
-    if slot == spare_slot:
+    block = tl.load(blocks + row)
+    if block == spare_block:
         tl.store(out + row * channels + columns, tl.zeros([CHANNELS], out.dtype.element_ty), mask=inside)
         return
     own = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     total = own.to(tl.float32) * tl.load(weight + (TAPS - 1) * channels + columns, mask=inside, other=0.0).to(
         tl.float32
     )
-    history = states + slot.to(tl.int64) * (TAPS - 1) * channels + columns
+    history = states + block.to(tl.int64) * (TAPS - 1) * channels + columns
     for tap in tl.static_range(TAPS - 1):
         before = tl.load(history + tap * channels, mask=inside, other=0.0)
         total += before.to(tl.float32) * tl.load(weight + tap * channels + columns, mask=inside, other=0.0).to(
@@ -102,14 +105,15 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tl.store(out + row * channels + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["slots", "positions", "ends"])
+@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["reads", "writes", "positions", "ends"])
 def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     states: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor | None,
     out: tl.tensor,
-    slots: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
     positions: tl.tensor,
     ends: tl.tensor,
     decoding: int,
@@ -130,7 +134,7 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     columns = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     inside, real = columns < channels, tokens < length
     rows = x + first * x_stride + columns
-    history = states + tl.load(slots + first).to(tl.int64) * (TAPS - 1) * channels + columns
+    history = states + tl.load(reads + tl.program_id(0)).to(tl.int64) * (TAPS - 1) * channels + columns
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for tap in tl.static_range(TAPS):
         sources = tokens + (tap - TAPS + 1)
@@ -144,11 +148,12 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     total = _finished(total, bias, columns, inside, ACTIVATES)
     tl.store(out + (first + tokens) * channels + columns, total.to(out.dtype.element_ty), mask=real & inside)
     if tl.program_id(1) == 0:
-        # The only program of these channels that reads the history, in all its threads, before it writes it.
+        # The only program of these channels that reads the history, in all its threads, before it may write it.
         tl.debug_barrier()
+        target = states + tl.load(writes + tl.program_id(0)).to(tl.int64) * (TAPS - 1) * channels + columns
         for place in tl.static_range(TAPS - 1):
             source = length - (TAPS - 1) + place
             value = tl.load(rows + source * x_stride, mask=(source >= 0) & inside, other=0.0).to(tl.float32)
             old = history + (source + TAPS - 1) * channels
             value += tl.load(old, mask=(source < 0) & continues & inside, other=0.0).to(tl.float32)
-            tl.store(history + place * channels, value.to(states.dtype.element_ty), mask=inside)
+            tl.store(target + place * channels, value.to(states.dtype.element_ty), mask=inside)

@@ -29,7 +29,7 @@ def scan(
 
     `qkv` [tokens, …] has queries, keys and values in the columns that `recurrence` says; `steps` and `betas` are [tokens, heads].
     Rows may have any distance. Products of chunks have operands of the dtype of `qkv`, of which float32 ones are rounded to eleven
-    significant bits; everything else is float32. The outputs of padding rows, which have the spare slot, are zeros.
+    significant bits; everything else is float32. The outputs of padding rows, which have the spare block, are zeros.
     """
     heads, value_width = recurrence.heads, recurrence.value_width
     out = torch.empty(len(qkv), heads * value_width, dtype=qkv.dtype, device=qkv.device)
@@ -54,7 +54,7 @@ def scan(
     }
     if rows.decoding:
         _step_kernel[(rows.decoding * heads, column_blocks)](
-            *inputs, *numbers, states, out, rows.slots, *strides, len(states) - 1, **shape, COLUMNS=_COLUMNS
+            *inputs, *numbers, states, out, rows.blocks, *strides, len(states) - 1, **shape, COLUMNS=_COLUMNS
         )
     if not rows.chunks:
         return out
@@ -82,7 +82,8 @@ def scan(
         reads,
         states,
         out,
-        rows.slots,
+        rows.reads,
+        rows.writes,
         rows.positions,
         rows.ends,
         rows.decoding,
@@ -111,7 +112,7 @@ def _unit(vectors: tl.tensor, axis: tl.constexpr) -> tl.tensor:
     return vectors * tl.rsqrt(tl.sum(vectors * vectors, axis=axis, keep_dims=True) + _UNIT_EPS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
 def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     qkv: tl.tensor,
     steps: tl.tensor,
@@ -121,11 +122,11 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     skip: tl.tensor | None,
     states: tl.tensor,
     out: tl.tensor,
-    slots: tl.tensor,
+    blocks: tl.tensor,
     qkv_stride: int,
     steps_stride: int,
     betas_stride: int,
-    spare_slot: int,
+    spare_block: int,
     QUERY_START: tl.constexpr,
     KEY_START: tl.constexpr,
     VALUE_START: tl.constexpr,
@@ -144,13 +145,13 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < VALUES
     target = out + row * (HEADS * VALUES) + head * VALUES + columns
-    slot = tl.load(slots + row)
-    if slot == spare_slot:
+    block = tl.load(blocks + row)
+    if block == spare_block:
         tl.store(target, tl.zeros([COLUMNS], out.dtype.element_ty), mask=inside)
         return
     dims = tl.arange(0, KEY_BLOCK)
     real = dims < KEYS
-    places = states + (slot.to(tl.int64) * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
+    places = states + (block.to(tl.int64) * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
     state = tl.load(places, mask=real[:, None] & inside[None, :], other=0.0)
     own = qkv + row * qkv_stride
     vectors = own + (head // SHARE) * KEYS + dims
@@ -251,7 +252,9 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tl.store(reads + rows[:, None] * (HEADS * KEYS) + head * KEYS + dims[None, :], solution, mask=is_key)
 
 
-@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["slots", "positions", "ends"])
+@triton.jit(
+    do_not_specialize=["decoding"], do_not_specialize_on_alignment=["state_reads", "state_writes", "positions", "ends"]
+)
 def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     qkv: tl.tensor,
     steps: tl.tensor,
@@ -263,7 +266,8 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     reads: tl.tensor,
     states: tl.tensor,
     out: tl.tensor,
-    slots: tl.tensor,
+    state_reads: tl.tensor,
+    state_writes: tl.tensor,
     positions: tl.tensor,
     ends: tl.tensor,
     decoding: int,
@@ -292,11 +296,11 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     dims = tl.arange(0, KEY_BLOCK)
     inside, is_dim = columns < VALUES, dims < KEYS
-    slot = tl.load(slots + first).to(tl.int64)
-    kept = states + (slot * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
+    block, target = tl.load(state_reads + chunk).to(tl.int64), tl.load(state_writes + chunk).to(tl.int64)
+    kept = (block * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
     in_state = is_dim[:, None] & inside[None, :]
     continues = tl.load(positions + first) > 0
-    state = tl.load(kept, mask=in_state & continues, other=0.0)
+    state = tl.load(states + kept, mask=in_state & continues, other=0.0)
     rate, bias = tl.load(decay + head), tl.load(step_bias + head)
     dtype = qkv.dtype.element_ty
     places = tl.arange(0, PIECE)
@@ -335,4 +339,4 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
         tl.store(targets, result.to(out.dtype.element_ty), mask=is_value)
         rest = (keys * tl.exp(last - total)[:, None]).to(dtype)
         state = state * tl.exp(last) + tl.dot(tl.trans(rest), operand, input_precision="tf32")
-    tl.store(kept, state, mask=in_state)
+    tl.store(states + kept + (target - block) * HEADS * (KEYS * VALUES), state, mask=in_state)

@@ -1,6 +1,6 @@
 """The operations of layers with a state in plain torch: on CPUs, and the reference of the kernels.
 
-States are pools with one entry for each slot and a spare one, which are read and written in place. Sequences that continue by one
+States are pools of blocks, which decode rows replace; a chunk may read from one and write to another. Sequences that continue by one
 token are computed as one batch, chunks of prompts one by one in pieces of CHUNK tokens: within a piece by products of matrices.
 """
 
@@ -26,17 +26,17 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
     taps, count = len(weight), rows.decoding
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if count:
-        slots = rows.slots[:count].long()
-        window = torch.cat((states[slots].to(x.dtype), x[:count].unsqueeze(1)), dim=1)
-        states[slots] = window[:, 1:].to(states.dtype)
+        blocks = rows.blocks.long()
+        window = torch.cat((states[blocks].to(x.dtype), x[:count].unsqueeze(1)), dim=1)
+        states[blocks] = window[:, 1:].to(states.dtype)
         out[:count] = torch.einsum("rtc,tc->rc", window, weight)
         if bias is not None:
             out[:count] += bias
     for chunk in rows.chunks:
         own = slice(chunk.first, chunk.first + chunk.length)
-        before = states[chunk.slot].to(x.dtype)
+        before = states[chunk.read].to(x.dtype)
         window = torch.cat((before if chunk.start else torch.zeros_like(before), x[own]))
-        states[chunk.slot] = window[len(window) - taps + 1 :].to(states.dtype)
+        states[chunk.write] = window[len(window) - taps + 1 :].to(states.dtype)
         out[own] = functional.conv1d(window.t(), weight.t().unsqueeze(1), bias, groups=x.shape[1]).t()
     return rows.in_step_order(functional.silu(out) if convolution.activates else out)
 
@@ -58,23 +58,23 @@ def scan(
     out = torch.empty_like(values)
     count = rows.decoding
     if count:
-        slots = rows.slots[:count].long()
-        state = states[slots].to(dtype) * decays[:count, :, None, None].exp()
+        blocks = rows.blocks.long()
+        state = states[blocks].to(dtype) * decays[:count, :, None, None].exp()
         update = values[:count]
         if recurrence.delta:
             update = update - torch.einsum("rhk,rhkv->rhv", keys[:count], state)
         state += keys[:count].unsqueeze(3) * (sizes[:count].unsqueeze(2) * update).unsqueeze(2)
-        states[slots] = state.to(states.dtype)
+        states[blocks] = state.to(states.dtype)
         out[:count] = torch.einsum("rhk,rhkv->rhv", queries[:count], state)
     for chunk in rows.chunks:
-        state = states[chunk.slot].to(dtype) if chunk.start else torch.zeros_like(states[chunk.slot], dtype=dtype)
+        state = states[chunk.read].to(dtype) if chunk.start else torch.zeros_like(states[chunk.read], dtype=dtype)
         end = chunk.first + chunk.length
         for first in range(chunk.first, end, CHUNK):
             own = slice(first, min(first + CHUNK, end))
             parts = [each[own].transpose(0, 1) for each in (queries, keys, values, decays, sizes)]
             result, state = _piece(parts, state, delta=recurrence.delta)
             out[own] = result.transpose(0, 1)
-        states[chunk.slot] = state.to(states.dtype)
+        states[chunk.write] = state.to(states.dtype)
     if recurrence.skip is not None:
         out += recurrence.skip.to(dtype).view(-1, 1) * values
     return rows.in_step_order(out.flatten(1))

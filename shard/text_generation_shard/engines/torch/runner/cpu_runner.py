@@ -28,10 +28,12 @@ class CpuRunner(Runner):
         self._none = (0,) * len(shape.windows)
         self._cache = PagedKVCache(shape, self._none)
 
+    @torch.inference_mode()
     def allocate(self, num_blocks: Sequence[int]) -> None:
         # The old pool is freed first: both need not fit at once.
         self._cache = PagedKVCache(self._shape, self._none)
         self._cache = PagedKVCache(self._shape, num_blocks)
+        self._allocate_states(num_blocks)
 
     def start(self, plan: StepPlan) -> ForwardOutput:
         if plan.sizes.updates:
@@ -41,7 +43,7 @@ class CpuRunner(Runner):
         if batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
         attention = AttentionPlan(batch, self._tables, self._cache, self._shape)
-        step = CpuStep(batch, attention, self._cache, self._slot_adapters)
+        step = CpuStep(batch, attention, self._cache, self._slot_adapters, self._slot_states)
         with self._translate_peer_loss:
             hidden = batch.in_plan_order(self._model.forward(step))
             if not plan.num_sampling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ class DeviceRunner(Runner):
     ) -> None:
         super().__init__(model, group, shape, max_slots, max_sequence_length)
         self._kernels = kernels
-        self._num_blocks: Sequence[int] = (0,) * len(self.windows)
+        self._num_blocks: Sequence[int] = (0,) * len(self.kinds)
         self._kinds = (False, True) if has_adapters else (False,)
         """The kinds of graphs: for steps without LoRA adapters, and for those with them."""
         self._context = self._step_context(self._num_blocks)
@@ -59,8 +59,9 @@ class DeviceRunner(Runner):
             torch.cuda.empty_cache()
         self._context = self._step_context([number + 1 for number in num_blocks])
         self._num_blocks = num_blocks
-        for tables, number in zip(self._tables, num_blocks, strict=True):
+        for tables, number in zip(self._tables, num_blocks, strict=False):
             tables[self._max_slots] = number
+        self._allocate_states(num_blocks)
 
     @torch.inference_mode()
     def capture(self, *, only_largest: bool = False, max_tokens: int | None = None, part: slice = slice(None)) -> int:
@@ -124,7 +125,7 @@ class DeviceRunner(Runner):
         )
         group_tables = tuple(self._tables)
         tables = [group_tables[group] for group in self._shape.groups]
-        numbers = self._last_tokens, self._slot_adapters
+        numbers = self._last_tokens, self._slot_adapters, self._slot_states
         return StepContext(self._kernels, cache, self._shape.layers, tables, *numbers, self._shape.scales)
 
     def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
@@ -134,7 +135,7 @@ class DeviceRunner(Runner):
             self._kernels.update_tables(columns["cells"], columns["blocks"], self._cells)
         if plan.sizes.chunks:
             self._kernels.plan_chunks(plan, columns)
-        normed = self._normed(plan, numbers)
+        normed = self._normed(plan, numbers, columns)
         if not plan.num_sampling:
             return ForwardOutput(normed, None, None)
         hidden, slots = normed, columns["slots"]
@@ -151,12 +152,11 @@ class DeviceRunner(Runner):
         self._kernels.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
         return ForwardOutput(normed, logits, sampled)
 
-    def _normed(self, plan: StepPlan, numbers: Tensor) -> Tensor:
+    def _normed(self, plan: StepPlan, numbers: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         # The first three columns are those of the tokens; they have equal lengths and distances.
         (start, _), (second, _), *_ = plan.bounds
-        columns = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
-        start, end = plan.bounds[COLUMNS.index("query_indptr")]
-        step = DeviceStep(columns, plan.num_decoding, self._context, plan, numbers[start:end], adapted=plan.adapted)
+        tokens = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
+        step = DeviceStep(tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted)
         if self._piecewise is not None and plan.sizes.chunks:
             normed = self._piecewise.run(step)
             if normed is not None:

@@ -23,6 +23,7 @@ from text_generation_shard import grammar
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.grammar import load_grammars
 from text_generation_shard.step import masks
 
@@ -49,7 +50,8 @@ def with_states(folder: Path) -> Engine:
     changes = {**FAMILIES["lfm2"].changes, "vocab_size": 300}
     path = write_model(random_model(tiny_config("lfm2", changes)), folder)
     engine = build_engine(ShardConfig(engine="torch", model_path=path, device="cpu", max_batch_size=8))
-    assert engine.info.keeps_states
+    assert isinstance(engine, TorchEngine)
+    assert engine._executor.has_states
     return engine
 
 

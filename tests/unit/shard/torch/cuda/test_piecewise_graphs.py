@@ -148,7 +148,9 @@ class Rig:
     def admit(self, slot: int, length: int, new: int = 9) -> NewSequence:
         blocks = tuple(next(self._free) for _ in range(-(-(length + new) // BLOCK_SIZE)))
         prompt = tuple(torch.randint(CONFIG["vocab_size"], (length,)).tolist())
-        return NewSequence(slot=slot, prompt=prompt, stopping=Stopping(max_new_tokens=new), blocks=blocks)
+        states = ((0, (slot,)),) if self.table.groups[-1].is_state else ()
+        stopping = Stopping(max_new_tokens=new)
+        return NewSequence(slot=slot, prompt=prompt, stopping=stopping, blocks=blocks, further_blocks=states)
 
     def step(self, orders: Orders, *, greedy: bool = True) -> tuple[ForwardOutput, ForwardOutput, StepPlan]:
         """Run a step; return the outputs of both runners and the plan."""
@@ -166,6 +168,7 @@ class Rig:
         updates = table_updates(rows, self.whole.table_rows, self.whole.max_blocks)
         slots = {row.sequence.slot for row in rows.others}
         updates += [(self.whole.adapter_cell(slot), slot % (self.adapters + 1)) for slot in slots]
+        updates += [(self.whole.state_cell(slot), slot) for slot in slots]
         if rows.prefills:
             plan = plan_chunks(rows, updates, greedy=greedy)
         else:
@@ -183,8 +186,7 @@ def native(folder: Path, device: torch.device, adapters: Sequence[LoraAdapter] =
     """Return the decoder of the checkpoint in `folder`, the shape of its cache and its scale of attention."""
     config = read_model_config(folder)
     weights = load_for_cuda(folder, device, torch.float32, adapters=adapters)
-    weights.allocate_states(SLOTS)
-    shape = CacheShape(weights.layer_shapes, device, torch.float32)
+    shape = CacheShape(weights.layer_shapes, device, torch.float32, state_bytes=weights.state_bytes)
     return reference_decoder(config, weights, torch.float32)[1], shape, config.attention_scale
 
 
@@ -257,14 +259,14 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) ->
         model, shape, scale = request.param(folder, device)
         kernels = ReferenceKernels(scale)
         built = DeviceRunner(model, kernels, ALONE, shape, SLOTS, MAX_LENGTH, has_adapters=adapters > 0)
-        built.allocate([BLOCKS])
+        built.allocate([BLOCKS, SLOTS][: len(built.kinds)])
         return built
 
     config = ShardConfig(model_path=str(folder), max_batch_size=SLOTS)
     info = engine_info(config, read_model_config(folder), device, None)
-    table = SequenceTable(info)
-    table.groups = (CacheGroup(BLOCKS),)
-    return Rig(runner(), runner(), table, device, adapters)
+    table, whole = SequenceTable(info), runner()
+    table.groups = (CacheGroup(BLOCKS), CacheGroup(SLOTS, is_state=True))[: len(whole.kinds)]
+    return Rig(whole, runner(), table, device, adapters)
 
 
 def check(rig: Rig, orders: Orders, size: int | None, *, greedy: bool = True) -> None:
@@ -318,7 +320,7 @@ def test_only_the_largest_size_is_captured_to_measure_memory(rig: Rig) -> None:
 
 def test_a_new_kv_cache_drops_the_pieces(rig: Rig) -> None:
     rig.capture(only_largest=True)
-    rig.piecewise.allocate([BLOCKS])
+    rig.piecewise.allocate([BLOCKS, SLOTS][: len(rig.piecewise.kinds)])
     check(rig, Orders(number=1, placements=(rig.admit(0, 970),), prefill=((0, 970),)), None)
 
 

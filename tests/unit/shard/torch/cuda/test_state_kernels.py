@@ -16,35 +16,37 @@ from text_generation_shard.engines.torch.kernels import convolution, gated_norm,
 from text_generation_shard.engines.torch.kernels.operands import Convolution, GatedNorm, Recurrence
 from text_generation_shard.engines.torch.layers import recurrence
 
-SLOTS = 9
+BLOCKS = 9
 SPARE = 3
 """Columns of wider buffers that the inputs are part of."""
 
 
 class Case(NamedTuple):
     decoding: tuple[int, ...]
-    """Slots of decode rows."""
-    chunks: tuple[tuple[int, int, int], ...]
-    """Slot, first position and length of chunks."""
+    """Blocks of decode rows."""
+    chunks: tuple[tuple[int, int, int, int], ...]
+    """Blocks before and after, first position and length of chunks."""
 
 
 CASES = {
-    "decode rows, one of padding": Case((4, SLOTS, 0, 7), ()),
-    "a new prompt": Case((), ((2, 0, 70),)),
-    "both, and chunks shorter than the convolution": Case((1, 3), ((5, 0, 2), (0, 9, 1), (8, 64, 66), (2, 0, 33))),
+    "decode rows, one of padding": Case((4, BLOCKS, 0, 7), ()),
+    "a new prompt": Case((), ((2, 2, 0, 70),)),
+    "both, and chunks shorter than the convolution": Case(
+        (1, 3), ((5, 5, 0, 2), (0, 0, 9, 1), (8, 8, 64, 66), (2, 2, 0, 33))
+    ),
+    "checkpoints": Case((3,), ((8, 5, 9, 1), (8, 6, 64, 66), (0, 1, 16, 2), (7, 7, 16, 3))),
 }
 
 
 def rows_of(case: Case, device: torch.device) -> StateRows:
-    slots, positions = list(case.decoding), [5] * len(case.decoding)
-    chunks, ends = [], [0]
-    for slot, start, length in case.chunks:
-        chunks.append(StateChunk(slot, start, len(slots), length))
-        slots += [slot] * length
+    positions, chunks, ends = [5] * len(case.decoding), [], [0]
+    for read, write, start, length in case.chunks:
+        chunks.append(StateChunk(read, write, start, len(positions), length))
         positions += range(start, start + length)
         ends.append(ends[-1] + length)
-    numbers = [torch.tensor(each, dtype=torch.int32, device=device) for each in (slots, positions, ends)]
-    return StateRows(len(case.decoding), numbers[0], numbers[1], tuple(chunks), numbers[2])
+    columns = case.decoding, positions, ends, [each.read for each in chunks], [each.write for each in chunks]
+    blocks, places, *others = [torch.tensor(each, dtype=torch.int32, device=device) for each in columns]
+    return StateRows(len(case.decoding), blocks, places, tuple(chunks), *others)
 
 
 def part(values: Tensor) -> Tensor:
@@ -55,19 +57,19 @@ def part(values: Tensor) -> Tensor:
 
 
 def check(out: Tensor, expected: Tensor, states: Tensor, expected_states: Tensor, case: Case, tolerance: float) -> None:
-    """Compare outputs, but those of padding, and the states of all slots, most of which must not change."""
-    real = [row for row in range(len(out)) if row >= len(case.decoding) or case.decoding[row] != SLOTS]
+    """Compare outputs, but those of padding, and all blocks, most of which must not change."""
+    real = [row for row in range(len(out)) if row >= len(case.decoding) or case.decoding[row] != BLOCKS]
     assert relative_error(out[real], expected[real]) < tolerance
     assert not out[[row for row in range(len(out)) if row not in real]].any()
-    assert relative_error(states[:SLOTS], expected_states[:SLOTS]) < tolerance
+    assert relative_error(states[:BLOCKS], expected_states[:BLOCKS]) < tolerance
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("taps", "bias", "activates"), [(4, True, True), (3, False, False)])
 def test_convolutions(case: Case, taps: int, bias: bool, activates: bool, device: torch.device) -> None:
     rows, channels = rows_of(case, device), 70
-    x = part(torch.randn(len(rows.slots), channels, device=device))
-    states = torch.randn(SLOTS + 1, taps - 1, channels, device=device)
+    x = part(torch.randn(len(rows.positions), channels, device=device))
+    states = torch.randn(BLOCKS + 1, taps - 1, channels, device=device)
     weight = torch.randn(taps, channels, device=device)
     own = Convolution(weight, torch.randn(channels, device=device) if bias else None, activates)
     exact = Convolution(weight.double(), own.bias.double() if own.bias is not None else None, activates)
@@ -103,11 +105,11 @@ def random_recurrence(kind: str, keys: int, values: int, device: torch.device) -
 )
 def test_recurrences(case: Case, kind: str, keys: int, values: int, device: torch.device) -> None:
     rows, own = rows_of(case, device), random_recurrence(kind, keys, values, device)
-    tokens, heads = len(rows.slots), own.heads
+    tokens, heads = len(rows.positions), own.heads
     qkv = part(torch.randn(tokens, own.value_start + heads * values, device=device))
     steps = part(torch.randn(tokens, heads, device=device))
     betas = part(torch.randn(tokens, heads, device=device)) if own.delta else None
-    states = torch.randn(SLOTS + 1, heads, keys, values, device=device)
+    states = torch.randn(BLOCKS + 1, heads, keys, values, device=device)
     expected_states = states.double()
     exact = None if betas is None else betas.double()
     expected = recurrence.scan(qkv.double(), steps.double(), exact, own, expected_states, rows)

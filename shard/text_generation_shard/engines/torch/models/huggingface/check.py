@@ -95,7 +95,7 @@ def _random_ids(config: LibraryConfig, vocab_size: int) -> Tensor:
 @torch.inference_mode()
 def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, group: ParallelGroup) -> Tensor:
     """Return the logits [sequences, tokens, vocabulary] that an executor computes chunk by chunk."""
-    blocks, groups = TOKENS // BLOCK_SIZE, len(executor.windows)
+    blocks, groups = TOKENS // BLOCK_SIZE, len(executor.kinds)
     executor.allocate([len(ids) * blocks] * groups)
     tables = [tuple(range(slot * blocks, (slot + 1) * blocks)) for slot in range(len(ids))]
     executor.ready(max_tokens=TOKENS)

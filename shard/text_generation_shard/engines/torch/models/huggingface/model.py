@@ -137,6 +137,9 @@ class TransformersModel:
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
+    def allocate_states(self, blocks: int) -> None:
+        """Do nothing: the states of the library's layers belong to slots."""
+
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
         return None if self.keeps_states else self.forward
 

@@ -59,6 +59,10 @@ class StatePart(Protocol):
     @property
     def output(self) -> Linear: ...
 
+    def allocate(self, blocks: int) -> None:
+        """Replace the states by `blocks` blocks of zeros."""
+        ...
+
     def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm, out: Tensor | None) -> Tensor:
         """Return the projections of the normed stream, [tokens, projected_width]; written to `out` if given."""
         ...
@@ -225,6 +229,11 @@ class Decoder:
             self._ops.add_linear(stream, mixed, states.output, layer.after_attention)
         else:
             self._ops.add(stream, states.output(mixed).add_(layer.attention.output(attended)), layer.after_attention)
+
+    def allocate_states(self, blocks: int) -> None:
+        for layer in self._weights.layers:
+            if layer.states is not None:
+                layer.states.allocate(blocks)
 
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor]:
         buffers = self.activations(max_tokens)

@@ -256,14 +256,8 @@ class ModelWeights(DecoderWeights):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of one slot on this rank; 0 without layers that have any."""
+        """Bytes of the states of a sequence on this rank; 0 without layers that have any."""
         return sum(layer.states.state_bytes for layer in self.layers if layer.states is not None)
-
-    def allocate_states(self, slots: int) -> None:
-        """Allocate the states of `slots` slots."""
-        for layer in self.layers:
-            if layer.states is not None:
-                layer.states.allocate(slots)
 
     def process_weights_after_loading(self) -> None:
         """Prepare the loaded weights for use. A tied LM head that needs another dtype than the embedding becomes a copy."""

@@ -1,6 +1,6 @@
 """The parts that all layers with a state have: projections around a short convolution, and pools of states.
 
-A pool has an entry for each slot of the engine, and a spare one for the padding rows of graphs. It is read and written in place.
+The last block of a pool is that of the padding rows of graphs.
 """
 
 from __future__ import annotations
@@ -45,20 +45,23 @@ class StateLayer:
         self._bias = torch.empty(width, device=device, dtype=dtype) if bias else None
         self.convolution = Convolution(self._taps[:, 0].t(), self._bias, activates)
         self._history = torch.empty(0, taps - 1, width, device=device, dtype=projections.precision.products)
-        """Inputs of the convolution before the next token: [slots + 1, taps - 1, channels]."""
+        """Inputs of the convolution before the next token: [blocks, taps - 1, channels]."""
         self._states = torch.empty(0, device=device)
-        """States of the recurrence, if the layer has one: float32 [slots + 1, …]."""
+        """States of the recurrence, if the layer has one: float32 [blocks, …]."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of one slot."""
+        """Bytes of a block."""
         pools = self._history, self._states
         return sum(pool.shape[1:].numel() * pool.itemsize for pool in pools if pool.ndim > 1)
 
-    def allocate(self, slots: int) -> None:
-        """Allocate the states of `slots` slots and the spare ones."""
-        self._history = self._history.new_zeros(slots + 1, *self._history.shape[1:])
-        self._states = self._states.new_zeros(slots + 1, *self._states.shape[1:])
+    def allocate(self, blocks: int) -> None:
+        """Replace the pools by such of `blocks` blocks."""
+        # The old ones are freed first: both need not fit at once.
+        for name in ("_history", "_states"):
+            shape = getattr(self, name).shape[1:]
+            setattr(self, name, getattr(self, name).new_empty(0, *shape))
+            setattr(self, name, getattr(self, name).new_zeros(blocks, *shape))
 
     def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm, out: Tensor | None) -> Tensor:
         if len(self.inputs) == 1:
