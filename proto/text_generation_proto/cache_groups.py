@@ -23,7 +23,9 @@ class CacheGroup:
     is_state: bool = False
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Return the index of the first block that the tokens from `position` on need; the group has no states."""
+        """Return the index of the first block that the tokens from `position` on need; of states that of the checkpoint there."""
+        if self.is_state:
+            return max(0, position // block_size - 1)
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
     def blocks_held(self, tokens: int, block_size: int) -> int:

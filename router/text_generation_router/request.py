@@ -87,6 +87,8 @@ class Request:
     """Times at which the tokenizing of the prompt began and ended, in seconds of the monotonic clock."""
     trace: TraceContext | None = None
     """For the spans of the shard."""
+    turn_end: int = 0
+    """Tokens of the prompt before the template's marker of the answer, with which the next turn is likely to begin; 0: not known."""
     replayed: int = 0
     """Tokens at the end of the prompt that were served before and are to be scored: a replay; 0 for a client's request."""
 

@@ -8,13 +8,27 @@ The checks are in `scheduler_world`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_world import SchedulerWorld
 from world_traffic import ACTIONS, DISTURBANCES, act, disturb, draw_request, draw_request_id, draw_world, play
+
+from text_generation_router.scheduling import checkpoints
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_checkpoints() -> Iterator[None]:
+    """Let checkpoints of states be left in prompts as short as those here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "SPACING", 48)
+        patch.setattr(checkpoints, "MIN_GAIN", 16)
+        yield
+
 
 RANDOMS = st.randoms(use_true_random=False)
 REPLICAS = st.integers(0, 2)

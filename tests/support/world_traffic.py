@@ -65,9 +65,11 @@ def draw_blocks(draw: Random) -> int:
 
 
 def draw_groups(draw: Random) -> tuple[CacheGroup, ...]:
-    """Return up to two window groups, with blocks for one to a few sequences."""
+    """Return up to two window groups and one of states, with blocks for one to a few sequences."""
     windows = draw.choice([(), (), (33,), (1,), (16,), (20, 64), (90, 17)])
-    return tuple(CacheGroup(draw.randint(2, 24), window) for window in windows)
+    groups = tuple(CacheGroup(draw.randint(2, 24), window) for window in windows)
+    states = CacheGroup(draw.randint(2, 12), is_state=True)
+    return draw.choice([groups, (*groups, states)])
 
 
 def draw_request(world: SchedulerWorld, draw: Random) -> Request:
@@ -80,9 +82,11 @@ def draw_request(world: SchedulerWorld, draw: Random) -> Request:
     def by(kind: str, after_s: float) -> float | None:
         return world.now + after_s if deadlines in (kind, "all") else None
 
+    prompt = draw.choice(_BASES)[:length] + special + tail
     return Request(
         RequestId(len(world.views)),
-        prompt=draw.choice(_BASES)[:length] + special + tail,
+        prompt=prompt,
+        turn_end=draw.choice([0, draw.randint(1, len(prompt))]),
         max_new_tokens=draw.choice([1, 2, 17, 40, 90, 200]),
         logprobs=LogprobOptions(prompt=draw.choice([False] * 7 + [True])),
         ignore_eos=draw.choice([True, False]),

@@ -83,11 +83,13 @@ async def replay_record(record: Mapping[str, Any], client: ShardClient) -> Judge
     tokens = len(order.prompt)
     pool = await client.warm_up(max_batch_prefill_tokens=tokens)
     needed = -(-(tokens + 1) // pool.block_size)
-    if needed > min([pool.num_blocks, *(group.num_blocks for group in pool.further_groups)]):
+    if needed > min([pool.num_blocks, *(group.num_blocks for group in pool.further_groups if not group.state)]):
         raise BadRecord(f"its {tokens} tokens do not fit the KV cache of the shard")
     order.blocks[:] = range(needed)
     del order.further_blocks[:]
-    order.further_blocks.extend(pb.GroupBlocks(blocks=range(needed)) for _ in pool.further_groups)
+    order.further_blocks.extend(
+        pb.GroupBlocks(blocks=range(1 if group.state else needed)) for group in pool.further_groups
+    )
     call = client.run()
     await call.write(pb.Orders(number=1, placements=[order], prefill_slots=[order.slot], prefill_tokens=[tokens]))
     async for report in call:

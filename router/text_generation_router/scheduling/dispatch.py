@@ -172,7 +172,12 @@ class Dispatcher:
                 return ranked, (first, suspect, sys.maxsize)
         if ranked and ranked[0].reuses_prefixes and not sequence.request.logprobs.prompt:
             tokens, leader = ranked[0].prompts.longest_shared(sequence)
-            if leader and tokens - ranked[0].cache.cached_tokens(sequence) >= MIN_SHARED_TOKENS:
+            cache = ranked[0].cache
+            if (
+                leader
+                and tokens - cache.cached_tokens(sequence) >= MIN_SHARED_TOKENS
+                and cache.will_share(leader, tokens)
+            ):
                 return ranked, (ranked[0], leader, tokens)
         return ranked, None
 

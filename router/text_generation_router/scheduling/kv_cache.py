@@ -4,7 +4,7 @@ A block is free, owned by the prefix tree, or owned by one sequence. Blocks of t
 available: they are evicted, least recently used first, when the free ones run out.
 
 These are the blocks of the first group, which is full. The pools of the further groups follow their own rules: see
-`window_pool`. A sequence gets their blocks chunk by chunk, and gives back those that it no longer needs. A prompt is placed if each
+`window_pool` and `state_pool`. A sequence gets their blocks chunk by chunk, and gives back those that it no longer needs. A prompt is placed if each
 of them has room for what it holds at its end, beside what the prompts under way may still need.
 
 A sequence gets the blocks of its prompt and a few for growth, not for its maximum length. Once fewer than LOW_ROOM
@@ -19,10 +19,12 @@ from operator import attrgetter
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.request import RequestId
-from text_generation_router.scheduling.chunking import PendingPrompts
+from text_generation_router.scheduling.checkpoints import Checkpoint, checkpoints
+from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, PendingPrompts
 from text_generation_router.scheduling.messages import Allocations, FurtherBlocks
 from text_generation_router.scheduling.prefix_tree import Prefix, PrefixTree
 from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
+from text_generation_router.scheduling.state_pool import StatePool
 from text_generation_router.scheduling.window_pool import WindowPool, number_of
 
 LOW_ROOM = 24
@@ -38,9 +40,12 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.pools = tuple(WindowPool(group, block_size) for group in further_groups)
-        """The blocks of the groups after the first."""
-        self.tree = PrefixTree(block_size, self.pools)
+        self.pools = tuple(WindowPool(group, block_size) for group in further_groups if not group.is_state)
+        """The KV blocks of the groups after the first."""
+        self.states = next((StatePool(group, block_size) for group in further_groups if group.is_state), None)
+        """The states; they come after these groups."""
+        self.further_pools = self.pools if self.states is None else (*self.pools, self.states)
+        self.tree = PrefixTree(block_size, self.further_pools)
         self.urgent = False
         """True if a sequence needs blocks at the next step boundary."""
         self._caching = prefix_caching
@@ -67,7 +72,7 @@ class KVCache:
     def usage(self) -> dict[str, tuple[int, int]]:
         """The blocks in use, and all, by the name of each group."""
         usage = {"full": (self.used, self.num_blocks)}
-        for pool in self.pools:
+        for pool in self.further_pools:
             usage[pool.group.name] = pool.used, pool.group.num_blocks
         return usage
 
@@ -92,11 +97,33 @@ class KVCache:
         if self.pools:
             sequence.further = [
                 pool.hold(blocks, prefix.blocks, sequence.length)
-                for pool, blocks in zip(self.pools, prefix.further, strict=True)
+                for pool, blocks in zip(self.pools, prefix.further, strict=False)
             ]
+        if self.states is not None:
+            sequence.states = self.states.start(prefix.further[-1], self._checkpoints(sequence, prefix))
         sequence.committed_blocks = prefix.blocks
         sequence.cached_tokens = prefix.blocks * self.block_size
         sequence.own_cached_tokens = self.tree.known_blocks(lock, sequence.request.qos.tenant) * self.block_size
+
+    def _checkpoints(self, sequence: ScheduledSequence, prefix: Prefix) -> list[Checkpoint]:
+        request, size = sequence.request, self.block_size
+        if not self._caching or request.replayed:
+            return []
+        return checkpoints(sequence.length, request.turn_end, prefix.branch * size, prefix.blocks * size, size)
+
+    def will_share(self, leader: ScheduledSequence, tokens: int) -> bool:
+        """Return True if others can continue after about `tokens` tokens of `leader`, a prompt under way, once these are computed.
+
+        A sequence with states is asked to leave a checkpoint there.
+        """
+        if (states := leader.states) is None or states.leaves_within(
+            tokens - MIN_SHARED_TOKENS + 1, tokens, self.block_size
+        ):
+            return True
+        if not leader.num_scheduled_tokens < tokens < leader.prefill_length:
+            return False
+        states.leave(tokens)
+        return True
 
     def has_room(
         self, sequence: ScheduledSequence, prefix: Prefix, tokens: int, margin: int, prompts: PendingPrompts
@@ -107,6 +134,8 @@ class KVCache:
         block, if others took what it gives back.
         """
         if self.blocks_for(tokens) - prefix.blocks + margin > self.available - prefix.evictable_blocks:
+            return False
+        if self.states is not None and not self.states.has_room(prefix.further[-1]):
             return False
         for number, pool in enumerate(self.pools):
             room = pool.available - margin
@@ -133,7 +162,10 @@ class KVCache:
             held.end + max(-(-pool.available // 2), pool.available - running)
             for pool, held in zip(self.pools, sequence.further, strict=True)
         ]
-        return min([len(sequence.blocks), *ends]) * self.block_size - sequence.num_scheduled_tokens
+        end = min([len(sequence.blocks), *ends]) * self.block_size
+        if sequence.states is not None and sequence.states.wanted:
+            end = min(end, sequence.states.wanted[-1].position)
+        return end - sequence.num_scheduled_tokens
 
     def starved(self, prompts: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
         """Return those of `prompts` that have tokens to schedule, no block for one, and no chunk under way."""
@@ -147,7 +179,7 @@ class KVCache:
 
         They must be available.
         """
-        for pool, held, allocated in zip(self.pools, sequence.further, allocations[1:], strict=True):
+        for pool, held, allocated in zip(self.pools, sequence.further, allocations[1:], strict=False):
             if blocks := pool.extend(held, end):
                 allocated.append((sequence.slot, blocks))
             if (capacity := held.end * self.block_size) < sequence.capacity:
@@ -169,6 +201,10 @@ class KVCache:
                 end = grown if spare is None or self._has_blocks(sequence, grown, spare) else end
             sequence.capacity = len(sequence.blocks) * self.block_size
             self.extend(sequence, end, self.no_allocations() if sequence.state is State.PLACED else allocations)
+        if self.states is not None and sequence.states is not None:
+            new = self.states.chunk_scheduled(sequence.states, sequence.num_scheduled_tokens)
+            if new:  # not of a sequence that was not sent yet
+                allocations[-1].append((sequence.slot, new))
         if not sequence.unscheduled_tokens:
             self.check_room(sequence)
 
@@ -182,9 +218,10 @@ class KVCache:
 
     def further_blocks(self, sequence: ScheduledSequence) -> tuple[FurtherBlocks, ...]:
         """Return the blocks of a sequence in the groups after the first."""
-        if not self.pools:
-            return ()
-        return tuple([(held.first, tuple(map(number_of, held.blocks))) for held in sequence.further])
+        blocks = [(held.first, tuple(map(number_of, held.blocks))) for held in sequence.further]
+        if (states := sequence.states) is not None:
+            blocks.append((0, tuple(map(number_of, (*states.source, states.current)))))
+        return tuple(blocks)
 
     def give_back(self, sequence: ScheduledSequence) -> None:
         """Drop the blocks that `sequence` no longer needs."""
@@ -192,6 +229,8 @@ class KVCache:
         for pool, held in zip(self.pools, sequence.further, strict=True):
             if position >= held.needed_until:
                 pool.give_back(held, position)
+        if self.states is not None and sequence.states is not None and position > sequence.cached_tokens:
+            self.states.settle(sequence.states, position)
 
     def allocate(self, sequence: ScheduledSequence, count: int) -> list[int]:
         """Give `sequence` `count` more blocks of the first group and return them. They must be available."""
@@ -221,7 +260,7 @@ class KVCache:
             key[known * self._block_bytes : full * self._block_bytes],
             run,
             tenant,
-            [held.between(known, full) for held in sequence.further] if self.pools else (),
+            [held.between(known, full) for held in sequence.further_held] if self.further_pools else (),
         )
         self.tree.claim(sequence.prefix_lock, tenant)
         sequence.duplicate_blocks += run[:duplicates]
@@ -233,6 +272,8 @@ class KVCache:
         self._put_free(sequence.blocks[sequence.committed_blocks :])
         for pool, held in zip(self.pools, sequence.further, strict=True):
             pool.release(held)
+        if self.states is not None and sequence.states is not None:
+            self.states.finish(sequence.states)
         if sequence.prefix_lock is not None:
             self.tree.release(sequence.prefix_lock)
 
@@ -260,7 +301,7 @@ class KVCache:
 
     def no_allocations(self) -> list[Allocations]:
         """Return an empty list for each group."""
-        return [[] for _ in range(1 + len(self.pools))]
+        return [[] for _ in range(1 + len(self.further_pools))]
 
     def check_room(self, sequence: ScheduledSequence) -> None:
         """Note `sequence` for more blocks if it is near the end of its block table."""
@@ -297,7 +338,7 @@ class KVCache:
                     allocations[0].append((sequence.slot, tuple(self.allocate(sequence, count))))
                 if pools:
                     position = sequence.num_kv_tokens
-                    for pool, held, allocated in zip(pools, sequence.further, further, strict=True):
+                    for pool, held, allocated in zip(pools, sequence.further, further, strict=False):
                         if position >= held.needed_until:
                             pool.give_back(held, position)
                         if end > held.end:
@@ -346,3 +387,6 @@ class KVCache:
             for sequence in sequences:
                 most = pool.group.first_block(sequence.num_kv_tokens, self.block_size)
                 assert sequence.further[number].first <= most, "no block is given back that is needed"
+        if self.states is not None:
+            cached = (block for node in self.tree.nodes() for block in node.further[-1])
+            self.states.check_states(cached, [each.states for each in sequences if each.states is not None])

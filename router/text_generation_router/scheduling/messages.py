@@ -33,7 +33,7 @@ class ReplicaSpec:
     reserves_max_length: bool = False
     """The engine starts a sequence only if the KV blocks for prompt + max_new_tokens are free."""
     keeps_states: bool = False
-    """The model has states beside KV blocks: no prefix is reused."""
+    """The model has states beside KV blocks, and no group for them: no prefix is reused."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that it holds."""
     scores_generated: bool = False

@@ -74,6 +74,8 @@ class Prefix:
     blocks: int
     further: Sequence[list[GroupBlock]]
     """The last of its blocks of each further group: those that a sequence needs which continues here."""
+    branch: int = 0
+    """Blocks that the key shares with a cached one that goes on otherwise, though not all groups accept them."""
 
     @property
     def evictable_blocks(self) -> int:
@@ -112,7 +114,7 @@ class PrefixTree:
         root = self._roots.get(salt)
         if root is None:
             return 0
-        (_, covered, _, inside), _ = self._find(root, key)
+        (_, covered, _, inside), *_ = self._find(root, key)
         return (covered + inside) // _BYTES_PER_TOKEN
 
     def find(self, salt: str, key: bytes) -> Prefix:
@@ -120,8 +122,8 @@ class PrefixTree:
         root = self._roots.get(salt)
         if root is None:
             return Prefix(salt, None, None, 0, 0, [[] for _ in self._pools])
-        (node, covered, child, inside), further = self._find(root, key)
-        return Prefix(salt, node, child, inside, (covered + inside) // self._block_bytes, further)
+        (node, covered, child, inside), further, branch = self._find(root, key)
+        return Prefix(salt, node, child, inside, (covered + inside) // self._block_bytes, further, branch)
 
     def lock(self, prefix: Prefix) -> tuple[Node, list[int]]:
         """Lock `prefix`. Return its last node (the salt's root if it is empty) and its blocks."""
@@ -267,12 +269,15 @@ class PrefixTree:
         self._now += 1
         return self._now
 
-    def _find(self, root: Node, key: bytes) -> tuple[_Found, Sequence[list[GroupBlock]]]:
+    def _find(self, root: Node, key: bytes) -> tuple[_Found, Sequence[list[GroupBlock]], int]:
         """Do as `_descend` from a root, but only as far as all groups accept the prefix.
 
-        Return also the last blocks of each further group, those needed to continue there.
+        Return also the last blocks of each further group, those needed to continue there, and `Prefix.branch`.
         """
         found = self._descend(root, key)
+        branch = 0
+        if self._pools and found[1] + found[3] < len(key) and (found[2] is not None or found[0].children):
+            branch = (found[1] + found[3]) // self._block_bytes
         while self._pools:
             node, covered, child, inside = found
             count = accepted = (covered + inside) // self._block_bytes
@@ -284,9 +289,9 @@ class PrefixTree:
                     accepted = min(accepted, pool.accepted(_backwards(end, behind, number), count))
                 further.append(blocks)
             if accepted == count:
-                return found, further
+                return found, further, branch
             found = self._descend(root, key[: accepted * self._block_bytes])
-        return found, ()
+        return found, (), branch
 
     def _descend(self, node: Node, key: bytes) -> _Found:
         """Follow `key` from the end of `node`."""

@@ -155,10 +155,11 @@ class ReplicaScheduler:
             budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running, len(self.prompts))
         placements, prefill = [], []
         reach, scarce = None, False
-        if cache.pools:
+        if cache.further_pools:
             block_size = self.spec.block_size
             growth = len(self.prompts) * (self._policy.growth_tokens // block_size + 3)
-            if scarce := cache.is_scarce(spare + budget // block_size + growth):
+            scarce = cache.is_scarce(spare + budget // block_size + growth)
+            if scarce or cache.states is not None:  # chunks end where checkpoints are left
                 reach = partial(cache.reach, running=running)
         for sequence, chunk in self.prompts.schedule(budget, reach):
             cache.chunk_scheduled(sequence, self._policy.growth_tokens, spare if scarce else None, allocations)
@@ -312,7 +313,7 @@ class ReplicaScheduler:
         else:  # its release is under way
             sequence.num_computed_tokens += chunk
         self.cache.commit(sequence, sequence.num_computed_tokens)
-        if self.cache.pools:
+        if self.cache.further_pools:
             self.cache.give_back(sequence)
         return chunk
 
@@ -372,7 +373,7 @@ class ReplicaScheduler:
     def room_in_use(self) -> float:
         """Share of the slots or of the KV blocks of a group in use, whichever is largest: 0 to 1."""
         slots = min(len(self._slots), self._policy.max_batch_size)
-        shares = [pool.used / max(1, pool.group.num_blocks) for pool in self.cache.pools]
+        shares = [pool.used / max(1, pool.group.num_blocks) for pool in self.cache.further_pools]
         return max(self.occupied_slots / slots, self.cache.used / max(1, self.cache.num_blocks), *shares)
 
     @property

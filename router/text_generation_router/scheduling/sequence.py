@@ -10,6 +10,7 @@ from enum import Enum, auto
 from text_generation_router.request import NO_MOVES, Moves, Request, RequestId, RequestProgress, TokenId
 from text_generation_router.scheduling.lazy_heap import Key
 from text_generation_router.scheduling.prefix_tree import Node
+from text_generation_router.scheduling.state_pool import HeldStates
 from text_generation_router.scheduling.window_pool import HeldBlocks
 
 TOKEN_BYTES = array("I").itemsize
@@ -81,6 +82,8 @@ class ScheduledSequence:
     """Own blocks whose content the tree already had from another sequence."""
     further: Sequence[HeldBlocks] = ()
     """Its blocks in the groups after the first."""
+    states: HeldStates | None = None
+    """Its blocks in the group of states; None if there is none."""
     prefix_lock: Node | None = None
     """Locked node of the prefix tree at which the committed blocks end."""
     cached_tokens: int = 0
@@ -136,6 +139,11 @@ class ScheduledSequence:
         self.expected_length = len(self.request.prompt) + self.expected_new_tokens
 
     @property
+    def further_held(self) -> Sequence[HeldBlocks | HeldStates]:
+        """Its blocks in all groups after the first."""
+        return self.further if self.states is None else (*self.further, self.states)
+
+    @property
     def key(self) -> bytes:
         """All known tokens as a key of the prefix tree."""
         return self.prompt_key + array("I", self.generated).tobytes() if self.generated else self.prompt_key
@@ -185,6 +193,7 @@ class ScheduledSequence:
         self.replica = self.slot = -1
         self.blocks = []
         self.further = ()
+        self.states = None
         self.duplicate_blocks = []
         self.prefix_lock = None
         self.committed_blocks = self.cached_tokens = self.own_cached_tokens = self.capacity = 0

@@ -21,7 +21,7 @@ from text_generation_proto.cache_groups import CacheGroup
 class GroupBlock:
     """A block of the pool. Sequences and the tree refer to it."""
 
-    __slots__ = ("holders", "is_cached", "number", "order")
+    __slots__ = ("holders", "is_cached", "number", "order", "uses")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -31,6 +31,8 @@ class GroupBlock:
         self.is_cached = False
         self.order: OrderedDict[GroupBlock, None]
         """Where it stands while it can be evicted."""
+        self.uses = 0
+        """Sequences that continued from it, if it is a checkpoint."""
 
 
 number_of = attrgetter("number")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from kv_ledger import KVLedger, WindowLedger
+from kv_ledger import KVLedger, StateLedger, WindowLedger
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
@@ -42,7 +42,7 @@ class CheckedEcho(EchoEngine):
     further_groups: tuple[CacheGroup, ...] = ()
     """The groups of its KV cache after the first."""
     _ledger: KVLedger = field(init=False)
-    _further_ledgers: list[WindowLedger] = field(init=False, default_factory=list)
+    _further_ledgers: list[WindowLedger | StateLedger] = field(init=False, default_factory=list)
     _step_fails: bool = field(init=False, default=False)
 
     @classmethod
@@ -64,7 +64,10 @@ class CheckedEcho(EchoEngine):
     def _reset_ledgers(self) -> None:
         self._ledger = KVLedger(self.num_blocks, BLOCK_SIZE)
         numbered = enumerate(self.further_groups, 1)
-        self._further_ledgers = [WindowLedger(number, group, BLOCK_SIZE) for number, group in numbered]
+        self._further_ledgers = [
+            StateLedger(group) if group.is_state else WindowLedger(number, group, BLOCK_SIZE)
+            for number, group in numbered
+        ]
 
     def _check_further(self) -> None:
         for ledger in self._further_ledgers:

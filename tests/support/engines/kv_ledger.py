@@ -119,6 +119,31 @@ class KVLedger:
         self._contents[blocks] = tokens.reshape(len(blocks), self._block_size)
 
 
+class StateLedger:
+    """The contents of the blocks of a group of states: the hash of the text of which each is the state."""
+
+    def __init__(self, group: CacheGroup) -> None:
+        self._contents = [0] * group.num_blocks
+        self._texts: dict[HeldSequence, tuple[int, int]] = {}
+        """The computed tokens of each sequence, and their hash."""
+
+    def record(self, held: Iterable[HeldSequence]) -> str | None:
+        """Write the states after what was computed since the last call; return the problem with one that is needed, or None."""
+        known = dict(self._texts)
+        for sequence in {**self._texts, **dict.fromkeys(held)}:
+            length, text = known.get(sequence, (0, hash(sequence.adapter)))
+            for token in sequence.tokens[length : sequence.computed]:
+                text = hash((text, token))
+            if sequence in known and sequence.computed > length:  # what a new one finds computed was written by others
+                self._contents[sequence.state_write] = text
+            known[sequence] = sequence.computed, text
+        self._texts = {sequence: text for sequence, text in known.items() if sequence.is_held}
+        for sequence, (length, text) in self._texts.items():
+            if length and self._contents[sequence.state_read] != text:
+                return f"slot {sequence.slot} needs the state after {length} tokens, block {sequence.state_read} has another"
+        return None
+
+
 class WindowLedger:
     """The contents of the blocks of a window group, position by position: the hash of the text up to each.
 

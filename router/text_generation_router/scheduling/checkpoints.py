@@ -1,0 +1,42 @@
+"""The positions of a prompt at which a sequence leaves a checkpoint of its states: where another prompt is likely to go on.
+
+A checkpoint is as large as the KV of thousands of tokens, so it is left
+
+    at the end of the turn        before the template's marker of the answer: the next turn agrees up to there. Without a template,
+                                  at the last block of the prompt
+    at a branch                   where another prompt left the path of this one in the tree, as after a shared system prompt
+    every SPACING tokens          of a long prompt, and at its end if new tokens from before a preemption are part of it, while
+                                  there are free blocks: evicted before all others
+
+and all at the last block boundary before. A shorter way than MIN_GAIN tokens is computed again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SPACING = 8192
+MIN_GAIN = 128
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint to leave."""
+
+    position: int
+    is_spare: bool = False
+    """It takes no block of another, and is evicted first."""
+
+
+def checkpoints(length: int, turn_end: int, branch: int, cached: int, block_size: int) -> list[Checkpoint]:
+    """Return the checkpoints for `length` known tokens, the last one first. All are after `cached` and before `length`.
+
+    `turn_end`: the end of the turn, 0 if it is not known. `branch`: the tokens that it shares with a prompt that goes on otherwise.
+    """
+    last = min(turn_end or length, length - 1) // block_size * block_size
+    wanted = dict.fromkeys(range(SPACING, length, SPACING), True)
+    if branch - cached >= MIN_GAIN and abs(last - branch) >= MIN_GAIN:
+        wanted[branch] = False
+    if length - last >= MIN_GAIN:  # new tokens from before a preemption
+        wanted[(length - 1) // block_size * block_size] = True
+    wanted[last] = False
+    return [Checkpoint(*each) for each in sorted(wanted.items(), reverse=True) if each[0] > cached]

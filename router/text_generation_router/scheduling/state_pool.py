@@ -1,0 +1,117 @@
+"""StatePool: the blocks of the group of states of a replica. Each is the state of a sequence, or a checkpoint.
+
+To the prefix tree a group of states is a window of one block: a position has a block if a checkpoint is there, the state after its
+tokens, and a prefix is usable if its last position has one. A sequence that continues from a checkpoint holds it until its first
+chunk is computed. Where it leaves one, the chunk after that writes to another block; the block before is cached when the tree gets the
+tokens of the chunk.
+
+Evicted first: spare checkpoints, and those from which one sequence has gone on to leave another checkpoint, as each turn of a chat
+does. All others follow, least recently held first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from text_generation_router.scheduling.checkpoints import Checkpoint
+from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, HeldBlocks, WindowPool
+
+
+@dataclass(slots=True)
+class HeldStates:
+    """The states of a sequence."""
+
+    current: GroupBlock
+    """The block to which its last chunk writes. With `after`, it is a checkpoint."""
+    source: Sequence[GroupBlock]
+    """The checkpoint from which it continues, until its first chunk is computed."""
+    wanted: list[Checkpoint]
+    """The checkpoints that it is to leave, the last one first."""
+    kept: dict[int, GroupBlock] = field(default_factory=dict)
+    """Those that it left, and that are not in the tree, by the index of the block that they end."""
+    spare: set[int] = field(default_factory=set)
+    """Which of them are spare."""
+    after: list[GroupBlock] = field(default_factory=list)
+    """The block of the chunk after a checkpoint, until that is scheduled."""
+
+    @property
+    def blocks(self) -> Iterable[GroupBlock]:
+        """All blocks that it holds."""
+        return chain(self.source, self.kept.values(), self.after or (self.current,))
+
+    def between(self, first: int, end: int) -> list[GroupBlock]:
+        """Return its checkpoints at a range of blocks; NO_BLOCK where there is none."""
+        blocks = [NO_BLOCK] * (end - first)
+        for index, block in self.kept.items():
+            if first <= index < end:
+                blocks[index - first] = block
+        return blocks
+
+    def leave(self, position: int) -> None:
+        """Leave a checkpoint at `position` too, which is not scheduled and before the end of the prompt."""
+        self.wanted = sorted({*self.wanted, Checkpoint(position)}, reverse=True)
+
+    def leaves_within(self, first: int, end: int, block_size: int) -> bool:
+        """Return True if it left a checkpoint in positions [first, end], or is to leave one."""
+        positions = (*((index + 1) * block_size for index in self.kept), *(each.position for each in self.wanted))
+        return any(first <= position <= end for position in positions)
+
+
+class StatePool(WindowPool):
+    """The blocks of the group."""
+
+    def has_room(self, prefix: Iterable[GroupBlock]) -> bool:
+        """Return True if there is a block for a sequence that continues from `prefix`, its checkpoint or none."""
+        return self.available > sum(1 for block in prefix if not block.holders)
+
+    def start(self, prefix: Sequence[GroupBlock], wanted: list[Checkpoint]) -> HeldStates:
+        """Return what a sequence holds that continues from `prefix`, its checkpoint or none."""
+        for block in prefix:
+            block.uses += 1
+            if not block.holders:
+                del block.order[block]
+            block.holders += 1
+        return HeldStates(self._take(), prefix, wanted)
+
+    def chunk_scheduled(self, held: HeldStates, end: int) -> tuple[int, ...]:
+        """Record a chunk that ends at position `end`; return the new block to which it writes, if there is one."""
+        new = held.after
+        if new:
+            (held.current,) = new
+            held.after = []
+        while held.wanted and held.wanted[-1].position <= end:
+            position, is_spare = held.wanted.pop()
+            if position == end and (self._free if is_spare else self.available):
+                index = end // self._block_size - 1
+                held.kept[index] = held.current
+                held.after = [self._take()]
+                if is_spare:
+                    held.spare.add(index)
+        return tuple(block.number for block in new)
+
+    def settle(self, held: HeldStates, position: int) -> None:
+        """Drop what is not needed once the tokens before `position`, some of this sequence, are computed and cached."""
+        leaves = any(not each.is_spare for each in held.wanted) or any(index not in held.spare for index in held.kept)
+        for block in held.source:
+            self._drop((block,), self._behind if leaves and block.uses == 1 else self._recent)
+        held.source = ()
+        for index in [index for index in held.kept if (index + 1) * self._block_size <= position]:
+            self._drop((held.kept.pop(index),), self._behind if index in held.spare else self._recent)
+
+    def finish(self, held: HeldStates) -> None:
+        """Drop all blocks of a sequence."""
+        self._drop(held.blocks, self._recent)
+
+    def _take(self) -> GroupBlock:
+        if not self._free:
+            self._evict()
+        block = self._free.pop()
+        block.uses = 0
+        return block
+
+    def check_states(self, cached: Iterable[GroupBlock], held: Iterable[HeldStates]) -> None:
+        """Do as `check_invariants`."""
+        blocks = [list(each.blocks) for each in held]
+        self.check_invariants(cached, [HeldBlocks(0, len(each), each) for each in blocks])
