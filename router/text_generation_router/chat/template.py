@@ -8,7 +8,7 @@ such a template would stop the event loop. A render takes 0.03 ms in this proces
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import orjson
@@ -31,6 +31,8 @@ MAX_BYTES_PER_CHARACTER = 4
 """UTF-8 bytes of a character."""
 MAX_INPUT_BYTES = MAX_BYTES_PER_CHARACTER * MAX_CHARACTERS
 """Bytes of messages, tools and template arguments as JSON."""
+MAX_ARGUMENTS, MAX_ANSWER_STARTS = 1024, 64
+"""Bytes of template arguments whose start of the answer is kept, and the number of such texts."""
 MAX_INLINE_MESSAGES = 256
 """Messages of a conversation whose input is made on the event loop: a millisecond."""
 
@@ -71,6 +73,8 @@ class TemplateRenderer:
             stage=stage,
         )
         self._without_templates = not sources
+        self._answer_starts: dict[bytes, str] = {}
+        """See `answer_start`, by the template's arguments."""
 
     async def __aenter__(self) -> Self:
         """Start the workers, which compile the templates. Calls wait for them."""
@@ -109,6 +113,23 @@ class TemplateRenderer:
                 raise _too_long(f"{MAX_CHARACTERS} characters as a text") from error
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text
+
+    async def answer_start(self, conversation: Conversation, tenant: TenantId) -> str:
+        """Return the text that the template adds to a conversation before its answer; "" if there is none, or none is known."""
+        key = orjson.dumps(conversation.template_kwargs)
+        if key not in self._answer_starts and len(key) <= MAX_ARGUMENTS:
+            short = replace(
+                conversation, messages=[{"role": "user", "content": "?"}], tools=(), continue_final_message=False
+            )
+            forms = [replace(short, add_generation_prompt=adds) for adds in (True, False)]
+            try:
+                text, without = [await self.render(form, tenant) for form in forms]
+            except TemplateError:
+                text = without = ""
+            if len(self._answer_starts) == MAX_ANSWER_STARTS:
+                self._answer_starts.clear()
+            self._answer_starts[key] = text.removeprefix(without) if text.startswith(without) else ""
+        return self._answer_starts.get(key, "")
 
     def _input(self, conversation: Conversation) -> tuple[TemplateInput, bytes]:
         request = template_input(conversation, self._templates)

@@ -35,4 +35,5 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
         vocab_size=model.info.vocab_size,
         unsupported=unsupported,
         always_logprobs=config.token_logprobs == "always",
+        marks_turns=any(group.state for group in model.pool.further_groups),
     )

@@ -74,6 +74,7 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
         end_by=qos.end_by,
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
+        turn_end=request.turn_end,
     )
 
 
@@ -109,6 +110,7 @@ def request_from_pb(message: pb.Submit, prompt_before: Sequence[TokenId] = ()) -
         adapter=message.adapter,
         qos=qos,
         trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
+        turn_end=message.turn_end,
     )
 
 

@@ -48,6 +48,8 @@ PARSED_AT_ONCE = 4096
 """Characters of a whole answer that are parsed without a pause."""
 MAX_INLINE_TOOLS = 1 << 14
 """Characters of a prompt with tools whose grammar is written on the event loop: a few milliseconds."""
+MAX_CONTINUATION = 64
+"""Tokens of a prompt after the start of the answer, among which it is looked for."""
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
 
@@ -246,7 +248,18 @@ class ChatPreparer:
         )
         requests = await self._serving.preparer.prepare(prompt, options, qos, count)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
+        if self._serving.settings.limits.marks_turns and conversation.add_generation_prompt:
+            turn_end = await self._turn_end(conversation, requests[0].prompt, qos.tenant)
+            requests = [replace(request, turn_end=turn_end) for request in requests]
         return ChatRequest(requests, prompt, form)
+
+    async def _turn_end(self, conversation: Conversation, prompt: Sequence[TokenId], tenant: TenantId) -> int:
+        """Return the tokens of a prompt before the start of the answer; 0 if that is not found near its end."""
+        start = await self._renderer.answer_start(conversation, tenant)
+        ids = list(await self._serving.tokenizer_pool.encode_ids(start, add_special_tokens=False, tenant=tenant))
+        last = len(prompt) - len(ids) if ids else 0
+        places = range(last, max(0, last - MAX_CONTINUATION), -1)
+        return next((at for at in places if list(prompt[at : at + len(ids)]) == ids), 0)
 
     async def _constrained(
         self, conversation: Conversation, tools: Sequence[Tool], prompt: str, tenant: TenantId

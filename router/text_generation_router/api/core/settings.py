@@ -36,6 +36,9 @@ class Limits:
     always_logprobs: bool = False
     """Every request gets the log-probabilities of its tokens, if the engine knows them."""
 
+    marks_turns: bool = False
+    """Requests tell where the turns of a chat end: the model has states, of which checkpoints are left there."""
+
     def __post_init__(self) -> None:
         assert 0 < self.max_input_tokens < self.max_total_tokens, "the longest prompt must leave room for a new token"
 

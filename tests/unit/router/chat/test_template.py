@@ -10,6 +10,7 @@ from text_generation_router.chat.conversation import Conversation, Json
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.errors import InvalidRequest, TemplateError
+from text_generation_router.request import DEFAULT_TENANT
 
 LONG_TIMEOUT_S = 60.0
 SHORT_TIMEOUT_S = 0.5
@@ -134,3 +135,25 @@ async def test_arguments_are_an_object_and_json_where_a_template_joins_them_with
     conversation = Conversation([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}])
     async with a_renderer(template) as renderer:
         assert await renderer.render(conversation) == '2 f{"a": 1, "b": "é"}!'
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma", "llama3", "mistral", "qwen3"])
+async def test_the_next_turn_begins_with_the_prompt_before_the_start_of_the_answer(name: str) -> None:
+    messages: list[Json] = [{"role": "user", "content": "Hello"}]
+    answer: Json = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nHi"}
+    async with a_renderer((Path(__file__).parent / f"templates/{name}.jinja").read_text()) as renderer:
+        for thinks in (True, False):
+            given = {"enable_thinking": thinks, "bos_token": "<s>", "eos_token": "</s>"}
+            first = Conversation(messages, template_kwargs=given)
+            prompt, start = await renderer.render(first), await renderer.answer_start(first, DEFAULT_TENANT)
+            assert prompt.endswith(start)
+            # mistral: the end of the user's message begins the answer too.
+            assert bool(start) == (name != "mistral")
+            turns = [*messages, answer, {"role": "user", "content": "And?"}]
+            later = await renderer.render(Conversation(turns, template_kwargs=given))
+            assert later.startswith(prompt.removesuffix(start))
+
+
+async def test_a_template_that_refuses_a_short_conversation_has_no_start_of_the_answer() -> None:
+    async with a_renderer("{{ raise_exception('no') if messages | length < 2 else messages[1].content }}") as renderer:
+        assert await renderer.answer_start(says("Hello"), DEFAULT_TENANT) == ""
