@@ -39,6 +39,8 @@ class CostModel:
     """Inter-token latency target, also the limit for goodput."""
     growth_tokens: int
     """Free tokens that an allocation of KV blocks restores."""
+    states: int = 0
+    """Blocks of the group of states; 0: the model has none."""
     orders_delay_s: float = 0.0003
     """Time from the decision until the replica has the orders."""
 

@@ -23,6 +23,7 @@ from text_generation_bench.simulator.replica import KvAudit, SimulatedReplica, c
 from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard
 from text_generation_bench.simulator.statistics import LiveRequest, SchedulerTimings, Statistics
 from text_generation_bench.simulator.traces import NO_TENANT, Arrival, Trace
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec, StepOutput
 from text_generation_router.shards.replica import HOLD_SHARE, MIN_STEP_S
@@ -40,7 +41,9 @@ class Simulator:
     def __init__(self, config: SimConfig) -> None:
         self.config = config
         self._cost_model = cost_model = config.cost_model
-        self._spec = ReplicaSpec(cost_model.slots, cost_model.kv_tokens // cost_model.block_size, cost_model.block_size)
+        states = (CacheGroup(cost_model.states, is_state=True),) if cost_model.states else ()
+        blocks, size = cost_model.kv_tokens // cost_model.block_size, cost_model.block_size
+        self._spec = ReplicaSpec(cost_model.slots, blocks, size, further_groups=states)
         self.scheduler = config.scheduler(config.policy, config.replicas)
         self.statistics = Statistics(config.targets)
         self.timings = SchedulerTimings()

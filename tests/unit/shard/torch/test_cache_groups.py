@@ -111,3 +111,21 @@ def test_a_window_group_never_has_more_blocks_than_the_first() -> None:
         INFO, WarmUpLimits(max_batch_total_tokens=160), (CacheGroup(0), CacheGroup(0, 128)), (1, 1), 100
     )
     assert groups == (CacheGroup(10), CacheGroup(10, 128))
+
+
+def test_states_get_the_memory_of_four_for_each_usual_sequence() -> None:
+    state, token = 60 << 20, 24 << 10  # those of Qwen3-Next
+    cache = replace(shape(12, 0, 1, (2, 256)), state_bytes=state)
+    groups = cache_groups(INFO, LIMITS, cache.kinds, cache.block_bytes, 60 << 30)
+    assert [group.name for group in groups] == ["full", "state"]
+    assert cache.block_bytes == (token * BLOCK_SIZE, state)
+    tokens, states = groups[0].num_blocks * BLOCK_SIZE, groups[1].num_blocks
+    assert states == 4 * tokens // 16384 == 393
+    assert 0.99 * (60 << 30) < token * tokens + state * (states + 1) <= 60 << 30
+    # The states do not shrink with the tokens asked for; a limit of sequences gets a state for each, of half of the memory.
+    limits = WarmUpLimits(max_batch_total_tokens=16000)
+    assert cache_groups(INFO, limits, cache.kinds, cache.block_bytes, 60 << 30)[1].num_blocks == states
+    limits = WarmUpLimits(max_batch_size=256)
+    assert cache_groups(INFO, limits, cache.kinds, cache.block_bytes, 20 << 30)[1].num_blocks == (10 << 30) // state
+    with pytest.raises(InsufficientMemory):
+        cache_groups(INFO, LIMITS, cache.kinds, cache.block_bytes, 3 * state)
