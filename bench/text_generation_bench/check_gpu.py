@@ -260,13 +260,17 @@ class Checks:
         """Compute each prompt once, then run it on all its full blocks except the one of the last token."""
         texts: list[list[int]] = []
         for prompt in self._prompts:
-            first = self._driver.admit(prompt, 1, allocated=len(prompt) + NEW_TOKENS)
+            count = (len(prompt) - 1) // BLOCK
+            chunk = max(1, BLOCK * count)
+            first = self._driver.admit(prompt, 1, allocated=len(prompt) + NEW_TOKENS, chunk=chunk)
+            self._driver.step()
+            kept = self._driver.keep_state(first) if count and self._driver.has_states else None
             while not first.tokens:
                 self._driver.step()
-            count = (len(prompt) - 1) // BLOCK
             # The driver appends freed blocks to its free list, so these are not reused before the second sequence.
             shared = first.blocks[:count]
-            second = self._driver.admit(prompt, NEW_TOKENS, shared=shared, computed_tokens=BLOCK * count)
+            reused = {"shared": shared, "computed_tokens": BLOCK * count, "checkpoint": kept}
+            second = self._driver.admit(prompt, NEW_TOKENS, **reused)
             self._driver.run()
             texts.append(second.tokens)
         return texts

@@ -2,7 +2,8 @@
 
     python -m text_generation_bench.checkpoints [--sessions 24] [--seconds 60]
 
-The memory is enough for all sessions, then for a third of them. The states are those that the formula of the warm-up gives, and fewer.
+The memory is enough for all sessions, then for a third of them. The states are those that the formula of the warm-up gives, and fewer;
+"attention": a model without states, whose hits are those of the KV blocks alone.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def main() -> None:
     print(f"{arguments.sessions} sessions of {tokens // arguments.sessions:,} tokens")
     print("   policy   KV tokens  states     GiB    hits  of unlimited  us a decision  seconds")
     plays: list[tuple[str, Policy, int, int]] = [("ours", checkpoints, 3 * tokens, 3 * tokens // 512)]
+    plays += [("attention", checkpoints, third, 0)]
     plays += [("ours", checkpoints, third, states) for states in (formula, formula // 4, formula // 8)]
     plays += [("fixed 512", fixed, third, states) for states in (third // 512, third // 1024, formula)]
     unlimited = 0.0

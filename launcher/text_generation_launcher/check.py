@@ -216,8 +216,14 @@ def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> 
     if token := memory.get("kv_cache_token"):
         yield "KV cache", f"{token:,} bytes a token on each device; about {_gib(memory['kv_cache_left'] or 0)} are left"
         if len(groups := _cache_groups(found)) > 1:
-            tokens = (f"{group.name} {group.num_blocks * found['block_size']:,} tokens" for group in groups)
-            yield "cache groups", ", ".join(tokens)
+            size = found["block_size"]
+            sizes = (
+                f"{group.num_blocks:,} states of {_gib(memory['state'] or 0)}"
+                if group.is_state
+                else f"{group.name} {group.num_blocks * size:,} tokens"
+                for group in groups
+            )
+            yield "cache groups", ", ".join(sizes)
     elif memory:
         yield "KV cache", "its size is known once the model is loaded"
     if "kv_cache_tokens" in found:

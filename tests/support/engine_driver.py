@@ -52,7 +52,8 @@ class Driver:
         self.streams: dict[int, Stream] = {}
         self._further = [group for group in groups[1:] if not group.is_state]
         self._free_blocks = list(range(min(group.num_blocks for group in groups if not group.is_state)))
-        self._free_states = list(range(groups[-1].num_blocks)) if groups[-1].is_state else None
+        self.has_states = groups[-1].is_state
+        self._free_states = list(range(groups[-1].num_blocks)) if self.has_states else []
         self._number = 0
         self._admit: list[NewSequence] = []
         self._grants: list[tuple[int, tuple[int, ...]]] = []
@@ -97,7 +98,7 @@ class Driver:
         options = {name: admission.pop(word) for word, name in _LOGPROBS.items() if word in admission}
         logprobs = LogprobOptions(tokens=True, **options)  # type: ignore[arg-type]
         further = ((0, tuple(blocks)),) * len(self._further)
-        if self._free_states is not None:
+        if self.has_states:
             stream.state = self._free_states.pop()
             further += ((0, (stream.state,) if checkpoint is None else (checkpoint, stream.state)),)
         self._admit.append(
@@ -132,7 +133,6 @@ class Driver:
 
     def keep_state(self, stream: Stream) -> int:
         """Let the next chunk write to another block; return the block that stays as a checkpoint of what is computed."""
-        assert self._free_states is not None
         kept, stream.state = stream.state, self._free_states.pop()
         self._states.append((stream.slot, (stream.state,)))
         return kept
@@ -165,7 +165,7 @@ class Driver:
         self._number += 1
         grants = tuple(self._grants)
         further = (grants,) * len(self._further)
-        if self._free_states is not None:
+        if self.has_states:
             further += (tuple(self._states),)
         orders = Orders(self._number, tuple(self._release), tuple(self._admit), grants, tuple(prefill), further)
         self._release, self._admit, self._grants, self._states = [], [], [], []
@@ -203,5 +203,5 @@ class Driver:
     def _forget(self, stream: Stream) -> None:
         del self.streams[stream.slot]
         self._free_blocks[:0] = stream.blocks
-        if self._free_states is not None:
+        if self.has_states:
             self._free_states[:0] = [stream.state]

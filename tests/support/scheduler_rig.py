@@ -206,7 +206,13 @@ class Rig:
                 known - placement.cached_tokens,
                 [
                     end * BLOCK - known
-                    for end in (len(placement.blocks), *(first + len(own) for first, own in placement.further_blocks))
+                    for end in (
+                        len(placement.blocks),
+                        *(
+                            1 << 20 if group.is_state else first + len(own)
+                            for group, (first, own) in zip(self.windows, placement.further_blocks, strict=True)
+                        ),
+                    )
                 ],
                 placement.request.max_new_tokens - len(placement.generated),
             )

@@ -1,0 +1,80 @@
+"""Where sequences leave checkpoints of their states, and which of them go first."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_rig import BLOCK, Rig, a_policy, words
+
+from text_generation_proto.cache_groups import CacheGroup
+from text_generation_router.scheduling.checkpoints import MIN_GAIN, SPACING, checkpoints
+
+FAR = 10 * MIN_GAIN
+
+
+@pytest.mark.parametrize(
+    ("length", "turn_end", "branch", "cached", "kept", "spare"),
+    [
+        pytest.param(100, 0, 0, 0, [96], [], id="the last whole block"),
+        pytest.param(96, 0, 0, 0, [80], [], id="one token is left to compute"),
+        pytest.param(100, 93, 0, 0, [80], [], id="the end of the turn"),
+        pytest.param(100, 93, 0, 80, [], [], id="it is there"),
+        pytest.param(15, 0, 0, 0, [], [], id="no whole block"),
+        pytest.param(FAR + 9, 0, MIN_GAIN, 0, [MIN_GAIN, FAR], [], id="a branch"),
+        pytest.param(FAR + 9, 0, MIN_GAIN, 16, [FAR], [], id="a branch near the cached prefix"),
+        pytest.param(FAR + 9, 0, FAR - 32, 0, [FAR], [], id="a branch near the end"),
+        pytest.param(FAR + 9, 100, 0, 0, [96], [FAR], id="new tokens from before a preemption"),
+        pytest.param(2 * SPACING, 0, 0, 0, [2 * SPACING - 16], [SPACING], id="a long prompt"),
+    ],
+)
+def test_checkpoints(length: int, turn_end: int, branch: int, cached: int, kept: list[int], spare: list[int]) -> None:
+    wanted = checkpoints(length, turn_end, branch, cached, 16)
+    assert [each.position for each in wanted] == sorted([*kept, *spare], reverse=True)
+    assert {each.position for each in wanted if each.is_spare} == set(spare)
+
+
+class Chats(Rig):
+    """A replica with a few states."""
+
+    def __init__(self, states: int, **options: object) -> None:
+        super().__init__(a_policy(), windows=(CacheGroup(states, is_state=True),), **options)  # type: ignore[arg-type]
+
+    def hit(self, prompt: tuple[int, ...], new: int = 2) -> int:
+        """Serve a prompt; return the tokens found in the cache."""
+        return self.cached(self.serve(prompt, new))
+
+
+def test_of_a_chat_the_last_checkpoint_stays_longest_and_of_branches_all() -> None:
+    rig = Chats(states=5)
+    turns = [words(1, BLOCK * count + 1) for count in range(1, 9)]
+    assert [rig.hit(turn) for turn in turns] == [BLOCK * count for count in range(8)]
+    # Others take the blocks of the earlier turns.
+    for number in range(2, 5):
+        rig.hit(words(number, BLOCK + 1))
+    assert rig.hit(turns[-1]) == 8 * BLOCK
+    # Two prompts continued from the second one.
+    for number in range(5, 7):
+        assert rig.hit((*words(2, BLOCK), *words(number, BLOCK + 1))) == BLOCK
+    for number in range(10, 12):
+        rig.hit(words(number, BLOCK + 1))
+    assert rig.hit((*words(2, BLOCK), 7)) == BLOCK
+    rig.scheduler.check_invariants()
+
+
+def test_a_shared_prompt_is_computed_once_where_a_checkpoint_can_still_be_left() -> None:
+    rig = Chats(states=9)
+    shared = words(1, 6 * BLOCK)
+    prompts = [(*shared, *words(number, 9)) for number in range(2, 5)]
+    numbers = [rig.submit(prompt) for prompt in prompts]
+    rig.until_idle()
+    assert [rig.cached(number) for number in numbers] == [0, 6 * BLOCK, 6 * BLOCK]
+
+
+def test_as_many_sequences_run_as_there_are_states() -> None:
+    rig = Chats(states=3)
+    for _ in range(5):
+        rig.submit(20, new=4)
+    rig.scheduler.dispatch()
+    assert rig.replica().occupied_slots == 3
+    assert rig.replica().cache.usage["state"] == (3, 3)
+    rig.until_idle()
+    assert len(rig.finished) == 5
