@@ -209,6 +209,9 @@ WRAPPERS_INTRODUCTION = """\
 With `longrope` the native code uses the long factors at every length, as vLLM does, if the context of the config is longer than
 the original one; transformers uses the short ones for shorter texts. `--model-impl transformers` serves the original length only.
 
+Multi-head latent attention (DeepSeek and its relatives) keeps the compressed row of a token, not the keys and values of its heads:
+[gpu.md](gpu.md#memory-of-the-kv-cache). `kimi_k2` is `deepseek_v3`. Layers for the prediction of several tokens are not loaded.
+
 Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence: the last inputs of the convolution, in
 the dtype of the activations, and the sums of a recurrence, in float32. The pools of all layers have room for one more sequence than
 are served, and take at most a quarter of the usable memory, which may bound the number of sequences. Prefixes are not reused. With

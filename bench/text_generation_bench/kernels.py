@@ -1,6 +1,6 @@
 """Times of the CUDA kernels on this device: µs, and the share of the bandwidth of a copy.
 
-python -m text_generation_bench.kernels [--only matvec,attention,elementwise,gemm,experts,states] [--sweep [--rows 1,2,4] [--num-shard 2]] [--flashinfer]
+python -m text_generation_bench.kernels [--only matvec,attention,elementwise,gemm,experts,states,latents] [--sweep [--rows 1,2,4] [--num-shard 2]] [--flashinfer]
 
 Each operation is captured 32 times in a CUDA graph, with alternating weights or caches that together exceed the L2 cache (except
 SmolLM2's), like the layers of a model. The time is that of a replay, measured by events, divided by 32. --sweep tries the tilings
@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from text_generation_bench import expert_kernels, state_kernels
+from text_generation_bench import expert_kernels, latent_kernels, state_kernels
 from text_generation_bench.kernel_timing import (
     DEVICE,
     DTYPE,
@@ -269,7 +269,7 @@ def gemm(table: Table, product: Product, weights: Tensor, rows: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="matvec,attention,elementwise,gemm,experts,states")
+    parser.add_argument("--only", default="matvec,attention,elementwise,gemm,experts,states,latents")
     parser.add_argument("--sweep", action="store_true", help="only try tilings of the products with few rows")
     parser.add_argument("--rows", default="1", help="numbers of rows that --sweep tries")
     parser.add_argument("--num-shard", type=int, default=1, help="ranks that share the products of --sweep")
@@ -290,6 +290,7 @@ def main() -> None:
         "gemm": gemms,
         "experts": expert_kernels.mixtures,
         "states": state_kernels.states,
+        "latents": partial(latent_kernels.latents, flashinfer=arguments.flashinfer),
     }
     for name in arguments.only.split(","):
         parts[name](table)

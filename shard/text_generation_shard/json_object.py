@@ -51,6 +51,17 @@ MAX_COUNTS: Mapping[str, int] = {
     "linear_num_value_heads": 1 << 12,
     "linear_key_head_dim": 1 << 12,
     "linear_value_head_dim": 1 << 12,
+    "q_lora_rank": 1 << 14,
+    "kv_lora_rank": 1 << 12,
+    "qk_rope_head_dim": 1 << 12,
+    "qk_nope_head_dim": 1 << 12,
+    "v_head_dim": 1 << 12,
+    "n_routed_experts": 1 << 12,
+    "n_shared_experts": 1 << 6,
+    "n_group": 1 << 8,
+    "topk_group": 1 << 8,
+    "first_k_dense_replace": 1 << 10,
+    "dim_model_base": 1 << 17,
 }
 """Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). A separate
 check compares the weights that all sizes describe with the memory."""
@@ -62,6 +73,8 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "embedding_multiplier": (1e-6, 1e6),
     "residual_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
+    "scale_emb": (1e-6, 1e6),
+    "scale_depth": (1e-6, 1e6),
     "routed_scaling_factor": (1e-6, 1e6),
     "layer_norm_epsilon": (1e-12, 0.1),
     "time_step_min": (1e-12, 1e6),

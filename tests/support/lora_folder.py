@@ -15,8 +15,8 @@ from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 from torch.nn import Linear, Module
 
-ROUTERS = ("gate", "router", "shared_expert_gate", "proj")
-"""Modules of experts that no adapter changes."""
+NOT_CHANGED = ("gate", "router", "shared_expert_gate", "proj", "kv_b_proj")
+"""Modules of experts, and of latent attention, that no adapter changes."""
 
 
 def an_adapter(folder: Path, rank: int = 8, **modules: int) -> Path:
@@ -40,7 +40,7 @@ def projections_of(model: Module) -> dict[str, tuple[int, int]]:
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
         if isinstance(module, Linear) and ".layers." in name and "vision" not in name
-        if name.rpartition(".")[2] not in ROUTERS
+        if name.rpartition(".")[2] not in NOT_CHANGED
     }
 
 

@@ -16,6 +16,16 @@ VISION = {
 }
 
 
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+"""Sizes of latent attention."""
+
 MODELS = {
     "llama": "Llama 1 to 3, SmolLM2, Vicuna, Yi, TinyLlama",
     "mistral": "Mistral 7B, Nemo, Small 3, Codestral, Devstral, Magistral",
@@ -47,6 +57,13 @@ MODELS = {
     "nemotron_h": "Nemotron-H, Nemotron Nano 2",
     "lfm2": "LFM2, LFM2.5",
     "lfm2_moe": "LFM2-8B-A1B",
+    "deepseek_v2": "DeepSeek V2, V2-Lite",
+    "deepseek_v3": "DeepSeek V3, R1, Moonlight",
+    "kimi_k2": "Kimi K2",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "mistral4": "Mistral Small 4",
+    "minicpm3": "MiniCPM3-4B",
+    "youtu": "Youtu-LLM-2B",
 }
 """The models that people know of each family, for docs/models.md."""
 
@@ -86,6 +103,15 @@ def native_configs(
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     }
+    latent = LATENT | {"num_key_value_heads": shape["num_attention_heads"]}
+    latent_experts = latent | {
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    }
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    yarn |= {"mscale": 0.7, "mscale_all_dim": 1.1}
     mixed = ["sliding_attention", "full_attention", "sliding_attention"]
     return {
         "llama": transformers.LlamaConfig(**shape),
@@ -300,6 +326,28 @@ def native_configs(
             num_dense_layers=1,
             routed_scaling_factor=1.5,
         ),
+        "deepseek_v3": transformers.DeepseekV3Config(
+            **shape | latent_experts, n_group=4, topk_group=2, attention_bias=True, rope_parameters=yarn
+        ),
+        "deepseek_v2": transformers.DeepseekV2Config(
+            **shape | latent_experts, topk_method="group_limited_greedy", n_group=3, topk_group=2, rope_parameters=yarn
+        ),
+        "deepseek_v2, lite": transformers.DeepseekV2Config(
+            **shape | latent_experts | {"q_lora_rank": None}, routed_scaling_factor=1.5
+        ),
+        "glm4_moe_lite": transformers.Glm4MoeLiteConfig(
+            **shape | {key: value for key, value in latent_experts.items() if key != "first_k_dense_replace"},
+            mlp_layer_types=["dense", "sparse", "dense"],
+            rope_interleave=False,
+        ),
+        "mistral4": transformers.Mistral4Config(
+            **shape | latent_experts,
+            n_group=2,
+            topk_group=1,
+            rope_parameters=yarn | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16},
+        ),
+        "youtu": transformers.YoutuConfig(**shape | latent),
+        "minicpm3": transformers.MiniCPM3Config(**shape | latent | {"v_head_dim": None}, dim_model_base=16),
         "nemotron_h": transformers.NemotronHConfig(
             **{key: value for key, value in shape.items() if key != "num_hidden_layers"},
             head_dim=head_dim,

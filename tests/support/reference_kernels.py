@@ -211,7 +211,9 @@ class ReferenceKernels:
     ) -> None:
         rules, cache_layer = (window, step.scale, step.softcap, sinks), loaded(cache_layer, scales)
         for row, (position, slot) in enumerate(zip(step.positions.tolist(), step.slots.tolist(), strict=True)):
-            out[row] = attend(queries[row : row + 1], cache_layer, step.block_tables[slot], position + 1, *rules)
+            own = queries[row : row + 1]
+            attended = attend(own, cache_layer, step.block_tables[slot], position + 1, *rules)
+            out[row] = narrowed(attended, own, out)
 
     def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
         queries, page_ends = plan.column("query_indptr").tolist(), plan.column("page_indptr").tolist()
@@ -242,7 +244,8 @@ class ReferenceKernels:
         group = self.windows.index(window) if window in self.windows else 0
         for tokens, pages, length in self._chunks[group]:
             own = queries[at : at + tokens]
-            out[at : at + tokens] = attend(own, cache_layer, pages, length, window, self._scale, self._softcap, sinks)
+            attended = attend(own, cache_layer, pages, length, window, self._scale, self._softcap, sinks)
+            out[at : at + tokens] = narrowed(attended, own, out)
             at += tokens
 
     def sample_greedy(
@@ -258,7 +261,8 @@ def store(
     cache_layer: Tensor, blocks: Tensor, offsets: Tensor, keys_values: Sequence[Tensor], scales: Tensor | None
 ) -> None:
     """Write keys and values [tokens, KV heads, head_dim], in FP8 at most the largest number."""
-    for which, heads in enumerate(keys_values):
+    # A cache of latent rows has no place for values.
+    for which, heads in enumerate(keys_values[: cache_layer.shape[1]]):
         stored = heads if scales is None else heads / scales[which].unsqueeze(1)
         if cache_layer.dtype.itemsize > 1:
             cache_layer[blocks, which, :, offsets] = stored.to(cache_layer.dtype)
@@ -266,6 +270,12 @@ def store(
         largest = torch.finfo(cache_layer.dtype).max
         stored = stored.float().clamp(-largest, largest).to(cache_layer.dtype)
         cache_layer.view(torch.uint8)[blocks, which, :, offsets] = stored.view(torch.uint8)
+
+
+def narrowed(attended: Tensor, queries: Tensor, out: Tensor) -> Tensor:
+    """Return the first columns of each head: the values of latent rows."""
+    heads = queries.shape[1]
+    return attended.view(len(attended), heads, -1)[..., : out.shape[1] // heads].flatten(1)
 
 
 def loaded(cache_layer: Tensor, scales: Tensor | None) -> Tensor:
@@ -309,7 +319,8 @@ def attend(
     dtype = torch.promote_types(queries.dtype, torch.float32)
     queries, blocks = queries.to(dtype), cache_layer[table[: -(-length // BLOCK_SIZE)].long()].to(dtype)
     first = 0 if window is None else max(0, length - queries.shape[0] - window + 1)  # earlier positions may be NaN
-    keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first:length]
+    keys, *others = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first:length]
+    values = others[0] if others else keys
     share = queries.shape[1] // keys.shape[0]
     keys, values = keys.repeat_interleave(share, dim=0), values.repeat_interleave(share, dim=0)
     own = torch.arange(length - queries.shape[0], length, device=queries.device).unsqueeze(1)

@@ -38,7 +38,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
     for name, factor in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(factor, 1.0, 0.3)
-        elif name.endswith("expert_bias"):
+        elif name.endswith(("expert_bias", "e_score_correction_bias")):
             torch.nn.init.normal_(factor, 0.0, 0.3)
     return model
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,15 @@ from tiny_engines import TINY_LLAMA
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineInfo, InsufficientMemory, Scheduling
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape
+from text_generation_shard.engines.torch.build.footprint import native_footprint
+from text_generation_shard.engines.torch.build.prepare import Prepared, Target
 from text_generation_shard.engines.torch.engine.warm_up import cache_groups
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.parameters import empty_weights
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 INFO = EngineInfo(
     engine="torch",
@@ -129,3 +137,30 @@ def test_states_get_the_memory_of_four_for_each_usual_sequence() -> None:
     assert cache_groups(INFO, limits, cache.kinds, cache.block_bytes, 20 << 30)[1].num_blocks == (10 << 30) // state
     with pytest.raises(InsufficientMemory):
         cache_groups(INFO, LIMITS, cache.kinds, cache.block_bytes, 3 * state)
+
+
+def test_latent_rows_of_deepseek_v3_take_576_numbers_of_a_token_and_layer(tmp_path: Path) -> None:
+    """By the formula of `check`; two ranks have the same rows."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "deepseek_v3",
+                "hidden_size": 7168,
+                "intermediate_size": 18432,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 128,
+                "vocab_size": 1000,
+                "max_position_embeddings": 4096,
+                "dtype": "bfloat16",
+            }
+        )
+    )
+    config = ShardConfig(model_path=str(tmp_path), load_format="dummy", device="cpu")
+    model = read_model_config(tmp_path)
+    prepared = Prepared(model, Target(torch.device("cpu"), 1 << 40), INFO, None)
+    footprint = native_footprint(config, prepared, LIMITS)
+    assert footprint.cache_shape is not None
+    assert footprint.cache_shape.block_bytes == (576 * 4 * BLOCK_SIZE * 2,)
+    with torch.device("meta"):
+        rank = empty_weights(model, TensorParallelRank(1, 2), torch.device("meta"), torch.bfloat16, on_cpu=True)
+    assert rank.layer_shapes == (LayerShape(64, 1, 576, latent=512),) * 4

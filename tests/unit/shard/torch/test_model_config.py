@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.rope import inverse_frequencies
+from text_generation_shard.engines.torch.models.huggingface.library import ALIASES
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
 from text_generation_shard.engines.torch.models.native.families import FAMILIES
 
@@ -255,14 +256,19 @@ def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: st
     required = set(REQUIRED)
     if FAMILIES[model_type].vocab_size is not None:
         required -= {"vocab_size", "num_attention_heads", "max_position_embeddings"}
-    reference = AutoConfig.for_model(model_type)
-    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == FAMILIES[model_type].architecture
-    given = {**reference.to_dict(), "architectures": [FAMILIES[model_type].architecture], "dtype": "bfloat16"}
+    known = ALIASES.get(model_type, model_type)
+    reference = AutoConfig.for_model(known)
+    # The library maps Mistral4ForCausalLM to no type.
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(known, "Mistral4ForCausalLM") == FAMILIES[model_type].architecture
+    given = {**reference.to_dict(), "architectures": [FAMILIES[model_type].architecture]}
+    given |= {"model_type": model_type, "dtype": "bfloat16"}
     fixed: dict[str, object] = dict.fromkeys((name for name, _ in FAMILIES[model_type].unsupported), False)
     if model_type in WITH_LAYER_TYPES:
         fixed["layer_types"] = ["conv", "full_attention"] * (reference.num_hidden_layers // 2)
     elif model_type == "nemotron_h":
         fixed["layers_block_type"] = ["linear_attention", "full_attention", "mlp"]
+    elif model_type == "deepseek_v2":
+        fixed["num_experts_per_tok"] = 6
     elif model_type == "bamba":
         fixed["attn_layer_indices"] = [3, 5]
     given |= fixed

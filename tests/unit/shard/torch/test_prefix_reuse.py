@@ -9,9 +9,10 @@ import pytest
 import torch
 from engine_driver import Driver, Stream
 from full_grid import full
+from native_families import LATENT
 from tiny_transformers import SHAPE, random_model, save
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, YoutuConfig
 
 from text_generation_proto.values import FinishReason, Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -24,6 +25,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "sliding window in some layers": Qwen2Config(
         **SHAPE, use_sliding_window=True, sliding_window=32, max_window_layers=1
     ),
+    "latent rows": YoutuConfig(**SHAPE | LATENT),
 }
 PREFIX = tuple((37 * i + 11) % 331 for i in range(64))
 TAILS = tuple(tuple((53 * i + 7 * user) % 331 for i in range(length)) for user, length in enumerate((1, 5, 16, 40)))
@@ -41,7 +43,13 @@ IDS = ["greedy", "seeded", "prompt penalized", "output penalized"]
 
 @pytest.fixture(
     scope="module",
-    params=[full("full attention"), full("sliding window"), "sliding window in some layers", "FP8 cache"],
+    params=[
+        full("full attention"),
+        full("sliding window"),
+        "sliding window in some layers",
+        "FP8 cache",
+        "latent rows",
+    ],
 )
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     is_fp8 = request.param == "FP8 cache"

@@ -29,11 +29,11 @@ class PlainStep(Step):
     def __init__(self, positions: Tensor, layers: Sequence[LayerShape]) -> None:
         self.positions = positions
         self._layers = layers
-        self._factors: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        head_dim = self._layers[layer].head_dim
-        widened = [functional.pad(each, (0, head_dim - each.shape[2])) for each in (keys, values)]
+        shape = self._layers[layer]
+        parts = (keys,) if shape.latent else (keys, values)
+        widened = [functional.pad(each, (0, shape.head_dim - each.shape[2])) for each in parts]
         self._write(layer, torch.cat(widened).transpose(0, 1))
 
     def rotate_and_append(
@@ -57,9 +57,7 @@ class PlainStep(Step):
                 rotated.to(head_norms.rows.dtype), (shape.head_dim,), None, head_norms.query.eps
             )
             rotated.copy_(normed * head_norms.rows)
-        if (factors := self._factors.get(rotary)) is None:
-            factors = self._factors[rotary] = rotary.factors(self.positions, qkv.dtype)
-        rotary.rotate(rotated, factors)
+        self.rotated(rotated, rotary)
         keys_values = heads[:, shape.num_heads :]
         self._write(layer, keys_values if values is None else torch.cat((rotated[:, shape.num_heads :], values), dim=1))
         queries = heads[:, : shape.num_heads]

@@ -34,7 +34,7 @@ class StepContext:
 
     kernels: DeviceKernels
     cache: Sequence[Tensor]
-    """For each layer, [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]."""
+    """For each layer, [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]; [blocks, 1, 1, BLOCK_SIZE, head_dim] of latent rows."""
     layers: Sequence[LayerShape]
     block_tables: Sequence[Tensor]
     """For each layer, that of its group: int32 [slots + 1, blocks], a row for each slot and one for the dummy slot."""
@@ -152,7 +152,7 @@ class DeviceStep(Step):
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
         context, count = self._context, self._num_decoding
         if out is None:
-            out = torch.empty(queries.shape[0], queries[0].numel(), dtype=queries.dtype, device=queries.device)
+            out = queries.new_empty(len(queries), queries.shape[1] * context.layers[layer].value_dim)
         row_queries, chunk_queries, row_out, chunk_out = self._divided(queries, out)
         cache_layer, window = context.cache[layer], context.layers[layer].window
         others = rules.sinks, context.scales.get(layer)

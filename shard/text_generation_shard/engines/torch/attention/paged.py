@@ -75,7 +75,8 @@ class AttentionPlan:
         own = queries[group.first : group.first + group.tokens]
         buffer = self._buffer[: view.read_index.numel() * BLOCK_SIZE * head_dim]
         self._cache.read(layer, view.read_index, buffer)
-        keys, values = buffer.view(2, size, kv_heads, view.keys, head_dim)
+        keys, *others = buffer.view(-1, size, kv_heads, view.keys, head_dim)
+        values = others[0] if others else keys[..., : shape.latent]
         is_plain = softcap is None and sinks is None
         if is_plain and group.queries == 1 and size * view.keys <= FEW_KEYS:
             mask = view.mask.view(size, kv_heads, 1, view.keys)[:, :1]
@@ -98,8 +99,8 @@ class AttentionPlan:
             scores = torch.cat((scores, column.reshape(*scores.shape[:2], 1)), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : view.keys]
         result = torch.bmm(weights, values)
-        result = result.view(size, kv_heads, group.queries, share * head_dim).transpose(1, 2)
-        result = result.reshape(size * group.queries, kv_heads * share * head_dim)
+        result = result.view(size, kv_heads, group.queries, -1).transpose(1, 2)
+        result = result.reshape(size * group.queries, -1)
         return result if planned.result_index is None else result[planned.result_index]
 
     def _plan(self, group: TileGroup, layers: Mapping[LayerShape, Tensor]) -> _PlannedGroup:
@@ -138,4 +139,4 @@ class AttentionPlan:
         if group.queries > 1:
             mask = mask.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
         mask = mask.unsqueeze(1).expand(-1, layer.num_kv_heads, -1, -1).reshape(-1, *mask.shape[1:])
-        return _View(self._cache.read_index(blocks, layer.num_kv_heads), keys, mask)
+        return _View(self._cache.read_index(blocks, layer.vectors), keys, mask)

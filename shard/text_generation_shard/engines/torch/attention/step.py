@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
 from text_generation_shard.engines.torch.layers.norm import HeadNorms
@@ -60,6 +61,11 @@ class Step(Protocol):
     adapters: Tensor | None = None
     """int32 [tokens]: the LoRA adapter of each token, from 1 on; 0 for none. None if no token has one."""
 
+    @cached_property
+    def _factors(self) -> dict[tuple[RotaryEmbedding, dtype], tuple[Tensor, Tensor]]:
+        """Those of the rotations of the tokens."""
+        return {}
+
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
@@ -85,7 +91,18 @@ class Step(Protocol):
         ...
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [KV heads, tokens, dim], filled with zeros up to head_dim, to the cache of a layer."""
+        """Write keys and values [KV heads, tokens, dim], filled with zeros up to head_dim, to the cache of a layer.
+
+        In a layer with latent attention the keys are the rows [1, tokens, head_dim], and the values are not read.
+        """
+
+    def rotated(self, heads: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """Return the rotated `heads` [tokens, heads, width], which it may overwrite."""
+        key = rotary, heads.dtype
+        if (factors := self._factors.get(key)) is None:
+            factors = self._factors[key] = rotary.factors(self.positions, heads.dtype)
+        rotary.rotate(heads, factors)
+        return heads
 
     def rotate_and_append(
         self,
@@ -103,7 +120,7 @@ class Step(Protocol):
         ...
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
-        """Return the attention over the cache of a layer, [tokens, heads · head_dim].
+        """Return the attention over the cache of a layer, [tokens, heads · value_dim].
 
         `queries` is [tokens, heads, head_dim]; the tokens' keys and values have been appended.
         """

@@ -1,7 +1,8 @@
 """The shape of the KV cache, and the paged KV cache of a CPU: one pool of blocks for all layers of a group.
 
 A block holds, for one layer, [key or value, KV head, token in block, head_dim]. The tokens of a head are contiguous, so one
-`index_select` over (block, key or value, head) returns keys and values in the layout that attention multiplies.
+`index_select` over (block, key or value, head) returns keys and values in the layout that attention multiplies. A layer with latent
+attention has one row of a token, which is the key of all heads, and whose first numbers are the value: [token in block, head_dim].
 
 Attention reads whole blocks and masks positions past the end of a sequence. A mask hides finite numbers only: 0 × NaN is NaN.
 A partly filled block is therefore cleared when a sequence enters it, so that no data of its previous owner can leak. Where a
@@ -31,6 +32,22 @@ class LayerShape:
     """Number of positions that a token attends to, including its own; None: all."""
     chunk: int | None = None
     """Positions are divided into chunks of this length, and a token attends to its own chunk alone; None: not divided."""
+    latent: int = 0
+    """Numbers of a latent row that are the value; 0: values are stored beside the keys."""
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of head_dim that the cache holds of a token: keys and values of all KV heads, or one latent row."""
+        return 1 if self.latent else 2 * self.num_kv_heads
+
+    @property
+    def rotated_dim(self) -> int:
+        """Numbers of a query or a key that the rotation reads."""
+        return self.head_dim - self.latent
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
 
     def first_position(self, position: int) -> int:
         """Return the first position that the token at `position` attends to."""
@@ -43,7 +60,7 @@ BLOCK_SIZE = 16
 
 
 WriteIndex = Mapping[tuple[int, int], Tensor]
-"""The index that `PagedKVCache.write` needs, by the group and the number of KV heads of the layer."""
+"""The index that `PagedKVCache.write` needs, by the group and `LayerShape.vectors` of the layer."""
 
 
 FP8_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -119,8 +136,8 @@ class CacheShape:
         """Bytes of a block of each of all groups, over all its layers."""
         dims = [0] * len(self.windows)
         for group, layer in zip(self.groups, self.layers, strict=True):
-            dims[group] += layer.num_kv_heads * layer.head_dim
-        paged = tuple(2 * BLOCK_SIZE * each * self.stored.itemsize for each in dims)
+            dims[group] += layer.vectors * layer.head_dim
+        paged = tuple(BLOCK_SIZE * each * self.stored.itemsize for each in dims)
         return (*paged, self.state_bytes) if self.state_bytes else paged
 
 
@@ -130,43 +147,43 @@ class PagedKVCache:
     def __init__(self, shape: CacheShape, num_blocks: Sequence[int]) -> None:
         self._fp8, self._scales = shape.fp8, shape.scales
         sizes = [
-            (group, layer.num_kv_heads, layer.head_dim) for group, layer in zip(shape.groups, shape.layers, strict=True)
+            (group, layer.vectors, layer.head_dim) for group, layer in zip(shape.groups, shape.layers, strict=True)
         ]
-        self._kinds = [(group, num_kv_heads) for group, num_kv_heads, _ in sizes]
-        heads_of = {num_kv_heads for _, num_kv_heads in self._kinds}
+        self._kinds = [(group, vectors) for group, vectors, _ in sizes]
+        counts = {vectors for _, vectors in self._kinds}
         # Not zeroed: every block is written or cleared before it is read, and on CPU an unused block is never committed.
         self.pools = {
-            (group, num_kv_heads, head_dim): torch.empty(
-                sizes.count((group, num_kv_heads, head_dim)),
+            (group, vectors, head_dim): torch.empty(
+                sizes.count((group, vectors, head_dim)),
                 num_blocks[group],
-                2 * num_kv_heads * BLOCK_SIZE * head_dim,
+                vectors * BLOCK_SIZE * head_dim,
                 device=shape.device,
                 dtype=shape.stored,
             )
-            for group, num_kv_heads, head_dim in dict.fromkeys(sizes)
+            for group, vectors, head_dim in dict.fromkeys(sizes)
         }
-        """[layers, blocks, numbers of a block] for each group, number of KV heads and head_dim."""
+        """[layers, blocks, numbers of a block] for each group, number of vectors and head_dim."""
         layers = [self.pools[size][sizes[:index].count(size)] for index, size in enumerate(sizes)]
         self._tokens = [layer.view(-1, head_dim) for layer, (*_, head_dim) in zip(layers, sizes, strict=True)]
         self._pairs = [
             layer.view(-1, BLOCK_SIZE * head_dim) for layer, (*_, head_dim) in zip(layers, sizes, strict=True)
         ]
-        self._pair_offsets = {heads: torch.arange(2 * heads, device=shape.device) * BLOCK_SIZE for heads in heads_of}
+        self._pair_offsets = {count: torch.arange(count, device=shape.device) * BLOCK_SIZE for count in counts}
         self._head_offsets = {
-            heads: torch.arange(2 * heads, device=shape.device).view(2, 1, heads, 1) for heads in heads_of
+            count: torch.arange(count, device=shape.device).view(min(count, 2), 1, -1, 1) for count in counts
         }
 
     def write_index(self, blocks: Tensor, offsets: Tensor) -> WriteIndex:
         """Return the index that `write` needs for tokens at `offsets` [tokens] of blocks [groups, tokens]."""
         return {
-            (group, heads): (
-                (blocks[group] * (2 * heads * BLOCK_SIZE) + offsets).unsqueeze(1) + self._pair_offsets[heads]
+            (group, count): (
+                (blocks[group] * (count * BLOCK_SIZE) + offsets).unsqueeze(1) + self._pair_offsets[count]
             ).flatten()
-            for group, heads in set(self._kinds)
+            for group, count in set(self._kinds)
         }
 
     def write(self, layer: int, index: WriteIndex, keys_values: Tensor) -> None:
-        """Store `keys_values` [tokens, 2 · KV heads, head_dim], keys first."""
+        """Store `keys_values` [tokens, vectors, head_dim], keys first."""
         tokens = self._tokens[layer]
         if self._fp8 is not None:
             # Bytes: torch copies no FP8 by an index.
@@ -174,12 +191,12 @@ class PagedKVCache:
             keys_values = self._fp8.quantize(layer, keys_values).view(torch.uint8)
         tokens.index_copy_(0, index[self._kinds[layer]], keys_values.reshape(-1, tokens.shape[1]))
 
-    def read_index(self, blocks: Tensor, num_kv_heads: int) -> Tensor:
-        """Return the index that `read` needs for block tables [sequences, blocks], in layers with that many KV heads."""
-        return (blocks.unsqueeze(1) * (2 * num_kv_heads) + self._head_offsets[num_kv_heads]).flatten()
+    def read_index(self, blocks: Tensor, vectors: int) -> Tensor:
+        """Return the index that `read` needs for block tables [sequences, blocks], in layers with that many vectors of a token."""
+        return (blocks.unsqueeze(1) * vectors + self._head_offsets[vectors]).flatten()
 
     def read(self, layer: int, index: Tensor, out: Tensor) -> None:
-        """Copy keys and values to `out`, which has the layout [2, sequences, KV heads, tokens, head_dim]."""
+        """Copy keys and values to `out`, which has the layout [2, sequences, KV heads, tokens, head_dim], or 1 for 2 if they are rows."""
         pairs = self._pairs[layer]
         out = out.view(-1, pairs.shape[1])
         if self._fp8 is None:

@@ -78,6 +78,10 @@ class Prepared(Generic[Description]):
 
 def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> Prepared[ModelConfig]:
     """Check a model for the native decoder. Raises EngineError."""
+    if model_config.latent is not None and config.kv_cache_dtype != "auto":
+        raise EngineError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: the latent rows of {model_config.model_type} models are not stored in FP8"
+        )
     dtype = getattr(torch, config.dtype or model_config.dtype)
     check_memory(model_config, dtype.itemsize, target, config.world_size)
     return describe(config, model_config, target)

@@ -23,8 +23,8 @@ def append(
 ) -> None:
     """Write `keys` and `values` [heads, tokens, dim] with any strides of heads and tokens to the cache of a layer.
 
-    `cache_layer` [blocks, 2, heads, BLOCK_SIZE, head_dim], contiguous; zeros fill each head up to its head_dim. `positions` and
-    `slots` int32 [tokens], `block_tables` int32 [slots, blocks]. `scales` as in `rotate_and_append`.
+    `cache_layer` [blocks, 2, heads, BLOCK_SIZE, head_dim], contiguous; zeros fill each head up to its head_dim. One of latent rows,
+    [blocks, 1, 1, BLOCK_SIZE, head_dim], has no place for values. `positions` and `slots` int32 [tokens], `block_tables` int32 [slots, blocks]. `scales` as in `rotate_and_append`.
     """
     heads, tokens, key_dim = keys.shape
     head_dim = cache_layer.shape[4]
@@ -50,6 +50,7 @@ def append(
         BLOCK_SIZE=BLOCK_SIZE,
         GROUP=group,
         WIDTH=width,
+        PARTS=cache_layer.shape[1],
         num_warps=4,
     )
 
@@ -76,6 +77,7 @@ def _append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0)
     position = tl.load(positions + token)
@@ -97,7 +99,10 @@ def _append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     if scales is not None:
         key /= tl.load(scales + heads, mask=is_head, other=1.0)
         value /= tl.load(scales + HEADS + heads, mask=is_head, other=1.0)
-    targets = cache_layer + ((block * (2 * HEADS) + heads) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM + columns
+    targets = (
+        cache_layer + ((block * (PARTS * HEADS) + heads) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM + columns
+    )
     stored = is_head & (columns < HEAD_DIM)
     tl.store(targets, to_cache(key, cache_layer), mask=stored)
-    tl.store(targets + HEADS * BLOCK_SIZE * HEAD_DIM, to_cache(value, cache_layer), mask=stored)
+    if PARTS == 2:
+        tl.store(targets + HEADS * BLOCK_SIZE * HEAD_DIM, to_cache(value, cache_layer), mask=stored)

@@ -42,13 +42,14 @@ class ChunkTile:
         return 2 * width * (self.rows + 2 * self.stages * self.keys)
 
 
-def tile_for(head_dim: int, shared_memory: int) -> ChunkTile:
-    """Return the largest tile for which `shared_memory` bytes are enough, or the smallest one."""
+def tile_for(head_dim: int, shared_memory: int, rest: int = 0) -> ChunkTile:
+    """Return the largest tile for which `shared_memory` bytes are enough, or the smallest one; `rest` are further columns of keys."""
     width = triton.next_power_of_2(head_dim)
     # Compiled for sm_90, none of these spills registers; heads of 192 with 64 keys would.
-    rows, keys = min(128, RESULTS // width), 64 if width <= 128 else 32
+    # Nor do latent rows with half the results: their queries have more columns.
+    rows, keys = min(128, RESULTS // (2 * width if rest else width)), 64 if width <= 128 else 32
     tiles = [ChunkTile(rows, keys, 2), ChunkTile(rows, keys, 1), ChunkTile(max(16, rows // 2), 16, 1)]
-    return next((tile for tile in tiles if tile.bytes_for(width) <= shared_memory), ChunkTile(16, 16, 1))
+    return next((tile for tile in tiles if tile.bytes_for(width + rest) <= shared_memory), ChunkTile(16, 16, 1))
 
 
 NO_GROUPS: Mapping[int | None, int] = {}
@@ -56,9 +57,12 @@ NO_GROUPS: Mapping[int | None, int] = {}
 
 
 class PagedChunkAttention:
-    """Attention of the chunks of a step for layers of one shape; `groups` are those of the cache, by their sliding windows."""
+    """Attention of the chunks of a step for layers of one shape; `groups` are those of the cache, by their sliding windows.
 
-    def __init__(
+    With `latent`, all heads attend to the same rows, whose first `latent` columns are the values.
+    """
+
+    def __init__(  # noqa: PLR0913 – the rules of a kind of layers
         self,
         num_heads: int,
         num_kv_heads: int,
@@ -68,9 +72,12 @@ class PagedChunkAttention:
         scale: float,
         softcap: float | None = None,
         groups: Mapping[int | None, int] = NO_GROUPS,
+        latent: int = 0,
     ) -> None:
         self._groups = groups
-        self._tile = tile_for(head_dim, _shared_memory(device))
+        self._value_dim = latent or head_dim
+        self._rest = max(16, triton.next_power_of_2(head_dim - latent)) if latent else 0
+        self._tile = tile_for(self._value_dim, _shared_memory(device), self._rest)
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._group = num_heads // num_kv_heads
         # The query heads of a KV head are divided if one token has more of them than a program has rows.
@@ -95,10 +102,10 @@ class PagedChunkAttention:
         sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
-        """out = softmax(scale · q·kᵀ)·v for the tokens of the chunks, [tokens, heads · head_dim], in the dtype of `queries`.
+        """out = softmax(scale · q·kᵀ)·v for the tokens of the chunks, [tokens, heads · value_dim], in the dtype of `queries`.
 
         `queries` [tokens, heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, KV heads, BLOCK_SIZE,
-        head_dim], contiguous. With a `window`, only keys with position − window < key <= position. `sinks` [heads] are scores of
+        head_dim], contiguous, or of latent rows [blocks, 1, 1, BLOCK_SIZE, head_dim]. With a `window`, only keys with position − window < key <= position. `sinks` [heads] are scores of
         keys without values. `scales` float32 [2, KV heads] multiply the keys and values of the cache.
         """
         columns, tile = self._columns, self._tile
@@ -130,7 +137,9 @@ class PagedChunkAttention:
             ROWS=tile.rows,
             KEYS=tile.keys,
             HEAD_DIM=self._head_dim,
-            WIDTH=triton.next_power_of_2(self._head_dim),
+            VALUE_DIM=self._value_dim,
+            WIDTH=triton.next_power_of_2(self._value_dim),
+            REST=self._rest,
             BLOCK=BLOCK_SIZE,
             num_warps=8,
             num_stages=tile.stages,
@@ -171,7 +180,9 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     # The last tokens of a chunk attend to most keys: they come first.
@@ -196,11 +207,16 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     if scales is not None:
         scale *= tl.load(scales + kv_head)
     dims = tl.arange(0, WIDTH)
-    is_dim = (dims < HEAD_DIM)[None, :]
+    is_dim = (dims < VALUE_DIM)[None, :]
     # A step may have more than 2³¹ numbers of queries.
     lines = (first_query + tokens).to(tl.int64)
-    places = heads[:, None] * HEAD_DIM + dims[None, :]
-    query = tl.load(queries + lines[:, None] * query_stride + places, mask=is_dim, other=0.0)
+    query_rows = queries + lines[:, None] * query_stride + heads[:, None] * HEAD_DIM
+    query = tl.load(query_rows + dims[None, :], mask=is_dim, other=0.0)
+    if REST:
+        rest = VALUE_DIM + tl.arange(0, REST)
+        is_rest = (rest < HEAD_DIM)[None, :]
+        query_rest = tl.load(query_rows + rest[None, :], mask=is_rest, other=0.0)
+    parts: tl.constexpr = 1 if REST else 2
 
     lowest = 0
     if HAS_WINDOW:
@@ -217,10 +233,14 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
         # Keys that no token attends to are not loaded: they may be NaN.
         is_key = (keys >= lowest) & (keys < end)
         numbers = tl.load(pages + first_page + keys // BLOCK, mask=is_key, other=0)
-        sources = numbers.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (keys % BLOCK) * HEAD_DIM
-        sources = keys_of_head + sources[:, None] + dims[None, :]
-        key = tl.load(sources, mask=is_key[:, None] & is_dim, other=0.0)
-        scores = tl.dot(query, tl.trans(key.to(query.dtype))) * scale
+        sources = numbers.to(tl.int64) * (parts * KV_HEADS * BLOCK * HEAD_DIM) + (keys % BLOCK) * HEAD_DIM
+        sources = keys_of_head + sources[:, None]
+        key = tl.load(sources + dims[None, :], mask=is_key[:, None] & is_dim, other=0.0)
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)))
+        if REST:
+            key_rest = tl.load(sources + rest[None, :], mask=is_key[:, None] & is_rest, other=0.0)
+            scores = tl.dot(query_rest, tl.trans(key_rest.to(query.dtype)), scores)
+        scores *= scale
         if HAS_SOFTCAP:
             # tanh(x) = 2 · sigmoid(2x) - 1.
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
@@ -232,7 +252,12 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
         weights = tl.exp2(scores - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
         total = total * decay + tl.sum(weights, axis=1)
-        value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=is_key[:, None] & is_dim, other=0.0)
+        if REST:
+            value = key
+        else:
+            value = tl.load(
+                sources + KV_HEADS * BLOCK * HEAD_DIM + dims[None, :], mask=is_key[:, None] & is_dim, other=0.0
+            )
         mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
         maximum = new_maximum
     if sinks is not None:
@@ -240,4 +265,5 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     mean = mean / total[:, None]
     if scales is not None:
         mean *= tl.load(scales + KV_HEADS + kv_head)
-    tl.store(out + lines[:, None] * out_stride + places, mean.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim)
+    targets = out + lines[:, None] * out_stride + heads[:, None] * VALUE_DIM + dims[None, :]
+    tl.store(targets, mean.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim)

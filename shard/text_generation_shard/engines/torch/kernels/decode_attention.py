@@ -33,12 +33,14 @@ NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
 
 LOG2_E = math.log2(math.e)
+LATENT_HEADS = 32
+"""Most query heads of a program that reads latent rows: eight warps hold their results."""
 
 
 class DecodeAttention:
     """Decode attention for layers of one shape, with the workspaces for split rows.
 
-    `config` replaces the result of `config_for` for every number of rows.
+    With `latent`, all heads attend to the same rows, whose first `latent` columns are the values. `config` replaces the result of `config_for` for every number of rows.
     """
 
     def __init__(
@@ -49,21 +51,26 @@ class DecodeAttention:
         max_rows: int,
         device: torch.device,
         *,
+        latent: int = 0,
         config: LaunchConfig | None = None,
     ) -> None:
+        if latent:
+            # Programs share the heads as if each part of them had a KV head.
+            num_kv_heads = num_heads // max(n for n in range(1, LATENT_HEADS + 1) if num_heads % n == 0)
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
+        self._head_dim, self._value_dim = head_dim, latent or head_dim
         self._group_rows = group_rows(num_heads, num_kv_heads)
-        self._width = triton.next_power_of_2(head_dim)
+        self._width = triton.next_power_of_2(self._value_dim)
+        self._rest = max(16, triton.next_power_of_2(head_dim - latent)) if latent else 0
         gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         multiprocessors = gpu.multi_processor_count if gpu else 1
         self._configs = [
-            config or config_for(rows, num_heads, num_kv_heads, head_dim, multiprocessors)
+            config or config_for(rows, num_heads, num_kv_heads, head_dim, multiprocessors, 8 if latent else 4)
             for rows in range(1, max_rows + 1)
         ]
         parts = max(rows * config.splits for rows, config in enumerate(self._configs, start=1))
-        self._partials = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
+        self._partials = torch.empty(parts, num_heads, self._value_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
 
@@ -77,10 +84,10 @@ class DecodeAttention:
         sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
-        """out = softmax(scale · q·kᵀ)·v, [T, num_heads · head_dim], in the dtype of `queries`.
+        """out = softmax(scale · q·kᵀ)·v, [T, num_heads · value_dim], in the dtype of `queries`.
 
         `queries` [T, num_heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, num_kv_heads,
-        BLOCK_SIZE, head_dim], contiguous. With a `window`, only keys with position − window < key <= position.
+        BLOCK_SIZE, head_dim], contiguous, or of latent rows [blocks, 1, 1, BLOCK_SIZE, head_dim]. With a `window`, only keys with position − window < key <= position.
         `sinks` [num_heads] are scores of keys without values. `scales` float32 [2, num_kv_heads] multiply the keys and values of
         the cache.
         """
@@ -113,7 +120,9 @@ class DecodeAttention:
             GROUP=self._num_heads // self._num_kv_heads,
             GROUP_ROWS=self._group_rows,
             HEAD_DIM=self._head_dim,
+            VALUE_DIM=self._value_dim,
             WIDTH=self._width,
+            REST=self._rest,
             BLOCK=BLOCK_SIZE,
             num_warps=config.warps,
             num_stages=config.stages,
@@ -131,7 +140,7 @@ class DecodeAttention:
                 out.stride(0),
                 BLOCK=BLOCK_SIZE,
                 HEADS=self._num_heads,
-                HEAD_DIM=self._head_dim,
+                HEAD_DIM=self._value_dim,
                 WIDTH=self._width,
                 MERGED=FLOATS_PER_WARP * 4,
                 num_warps=4,
@@ -139,7 +148,7 @@ class DecodeAttention:
 
 
 @triton.jit(do_not_specialize=["window", "min_blocks", "table_stride"])
-def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
+def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
     queries: tl.tensor,
     cache_layer: tl.tensor,
     positions: tl.tensor,
@@ -162,7 +171,9 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -182,15 +193,18 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     heads = kv_head * GROUP + tl.arange(0, GROUP_ROWS)
     dims = tl.arange(0, WIDTH)
     is_head = tl.arange(0, GROUP_ROWS)[:, None] < GROUP
-    is_dim = (dims < HEAD_DIM)[None, :]
-    query = tl.load(
-        queries + row * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_head & is_dim, other=0.0
-    )
+    is_dim = (dims < VALUE_DIM)[None, :]
+    query_rows = queries + row * query_stride + heads[:, None] * HEAD_DIM
+    query = tl.load(query_rows + dims[None, :], mask=is_head & is_dim, other=0.0)
+    if REST:
+        rest = VALUE_DIM + tl.arange(0, REST)
+        is_rest = (rest < HEAD_DIM)[None, :]
+        query_rest = tl.load(query_rows + rest[None, :], mask=is_head & is_rest, other=0.0)
     if scales is not None:
         scale *= tl.load(scales + kv_head)
     offsets = tl.arange(0, BLOCK)
-    element_offsets = offsets[:, None] * HEAD_DIM + dims[None, :]
-    keys_of_head = cache_layer + kv_head * (BLOCK * HEAD_DIM)
+    keys_of_head = cache_layer if REST else cache_layer + kv_head * (BLOCK * HEAD_DIM)
+    block_numbers: tl.constexpr = (1 if REST else 2 * KV_HEADS) * BLOCK * HEAD_DIM
     table = block_tables + slot.to(tl.int64) * table_stride
     begin = first_block + split * blocks_per_part
     end = min(begin + blocks_per_part, end_block)
@@ -207,11 +221,19 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
         visible = offsets <= position - block * BLOCK
         if HAS_WINDOW:
             visible &= offsets > position - window - block * BLOCK
-        sources = keys_of_head + number.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + element_offsets
-        key = tl.load(sources, mask=visible[:, None] & is_dim, other=0.0)
-        value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=visible[:, None] & is_dim, other=0.0)
+        rows = keys_of_head + number.to(tl.int64) * block_numbers + offsets[:, None] * HEAD_DIM
+        key = tl.load(rows + dims[None, :], mask=visible[:, None] & is_dim, other=0.0)
         # FP8 keys and values are exact in the data type of the query.
-        scores = tl.dot(query, tl.trans(key.to(query.dtype))) * scale
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)))
+        if REST:
+            value = key
+            key_rest = tl.load(rows + rest[None, :], mask=visible[:, None] & is_rest, other=0.0)
+            scores = tl.dot(query_rest, tl.trans(key_rest.to(query.dtype)), scores)
+        else:
+            value = tl.load(
+                rows + KV_HEADS * BLOCK * HEAD_DIM + dims[None, :], mask=visible[:, None] & is_dim, other=0.0
+            )
+        scores *= scale
         if HAS_SOFTCAP:
             # tanh(x) = 2 · sigmoid(2x) - 1.
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
@@ -231,11 +253,11 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
         mean *= tl.load(scales + KV_HEADS + kv_head)
 
     if parts == 1:
-        targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        targets = out + row * out_stride + heads[:, None] * VALUE_DIM + dims[None, :]
         tl.store(targets, mean.to(out.dtype.element_ty), mask=is_head & is_dim)
     else:
         lines = (row * splits + split) * (KV_HEADS * GROUP) + heads
-        tl.store(partials + lines[:, None] * HEAD_DIM + dims[None, :], mean, mask=is_head & is_dim)
+        tl.store(partials + lines[:, None] * VALUE_DIM + dims[None, :], mean, mask=is_head & is_dim)
         tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
         if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – the outer condition is evaluated at compile time
             if arrives_last(arrivals + row * KV_HEADS + kv_head, parts):
@@ -251,7 +273,7 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
                     out_stride,
                     KV_HEADS * GROUP,
                     GROUP,
-                    HEAD_DIM,
+                    VALUE_DIM,
                     WIDTH,
                     MERGED,
                 )

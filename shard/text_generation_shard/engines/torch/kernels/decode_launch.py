@@ -39,19 +39,21 @@ class LaunchConfig:
     row, which saves a launch."""
 
 
-def config_for(rows: int, num_heads: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> LaunchConfig:
+def config_for(
+    rows: int, num_heads: int, num_kv_heads: int, head_dim: int, multiprocessors: int, max_warps: int = 4
+) -> LaunchConfig:
     """Return the launch configuration for a number of rows; it does not depend on lengths."""
     programs = rows * num_kv_heads
     results = group_rows(num_heads, num_kv_heads) * triton.next_power_of_2(head_dim)
     stages = 6 if head_dim <= 64 else 4 if head_dim <= 256 else 2
     # A single warp needs no synchronization, but must hold all results in its registers.
-    warps = min(4, -(-results // FLOATS_PER_WARP))
+    warps = min(max_warps, -(-results // FLOATS_PER_WARP))
     if programs >= 6 * multiprocessors:
         return LaunchConfig(LONG_ROW_SPLITS, LONG_ROW_TOKENS // BLOCK_SIZE, warps, stages, "last arrival")
     splits = min(MAX_SPLITS, triton.next_power_of_2(-(-4 * multiprocessors // programs)))
     merge: Merge = "second kernel" if programs <= SECOND_KERNEL_PROGRAMS else "last arrival"
     # With so few rows the device is not full: more warps start and merge the partial results sooner.
-    return LaunchConfig(splits, 1, warps if splits <= 8 else 4, stages, merge)
+    return LaunchConfig(splits, 1, warps if splits <= 8 else max_warps, stages, merge)
 
 
 def group_rows(num_heads: int, num_kv_heads: int) -> int:

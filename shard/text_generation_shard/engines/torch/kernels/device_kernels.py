@@ -79,17 +79,18 @@ class DeviceKernels:
             if len({rules[index] for index in layers}) > 1:
                 raise EngineError("attention is scaled by layer, which is not served on CUDA")
             scale, softcap = rules[layers[0]]
-            if heads[2] > MAX_HEAD_DIM:
-                raise EngineError(f"head_dim {heads[2]} is not served on CUDA, only up to {MAX_HEAD_DIM}")
+            latent, width = shape.layers[layers[0]].latent, shape.layers[layers[0]].value_dim
+            if width > MAX_HEAD_DIM:
+                raise EngineError(f"head_dim {width} is not served on CUDA, only up to {MAX_HEAD_DIM}")
             groups = {shape.layers[index].window: shape.groups[index] for index in layers}
-            if heads[2] in FLASHINFER_HEAD_DIMS:
+            if heads[2] in FLASHINFER_HEAD_DIMS and not latent:
                 dtypes = shape.dtype, shape.stored
                 self._chunks[heads] = FlashInferChunks(*heads, groups, dtypes, scale=scale, softcap=softcap)
             else:
                 self._chunks[heads] = PagedChunkAttention(
-                    *heads, shape.device, scale=scale, softcap=softcap, groups=groups
+                    *heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent
                 )
-            self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device)
+            self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device, latent=latent)
         self.sample_greedy = GreedySampler(max_slots, vocab_size, shape.device).run
 
     def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:

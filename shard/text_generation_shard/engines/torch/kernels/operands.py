@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight, PackedWeight
 
-SIGMOID_EPS = 1e-6
 """Added to the sum of the chosen probabilities of sigmoids before it divides them, as in transformers' Lfm2MoeTopKRouter."""
 UNIT_EPS = 1e-6
 """Added to the squared length of queries and keys before they are divided by it."""
@@ -61,6 +60,12 @@ class Routing:
     """[experts]: factors of the weights."""
     choice_bias: Tensor | None = None
     """float32 [experts]: probabilities are sigmoids, and experts are chosen by their sum with it. None: those of a softmax."""
+    eps: float = 0.0
+    """Added to the sum by which the weights are normalized."""
+    groups: tuple[int, int] = (1, 1)
+    """Groups that the experts are divided into, and those from which a token's experts are chosen."""
+    group_best: int = 1
+    """Experts of a group, 1 or 2, whose probabilities are added for the choice of groups."""
     has_shared: bool = False
     """True: the last logit is the gate of an expert shared by all tokens, whose weight is the sigmoid of it."""
 

@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.operands import SIGMOID_EPS, Routing
-
-_SIGMOID_EPS = tl.constexpr(SIGMOID_EPS)
+from text_generation_shard.engines.torch.kernels.operands import Routing
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -27,6 +25,10 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         routing.scale,
         routing.choice_bias,
         logits.stride(0),
+        routing.eps,
+        GROUPS=routing.groups[0],
+        GROUPS_KEPT=routing.groups[1],
+        GROUP_BEST=routing.group_best,
         NORMALIZE=routing.normalize,
         EXPERTS=experts,
         BINS=triton.next_power_of_2(experts),
@@ -39,13 +41,17 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _route_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+def _route_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     logits: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
     expert_scale: tl.tensor | None,
     choice_bias: tl.tensor | None,
     logits_stride: int,
+    eps: float,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     NORMALIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
@@ -68,6 +74,22 @@ def _route_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         probabilities = tl.where(numbers < 0.0, power, 1.0) / (1.0 + power)
         left = probabilities + tl.load(choice_bias + experts, mask=inside, other=0.0)
     left = tl.where(inside, left, -3e38)
+    if GROUPS_KEPT < GROUPS:
+        group = experts // (EXPERTS // GROUPS)
+        totals = tl.full((BINS,), -3e38, tl.float32)
+        for number in tl.static_range(GROUPS):
+            own = tl.where(group == number, left, -3e38)
+            best = tl.max(own, axis=0)
+            if GROUP_BEST == 2:
+                first = tl.min(tl.where(own == best, experts, BINS), axis=0)
+                best += tl.max(tl.where(experts == first, -3e38, own), axis=0)
+            totals = tl.where(group == number, best, totals)
+        kept = experts < 0
+        for _ in tl.static_range(GROUPS_KEPT):
+            number = tl.min(tl.where(totals == tl.max(totals, axis=0), group, GROUPS), axis=0)
+            kept = kept | (group == number)
+            totals = tl.where(group == number, -3e38, totals)
+        left = tl.where(kept, left, -3e38)
     total = tl.sum(probabilities, axis=0)
     chosen_ids = tl.zeros((CHOSEN_PADDED,), tl.int32)
     chosen = tl.zeros((CHOSEN_PADDED,), tl.float32)
@@ -78,9 +100,9 @@ def _route_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         probability = tl.sum(tl.where(experts == index, probabilities, 0.0), axis=0)
         chosen = tl.where(places == place, probability, chosen)
         left = tl.where(experts == index, -3e38, left)
-    divisor = tl.sum(chosen, axis=0) if NORMALIZE else total
-    if choice_bias is not None:
-        divisor = divisor + _SIGMOID_EPS if NORMALIZE else 1.0
+    divisor = tl.sum(chosen, axis=0) + eps if NORMALIZE else total
+    if choice_bias is not None and not NORMALIZE:
+        divisor = 1.0
     values = chosen / divisor + tl.sum(tl.where(is_number, 0.0, row), axis=0)
     is_place = places < CHOSEN
     if expert_scale is not None:

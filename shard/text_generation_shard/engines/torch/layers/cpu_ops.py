@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
 from text_generation_shard.engines.torch.layers import recurrence
@@ -30,7 +29,7 @@ class CpuOps:
         self._group = group
 
     def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
-        return _rms_norm(stream.residual, norm)
+        return norm(stream.residual)
 
     def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
         return linear(self.norm(stream, norm))
@@ -47,7 +46,7 @@ class CpuOps:
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         self._group.all_reduce(update)
-        stream.residual.add_(update if norm is None else _rms_norm(update, norm), alpha=stream.scale)
+        stream.residual.add_(update if norm is None else norm(update), alpha=stream.scale)
 
     def multiply(self, stream: ResidualStream, factor: float) -> None:
         stream.residual.mul_(factor)
@@ -57,12 +56,4 @@ class CpuOps:
     ) -> None:
         for part in parts:
             self._group.all_reduce(part)
-        update = _rms_norm(_rms_norm(parts[0], norms[0]) + _rms_norm(parts[1], norms[1]), norm)
-        stream.residual.add_(update, alpha=stream.scale)
-
-
-def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
-    """Return the normed rows in the dtype of `x`, which the weight may exceed."""
-    if norm.weight.dtype == x.dtype:
-        return functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
-    return functional.rms_norm(x.float(), norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
+        stream.residual.add_(norm(norms[0](parts[0]) + norms[1](parts[1])), alpha=stream.scale)

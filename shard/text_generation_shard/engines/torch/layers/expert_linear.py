@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.kernels.operands import SIGMOID_EPS, ExpertWeights, GatedActivation, Routing
+from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation, Routing
 from text_generation_shard.engines.torch.layers.linear import DenseLinear
 
 
@@ -77,13 +77,20 @@ def choose_top_k(logits: Tensor, routing: Routing) -> Routed:
     if routing.has_shared:
         logits = logits[:, :-1]
     if routing.choice_bias is None:
-        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(routing.chosen, dim=-1)
+        scores = probabilities = logits.softmax(-1, dtype=torch.float32)
     else:
         probabilities = logits.float().sigmoid()
-        ids = (probabilities + routing.choice_bias).topk(routing.chosen, dim=-1).indices
-        weights = probabilities.gather(-1, ids)
+        scores = probabilities + routing.choice_bias
+    groups, kept = routing.groups
+    if kept < groups:
+        grouped = scores.view(len(scores), groups, -1)
+        totals = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
+        is_left = torch.ones_like(totals, dtype=torch.bool).scatter_(1, totals.topk(kept, dim=-1).indices, value=False)
+        scores = grouped.masked_fill(is_left.unsqueeze(2), -torch.inf).flatten(1)
+    ids = scores.topk(routing.chosen, dim=-1).indices
+    weights = probabilities.gather(-1, ids)
     if routing.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if routing.choice_bias is None else SIGMOID_EPS))
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.eps)
     if routing.scale is not None:
         weights = weights * routing.scale.float()[ids]
     if routing.has_shared:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 
 class RMSNorm:
@@ -22,6 +24,12 @@ class RMSNorm:
         self.eps = eps
         self._zero_centered = zero_centered
         self._factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normed rows in the dtype of `x`, which the weight may exceed."""
+        if self.weight.dtype == x.dtype:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
     def process_weights_after_loading(self) -> None:
         """Add the 1 of a zero-centered weight, and multiply by the factor.

@@ -117,7 +117,13 @@ class DeviceRunner(Runner):
         """Allocate a KV cache. It is zeroed, so that it is finite."""
         cache = tuple(
             torch.zeros(
-                (num_blocks[group], 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim),
+                (
+                    num_blocks[group],
+                    layer.vectors // layer.num_kv_heads,
+                    layer.num_kv_heads,
+                    BLOCK_SIZE,
+                    layer.head_dim,
+                ),
                 dtype=self._shape.stored,
                 device=self.device,
             )

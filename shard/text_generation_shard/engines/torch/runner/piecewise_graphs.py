@@ -77,7 +77,8 @@ class CutStep(DeviceStep):
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
         if out is None:
             # The caller has no buffers.
-            queries, out = self._buffers.keep("queries", queries), self._buffers.rows("attended", queries.flatten(1))
+            like = queries.new_empty(len(queries), queries.shape[1] * self._context.layers[layer].value_dim)
+            queries, out = self._buffers.keep("queries", queries), self._buffers.rows("attended", like)
         self._cut(Cut(lambda step, own, result: step.attend(layer, own, rules, result), queries, out))
         return out
 

@@ -47,3 +47,17 @@ def test_fp8_is_the_quotient_by_the_scale_of_a_head_and_saturates(stored: torch.
         write(keys, values, target, positions, torch.zeros_like(positions), tables, scales)
     assert torch.equal(cache.float(), expected.float())
     assert expected[4, 0, 1, 0, 3] == torch.finfo(stored).max
+
+
+def test_latent_rows_are_written_alone(dtype: torch.dtype, device: torch.device) -> None:
+    rows = torch.randn(1, 3, 40, device=device).to(dtype)
+    places = [
+        torch.tensor(each, dtype=torch.int32, device=device) for each in ([15, 16, 3], [0, 0, 1], [[1, 4], [2, 0]])
+    ]
+    cache = torch.full((5, 1, 1, BLOCK_SIZE, 40), 7.0, device=device).to(dtype)
+    append(rows, rows, cache, *places)
+    assert [
+        cache[block, 0, 0, offset].equal(row)
+        for (block, offset), row in zip([(1, 15), (4, 0), (2, 3)], rows[0], strict=True)
+    ] == [True] * 3
+    assert (cache == 7.0).sum() == cache.numel() - rows.numel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from full_grid import full
-from reference_kernels import attend, loaded
+from reference_kernels import attend, loaded, narrowed
 from reference_ops import relative_error
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
@@ -38,6 +38,15 @@ def test_chunks_match_the_formula(
     compare(attention, (heads, kv_heads, head_dim), softcap, window, stored, device, dtype)
 
 
+@pytest.mark.parametrize(("heads", "latent", "rotated"), [(6, 32, 16), (70, 24, 8), full(128, 512, 64)])
+def test_heads_attend_to_latent_rows(
+    heads: int, latent: int, rotated: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    shape = heads, 1, latent + rotated
+    attention = PagedChunkAttention(*shape, device, scale=shape[2] ** -0.5, latent=latent)
+    compare(attention, shape, None, None, None, device, dtype, latent)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashInfer needs a GPU")
 @pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("window", [None, 21])
@@ -64,6 +73,7 @@ def compare(
     stored: torch.dtype | None,
     device: torch.device,
     dtype: torch.dtype,
+    latent: int = 0,
 ) -> None:
     """Compare attention with the formula in float64.
 
@@ -89,12 +99,12 @@ def compare(
     columns = {name: torch.from_numpy(plan.column(name)).to(device) for name in names}
     wide = 2 * torch.randn(total, (heads + 2) * head_dim, device=device).to(dtype)
     queries, sinks = wide[:, : heads * head_dim].view(total, heads, head_dim), torch.linspace(-2, 3, heads)
-    cache, out = (
-        cache.to(device, stored),
-        torch.full((total, heads * head_dim + 8 * ours), torch.nan, device=device, dtype=dtype),
-    )
+    cache, width = cache.to(device, stored), heads * (latent or head_dim)
+    if latent:
+        cache = cache[:, :1].contiguous()
+    out = torch.full((total, width + 8 * ours), torch.nan, device=device, dtype=dtype)
     attention.plan(plan, columns)
-    attention.run(queries, cache, window, out[:, : heads * head_dim], sinks.to(device), scales)
+    attention.run(queries, cache, window, out[:, :width], sinks.to(device), scales)
     expected, first = [], 0
     for (tokens, length), own in zip(LENGTHS, pages, strict=True):
         own_queries, rules = queries[first : first + tokens].double(), (window, head_dim**-0.5, softcap)
@@ -104,8 +114,9 @@ def compare(
         first += tokens
     # FlashInfer rounds scaled queries and results once more.
     tolerance = TOLERANCES[dtype] * (1 if ours else 3)
-    assert relative_error(out[:, : heads * head_dim], torch.cat(expected)) < tolerance
-    assert out[:, heads * head_dim :].isnan().all()
+    whole = narrowed(torch.cat(expected), queries, out[:, :width])
+    assert relative_error(out[:, :width], whole) < tolerance
+    assert out[:, width:].isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", [40, 96, 192, 512])

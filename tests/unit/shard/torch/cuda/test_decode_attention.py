@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from full_grid import full
-from reference_kernels import attend, loaded
+from reference_kernels import attend, loaded, narrowed
 from reference_ops import relative_error as error
 from torch import Tensor
 
@@ -184,3 +184,18 @@ def test_the_workspace_is_bounded_and_the_device_is_filled(kv_heads: int, head_d
         config = config_for(rows, 4 * kv_heads, kv_heads, head_dim, H200_MULTIPROCESSORS)
         assert rows * config.splits * kv_heads * head_dim * 4 < 12 << 20  # bytes, per query head of a KV head
         assert rows * config.splits * kv_heads > 2 * H200_MULTIPROCESSORS or config.splits == MAX_SPLITS
+
+
+@pytest.mark.parametrize(("heads", "latent", "rotated"), [(4, 32, 16), (40, 24, 8), full(128, 512, 64)])
+@pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
+def test_heads_attend_to_latent_rows(
+    heads: int, latent: int, rotated: int, merge: Merge, device: torch.device, dtype: torch.dtype
+) -> None:
+    """The first columns of a row are the value; the other columns of the reference's results are left out."""
+    shape = Shape(heads, 1, latent + rotated)
+    case = a_case(shape, [1, 16, 70, 17], device, dtype)
+    case = replace(case, cache_layer=case.cache_layer[:, :1].contiguous())
+    out = torch.full((4, heads * latent), torch.nan, dtype=dtype, device=device)
+    attention = DecodeAttention(*shape, 4, device, latent=latent, config=replace(SPLIT, merge=merge))
+    attention.run(case.queries, case.cache_layer, case.step, None, out)
+    assert error(out, narrowed(case.expected(None), case.queries, out)) < TOLERANCES[dtype]

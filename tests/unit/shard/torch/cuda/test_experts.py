@@ -158,6 +158,23 @@ def test_pairs_are_grouped_by_expert_in_their_order(device: torch.device, tokens
     )
 
 
+@pytest.mark.parametrize(("sigmoid", "best", "groups"), [(True, 2, (8, 4)), (False, 1, (5, 2)), (False, 2, (4, 1))])
+def test_experts_are_chosen_from_the_best_groups(
+    device: torch.device, sigmoid: bool, best: int, groups: tuple[int, int]
+) -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(6, 40, device=device)
+    bias = torch.randn(40, device=device) if sigmoid else None
+    routing = Routing(4, True, None, bias, 1e-20, groups, best)
+    ids, weights = route(logits, routing)
+    expected_ids, expected = choose_top_k(logits, routing)
+    assert ids.tolist() == expected_ids.tolist()
+    assert torch.allclose(weights, expected, rtol=1e-6)
+    assert max(len(set(row)) for row in ids.div(40 // groups[0], rounding_mode="floor").tolist()) <= groups[1]
+    ungrouped, _ = choose_top_k(logits, Routing(4, True, None, bias))
+    assert ungrouped.tolist() != expected_ids.tolist()
+
+
 @pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize(("experts_each", "count", "normalize"), [(8, 128, True), (3, 60, False)])
 def test_the_kernel_routes_as_the_formula(

@@ -12,13 +12,14 @@ from typing import Any, cast
 import pytest
 import torch
 from lora_folder import random_adapter
+from native_families import LATENT
 from reference_kernels import ALONE, ReferenceKernels, reference_decoder
 from reference_ops import relative_error as error
 from tiny_checkpoint import CONFIG, load_for_cuda, random_tensors, write_checkpoint
 from tiny_transformers import random_model, save
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma4TextConfig, Qwen3_5TextConfig
+from transformers import Gemma4TextConfig, Qwen3_5TextConfig, YoutuConfig
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Stopping
@@ -234,6 +235,19 @@ def with_states(folder: Path, device: torch.device) -> tuple[Model, CacheShape, 
     return native(folder, device)
 
 
+def with_latent_rows(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
+    """Do the same with a checkpoint of latent attention, in its place."""
+    config = YoutuConfig(
+        **{name: CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+        **LATENT,
+        num_attention_heads=6,
+        num_hidden_layers=LAYERS,
+        max_position_embeddings=MAX_LENGTH,
+    )
+    save(random_model(config), folder)
+    return native(folder, device)
+
+
 def with_adapters(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
     """Do the same with two LoRA adapters."""
     shapes = {
@@ -247,7 +261,7 @@ def with_adapters(folder: Path, device: torch.device) -> tuple[Model, CacheShape
     return native(folder, device, read_adapters(ShardConfig(model_path=str(folder), lora_adapters=text)))
 
 
-@pytest.fixture(params=[native, from_library, with_heads_by_layer, with_states, with_adapters])
+@pytest.fixture(params=[native, from_library, with_heads_by_layer, with_states, with_latent_rows, with_adapters])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -> Rig:
     torch.manual_seed(5)
     folder = write_checkpoint(tmp_path, random_tensors(CHANGES), CHANGES)

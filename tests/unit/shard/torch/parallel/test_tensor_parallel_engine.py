@@ -93,7 +93,13 @@ def answers(engine: Engine) -> list[Stream]:
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma4_text, experts", "qwen3_5_text", *map(full, ("gemma2", "phi3", "glm4", "gpt_oss", "qwen3_next"))]
+    "family",
+    [
+        "gemma4_text, experts",
+        "qwen3_5_text",
+        "deepseek_v3",
+        *map(full, ("gemma2", "phi3", "glm4", "gpt_oss", "qwen3_next", "deepseek_v2, lite", "minicpm3")),
+    ],
 )
 def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> None:
     """Some sequences have LoRA adapters."""

@@ -18,6 +18,7 @@ from text_generation_shard.engines.torch.layers.rope import Rope
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertConfig, read_experts
 from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
 from text_generation_shard.engines.torch.models.native.family import Family, Flag, Wrapper
+from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes, read_latent, with_multipliers
 from text_generation_shard.engines.torch.models.native.layer_config import (
     KEYS_AS_VALUES,
     read_intermediate_size,
@@ -83,6 +84,7 @@ class ModelConfig(DecoderNumbers):
     """True: layers without a window have no projection for values, which are the keys before their norm and rotation."""
     eos_token_ids: tuple[int, ...]
     experts: ExpertConfig | None = None
+    latent: LatentSizes | None = None
     states: StateConfig | None = None
     multipliers: Multipliers | None = None
     quantization: Scheme | None = None
@@ -111,6 +113,8 @@ class ModelConfig(DecoderNumbers):
         """Return the number of weights in the projections of all layers, with some experts of those that have any."""
         attention = self.attention_layers
         mixing = sum(2 * layer.head_dim * (layer.num_heads + layer.num_kv_heads) for layer in attention)
+        if self.latent is not None:
+            mixing = len(attention) * self.latent.weights(self.hidden_size, self.num_heads) // self.hidden_size
         states = 0
         if self.states is not None:
             states = sum(self.states.layers) * self.states.layer_weights(self.hidden_size)
@@ -171,10 +175,17 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     if family.states is not None and family.states.single_parts:
         raw = with_layer_types(raw)
     num_layers = raw.count("num_hidden_layers")
+    if family.depth_multipliers:
+        raw = with_multipliers(raw, hidden_size, num_layers)
     windows = _windows(raw, family, num_layers)
-    layers = read_layers(raw, family, windows, num_heads, head_dim)
     ropes = read_ropes(raw, family, windows)
-    for rope, width in {(rope, layer.head_dim): None for rope, layer in zip(ropes, layers, strict=True)}:
+    if (latent := read_latent(raw, family.latent, hidden_size, num_heads)) is not None:
+        row = LayerShape(num_heads, 1, latent.rank + latent.rotated, latent=latent.rank)
+        layers, interleaved = (row,) * num_layers, raw.flag("rope_interleave", default=family.interleaved_rotary)
+        ropes = tuple(replace(rope, partial=1.0, interleaved=interleaved) for rope in ropes)
+    else:
+        layers = read_layers(raw, family, windows, num_heads, head_dim)
+    for rope, width in {(rope, layer.rotated_dim): None for rope, layer in zip(ropes, layers, strict=True)}:
         if (rotated := rope.rotary_dim(width)) % 2:
             raise raw.error(f"partial_rotary_factor rotates {rotated} of {width} dimensions, an odd number")
         if rope.factors and len(rope.factors) != rotated // 2:
@@ -197,7 +208,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         output_bias=_flag(raw, family.output_bias),
         mlp_bias=_flag(raw, family.mlp_bias),
         values_are_keys=family.full_head_dim is not None and raw.flag(KEYS_AS_VALUES, default=False),
-        attention_scale=_attention_scale(raw, family, head_dim),
+        attention_scale=_attention_scale(raw, family, head_dim) if latent is None else latent.scale(ropes[0]),
         attention_softcap=_softcap(raw, "attn_logit_softcapping", family.attention_softcap),
         final_softcap=_softcap(raw, "final_logit_softcapping", family.final_softcap),
         embedding_scale=_multiplier(raw, family, "embedding_multiplier")
@@ -207,6 +218,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         / (raw.number("lm_head_multiplier", 1.0) if family.layer_multipliers else 1.0),
         eos_token_ids=eos_token_ids(folder, raw),
         experts=read_experts(raw, family.experts, num_layers, activation),
+        latent=latent,
         states=read_states(raw, family.states, num_layers, hidden_size),
         multipliers=read_multipliers(raw) if family.layer_multipliers else None,
         quantization=scheme,

@@ -28,6 +28,15 @@ from text_generation_shard.engines.torch.models.native.config import DecoderNumb
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionPlace:
+    """A layer of the cache, and how queries and keys meet there."""
+
+    layer: int
+    rotary: RotaryEmbedding
+    rules: ScoreRules
+
+
 @dataclass(eq=False, kw_only=True)
 class AttentionPart:
     """The weights of an attention that the forward pass reads."""
@@ -43,6 +52,30 @@ class AttentionPart:
     """Scores of keys without values, one for each query head."""
     is_gated: bool = False
     """True: the outputs of the heads are multiplied by the sigmoid of the gates."""
+
+    @property
+    def buffered_heads(self) -> int:
+        """Heads whose queries and outputs have buffers."""
+        return 0 if self.shape.latent else self.shape.num_heads
+
+    def attend(
+        self,
+        ops: Ops,
+        step: Step,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        place: AttentionPlace,
+        own: LayerBuffers,
+    ) -> Tensor:
+        """Return the attention of the normed stream over a layer of the cache, before its output projection."""
+        qkv = ops.norm_linear(stream, norm, self.qkv, own.qkv)
+        gates = None
+        if self.is_gated:
+            ungated = self.qkv_width - self.shape.num_heads * self.shape.head_dim
+            qkv, gates = qkv[:, :ungated], qkv[:, ungated:]
+        queries = step.rotate_and_append(place.layer, qkv, place.rotary, self.head_norms, own.queries)
+        attended = step.attend(place.layer, queries, place.rules, own.attended)
+        return attended if gates is None else attended.mul_(gates.sigmoid())
 
 
 class StatePart(Protocol):
@@ -169,7 +202,11 @@ class Decoder:
             for each in weights.rotary:
                 each.fill_table(config.max_sequence_length)
         attentions = [layer.attention for layer in weights.layers if layer.attention is not None]
-        self._rules = [ScoreRules(config.attention_scale, config.attention_softcap, each.sinks) for each in attentions]
+        numbers = config.attention_scale, config.attention_softcap
+        self._places = [
+            AttentionPlace(index, rotary, ScoreRules(*numbers, each.sinks))
+            for index, (each, rotary) in enumerate(zip(attentions, weights.rotary, strict=True))
+        ]
         # Rounded to the dtype of the embedding, as in transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
 
@@ -188,7 +225,7 @@ class Decoder:
             if states is not None:
                 projected = states.project(ops, stream, layer.input_norm, own.projected)
             if (attention := layer.attention) is not None:
-                attended = self._attend(step, stream, cache_layer, layer.input_norm, attention, own)
+                attended = attention.attend(ops, step, stream, layer.input_norm, self._places[cache_layer], own)
                 cache_layer += 1
             if states is not None:
                 mixed = step.with_states(partial(states.mix, ops), projected, own.mixed)
@@ -200,26 +237,6 @@ class Decoder:
             if layer.scale != 1.0:
                 ops.multiply(stream, layer.scale)
         return ops.norm(stream, weights.norm, buffers.normed)
-
-    def _attend(
-        self,
-        step: Step,
-        stream: ResidualStream,
-        cache_layer: int,
-        norm: RMSNorm,
-        attention: AttentionPart,
-        own: LayerBuffers,
-    ) -> Tensor:
-        """Return the attention of the normed stream over a layer of the cache, before its output projection."""
-        qkv = self._ops.norm_linear(stream, norm, attention.qkv, own.qkv)
-        gates = None
-        if attention.is_gated:
-            ungated = attention.qkv_width - attention.shape.num_heads * attention.shape.head_dim
-            qkv, gates = qkv[:, :ungated], qkv[:, ungated:]
-        rotary = self._weights.rotary[cache_layer]
-        queries = step.rotate_and_append(cache_layer, qkv, rotary, attention.head_norms, own.queries)
-        attended = step.attend(cache_layer, queries, self._rules[cache_layer], own.attended)
-        return attended if gates is None else attended.mul_(gates.sigmoid())
 
     def _add_mixed(
         self, stream: ResidualStream, layer: DecoderLayer, states: StatePart, mixed: Tensor, attended: Tensor | None
@@ -268,7 +285,7 @@ class Decoder:
 
         attentions = [layer.attention for layer in layers if layer.attention is not None]
         parts = [layer.states for layer in layers if layer.states is not None]
-        widest = max((each.shape.num_heads * each.shape.head_dim for each in attentions), default=0)
+        widest = max((each.buffered_heads * each.shape.head_dim for each in attentions), default=0)
         qkv = empty(max((each.qkv_width for each in attentions), default=0), precision.products)
         rotated = None if qkv.dtype == precision.model else empty(widest, precision.model)
         attended = empty(widest, precision.model)
@@ -303,7 +320,7 @@ def _widths(layer: DecoderLayer) -> tuple[int, int, int, int, int]:
     """Return heads, head_dim and qkv_width of the attention, projected_width and mixed_width of the part with a state."""
     attention, states = layer.attention, layer.states
     heads = (
-        (0, 1, 0) if attention is None else (attention.shape.num_heads, attention.shape.head_dim, attention.qkv_width)
+        (0, 1, 0) if attention is None else (attention.buffered_heads, attention.shape.head_dim, attention.qkv_width)
     )
     return (*heads, 0, 0) if states is None else (*heads, states.projected_width, states.mixed_width)
 

@@ -69,12 +69,13 @@ class Experts:
         self._router = DenseLinear(empty(count, hidden), empty(count) if biased else None, torch.float32)
         has_gate = shared is not None and config.family.shared_gate
         self._shared_gate = DenseLinear(empty(1, hidden), None, torch.float32) if has_gate else None
-        choice_bias, scale = None, None
-        if config.family.sigmoid:
-            choice_bias = torch.zeros(config.count, device=device)
-            scale = torch.full((config.count,), config.scale, device=device) if config.scale != 1.0 else None
+        choice_bias = torch.zeros(config.count, device=device) if config.family.sigmoid else None
+        scale = torch.full((config.count,), config.scale, device=device) if config.scale != 1.0 else None
+        eps = config.family.eps if config.family.sigmoid else 0.0
         # gpt-oss softmaxes the chosen logits, which is the same as normalizing the probabilities.
-        self._routing = Routing(config.each, config.normalize, scale, choice_bias, merged)
+        self._routing = Routing(
+            config.each, config.normalize, scale, choice_bias, eps, config.groups, config.family.group_best, merged
+        )
         gate_up, down = (2 * self._inner.length, hidden), (hidden, self._inner.length)
         self._packed = quantized_experts(self._projections(hidden), model.quantization, device, dtype) or ()
         products = self._packed or (None, None)
@@ -134,7 +135,7 @@ class Experts:
         if self._router.bias is not None:
             parameters[f"{prefix}{family.router}.bias"] = self._router.bias
         if self._routing.choice_bias is not None and self._config.chosen_by_bias:
-            parameters[f"{prefix}expert_bias"] = self._routing.choice_bias
+            parameters[f"{prefix}{family.choice_bias}"] = self._routing.choice_bias
         if self._shared is not None:
             parameters |= self._shared.named_parameters()
         if self._shared_gate is not None:

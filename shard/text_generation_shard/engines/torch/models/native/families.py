@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
-from text_generation_shard.engines.torch.models.native.family import Family, NormNames, TensorNames, Wrapper
+from text_generation_shard.engines.torch.models.native.family import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    Family,
+    NormNames,
+    TensorNames,
+    Wrapper,
+)
+from text_generation_shard.engines.torch.models.native.latent_families import LATENT_FAMILIES
 from text_generation_shard.engines.torch.models.native.state_config import (
     DELTA_NET_FIELDS,
     MAMBA_FIELDS,
@@ -24,8 +32,6 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 """By model_type."""
 
-ATTENTION_BIAS = ("attention_bias", False)
-MLP_BIAS = ("mlp_bias", False)
 NORM_TOPK = ("norm_topk_prob", False)
 
 GEMMA = Family(
@@ -348,6 +354,7 @@ FAMILIES: dict[str, Family] = {
             fused_names=("input_linear.weight", "output_linear.weight"),
         ),
     ),
+    **LATENT_FAMILIES,
     "seed_oss": Family(
         "SeedOssForCausalLM",
         num_kv_heads=8,

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
+from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
 from text_generation_shard.engines.torch.models.native.state_config import StateFamily
 
 Flag = bool | tuple[str, bool]
 """A fixed switch, or a field of config.json with its default."""
+ATTENTION_BIAS = ("attention_bias", False)
+MLP_BIAS = ("mlp_bias", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +140,14 @@ class Family:
     sinks: bool = False
     """True: the softmax of attention counts one more score per head, without a value."""
     experts: ExpertFamily | None = None
+    latent: LatentSizes | None = None
+    """The sizes of multi-head latent attention; None: layers have another attention."""
     states: StateFamily | None = None
     """The layers with a state; None: all layers have attention."""
     multipliers: bool = False
     """True: the config has embedding_multiplier, residual_multiplier and logits_scaling."""
+    depth_multipliers: bool = False
+    """True: the config has scale_emb, scale_depth and dim_model_base, from which these follow (MiniCPM 3)."""
     layer_multipliers: bool = False
     """True: the config has a factor for each projection of a layer, and lm_head_multiplier (Falcon-H1)."""
     unsupported: tuple[tuple[str, int], ...] = ()

@@ -27,6 +27,7 @@ from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import DecoderLayer, DecoderWeights
 from text_generation_shard.engines.torch.models.native.delta_net import GatedDeltaNet
 from text_generation_shard.engines.torch.models.native.experts import Experts, ExpertsBesideMLP, shares_form
+from text_generation_shard.engines.torch.models.native.latent_attention import LatentAttention
 from text_generation_shard.engines.torch.models.native.mamba import Mamba
 from text_generation_shard.engines.torch.models.native.projections import LayerProjections
 from text_generation_shard.engines.torch.models.native.short_convolution import ShortConvolution
@@ -40,7 +41,7 @@ StateWeights = GatedDeltaNet | Mamba | ShortConvolution
 class LayerWeights(DecoderLayer):
     """Weights of one layer of a checkpoint: its attention or its part with a state, its MLP, and its norms."""
 
-    attention: AttentionWeights | None
+    attention: AttentionWeights | LatentAttention | None
     states: StateWeights | None
     mlp: DenseMLP | Experts | ExpertsBesideMLP | None
 
@@ -58,7 +59,8 @@ class LayerWeights(DecoderLayer):
         self._projections = self._projections_of(self._prefix, tp)
         self.attention = None
         if config.states is None or config.states.attention[index]:
-            self.attention = AttentionWeights(config, index, self._projections, self._norm)
+            kind = AttentionWeights if config.latent is None else LatentAttention
+            self.attention = kind(config, index, self._projections, self._norm)
         self.states = self._state_part(index, tp)
         self.mlp = self._mlp(index, tp) if config.states is None or config.states.mlps[index] else None
         self._scalar = torch.empty(1, device=device, dtype=precision.model) if config.family.layer_scalars else None
@@ -142,7 +144,7 @@ class LayerWeights(DecoderLayer):
         return parameters
 
     @property
-    def _parts(self) -> list[AttentionWeights | StateWeights | DenseMLP | Experts | ExpertsBesideMLP]:
+    def _parts(self) -> list[AttentionWeights | LatentAttention | StateWeights | DenseMLP | Experts | ExpertsBesideMLP]:
         return [each for each in (self.attention, self.states, self.mlp) if each is not None]
 
     def process_weights_after_loading(self) -> None:
@@ -157,7 +159,7 @@ class LayerWeights(DecoderLayer):
 
     def _multiply(self, multipliers: Multipliers) -> None:
         """Multiply the loaded projections."""
-        if self.attention is not None:
+        if isinstance(self.attention, AttentionWeights):
             self.attention.multiply(multipliers)
         if isinstance(self.states, Mamba):
             self.states.multiply(multipliers)
@@ -187,8 +189,8 @@ def empty_weights(
     if on_cpu:
         # A CPU has no quantized products: weights are dequantized while they load.
         return ModelWeights(replace(config, quantization=None), tp, device, Precision.uniform(dtype), found)
-    # Weights of FP8 and of experts are so coarse that more bits would not help.
-    rounded = config.quantization is not None or config.experts is not None
+    # Weights of FP8 and of experts are so coarse that more bits would not help; products inside latent attention round.
+    rounded = any(each is not None for each in (config.quantization, config.experts, config.latent))
     return ModelWeights(config, tp, device, Precision.of(config.hidden_size, dtype, rounded=rounded), found)
 
 
@@ -215,7 +217,7 @@ class ModelWeights(DecoderWeights):
         if adapters is not None:
             adapters.check()
         kinds = [
-            (rope, shape.head_dim)
+            (rope, shape.rotated_dim)
             for rope, shape, layer in zip(config.ropes, config.layers, self.layers, strict=True)
             if layer.attention is not None
         ]
