@@ -213,9 +213,12 @@ Multi-head latent attention (DeepSeek and its relatives) keeps the compressed ro
 [gpu.md](gpu.md#memory-of-the-kv-cache). `kimi_k2` is `deepseek_v3`. Layers for the prediction of several tokens are not loaded.
 
 Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence: the last inputs of the convolution, in
-the dtype of the activations, and the sums of a recurrence, in float32. The pools of all layers have room for one more sequence than
-are served, and take at most a quarter of the usable memory, which may bound the number of sequences. Prefixes are not reused. With
-`--num-shard`, transformers runs models with Mamba 2 or short convolutions.
+the dtype of the activations, and the sums of a recurrence, in float32. These states are a group of the cache: prefixes are reused from
+[checkpoints](scheduling.md#checkpoints-of-states), and memory is divided between states and KV blocks
+([gpu.md](gpu.md#memory-of-the-kv-cache)). Where transformers runs such a model, a state belongs to a slot: no prefix is reused, and
+states take at most a quarter of the usable memory, which may bound the number of sequences. `--num-shard` divides delta nets and Mamba 2
+by groups of heads; transformers runs models with short convolutions, and those whose groups of Mamba 2 the ranks cannot share evenly
+(Falcon-H1 without norms alone shares one group among ranks).
 
 Of models of text and images the text part is served; requests cannot have images.
 

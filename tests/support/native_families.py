@@ -297,7 +297,7 @@ def native_configs(
         "bamba": transformers.BambaConfig(**shape, **mamba, attn_layer_indices=[1], mlp_bias=True),
         "falcon_h1": transformers.FalconH1Config(
             **shape,
-            **mamba | {"mamba_d_ssm": 64, "mamba_d_head": 8},
+            **mamba | {"mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_n_groups": 1},
             lm_head_multiplier=0.5,
             embedding_multiplier=2.0,
             mlp_multipliers=[0.7, 1.2],

@@ -89,7 +89,7 @@ def _choose_code(config: ShardConfig) -> CodeChoice:
     try:
         # Checked before PyTorch is imported, which takes seconds.
         model = read_model_config(folder, config.quantize)
-        if config.world_size > 1 and model.states is not None and not model.states.divides:
+        if model.states is not None and config.world_size > 1 and not model.states.divides(config.world_size):
             raise UnsupportedError(
                 f"{folder}: the native decoder does not divide layers of kind {model.states.family.kind}"
             )

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight, PackedWeight
 
-"""Added to the sum of the chosen probabilities of sigmoids before it divides them, as in transformers' Lfm2MoeTopKRouter."""
 UNIT_EPS = 1e-6
 """Added to the squared length of queries and keys before they are divided by it."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

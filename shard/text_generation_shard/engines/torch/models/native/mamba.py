@@ -11,24 +11,32 @@ from text_generation_shard.engines.torch.batch.state_rows import StateRows
 from text_generation_shard.engines.torch.kernels.operands import GatedNorm, Recurrence
 from text_generation_shard.engines.torch.layers.linear import ParallelLinear
 from text_generation_shard.engines.torch.layers.ops import Ops
-from text_generation_shard.engines.torch.models.native.projections import LayerProjections
+from text_generation_shard.engines.torch.models.native.projections import LayerProjections, of_heads
 from text_generation_shard.engines.torch.models.native.state_config import Multipliers, StateConfig
-from text_generation_shard.engines.torch.models.native.state_layer import Parameters, StateLayer
-from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+from text_generation_shard.engines.torch.models.native.state_layer import Parameters, StateLayer, of_rank
 
 
 class Mamba(StateLayer):
-    """The projections are gates, values, keys, queries and steps, in Mamba's terms z, x, B, C and dt. Not divided among ranks."""
+    """The projections are gates, values, keys, queries and steps, in Mamba's terms z, x, B, C and dt. A rank has some groups of heads.
+
+    Without a norm, which reads all heads of a group, ranks may share a group.
+    """
 
     def __init__(self, states: StateConfig, eps: float, projections: LayerProjections) -> None:
-        keys, values, heads = states.keys, states.values, states.heads
-        self._parts = [values, values, keys, keys, heads]
+        tp = projections.tp
+        self._heads = tp.even(states.heads, "heads of Mamba")
+        groups = tp.even(states.groups, "groups of Mamba") if states.has_norm else tp.kv_heads(states.groups)
+        all_keys, self._all_values = of_heads(groups, states.key_width), of_heads(self._heads, states.value_width)
+        ranges = [self._all_values, self._all_values, all_keys, all_keys, self._heads]
+        self._parts = [part.length for part in ranges]
+        values, keys, heads = self._all_values.length, all_keys.length, self._heads.length
         self.mixed_width, self.projected_width = values, sum(self._parts)
+        names = [f"in_proj.{part}" for part in ("gates", "values", "keys", "queries", "steps")]
         super().__init__(
             projections,
-            [projections.of_hidden([("in_proj", ShardRange.whole(self.projected_width))], bias=states.bias)],
-            projections.to_hidden("out_proj", ShardRange.whole(values), bias=states.bias),
-            [ShardRange.whole(values + 2 * keys)],
+            [projections.of_hidden(list(zip(names, ranges, strict=True)), "in_proj", bias=states.bias)],
+            projections.to_hidden("out_proj", self._all_values, bias=states.bias),
+            ranges[1:4],
             taps=states.taps,
             bias=states.convolution_bias,
         )
@@ -41,7 +49,7 @@ class Mamba(StateLayer):
         self._decay_log, self._skip = numbers(), numbers()
         self._recurrence = Recurrence(
             heads=heads,
-            groups=states.groups,
+            groups=groups.length,
             key_width=states.key_width,
             value_width=states.value_width,
             query_start=values + keys,
@@ -54,17 +62,17 @@ class Mamba(StateLayer):
             step_limits=(states.least_step, math.inf),
         )
         weight = torch.empty(values, device=device, dtype=projections.precision.model) if states.has_norm else None
-        self._norm = GatedNorm(weight, eps, values // states.groups, states.gate_first)
+        self._norm = GatedNorm(weight, eps, states.values // states.groups, states.gate_first)
         self._states = torch.empty(0, heads, states.key_width, states.value_width, device=device)
 
     def named_parameters(self) -> Parameters:
         parameters = super().named_parameters() | {
-            f"{self._prefix}A_log": self._decay_log,
-            f"{self._prefix}dt_bias": self._recurrence.step_bias,
-            f"{self._prefix}D": self._skip,
+            f"{self._prefix}A_log": of_rank(self._decay_log, self._heads),
+            f"{self._prefix}dt_bias": of_rank(self._recurrence.step_bias, self._heads),
+            f"{self._prefix}D": of_rank(self._skip, self._heads),
         }
         if self._norm.weight is not None:
-            parameters[f"{self._prefix}norm.weight"] = self._norm.weight
+            parameters[f"{self._prefix}norm.weight"] = of_rank(self._norm.weight, self._all_values)
         return parameters
 
     def process_weights_after_loading(self) -> None:

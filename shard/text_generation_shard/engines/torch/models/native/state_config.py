@@ -78,10 +78,10 @@ class StateConfig:
         """Bytes of the states of the recurrences of a sequence."""
         return sum(self.layers) * self.heads * self.key_width * self.value_width * 4
 
-    @property
-    def divides(self) -> bool:
-        """True: ranks can have parts of the layers."""
-        return self.family.kind == "delta_net"
+    def divides(self, ranks: int) -> bool:
+        """Return True if ranks can have parts of the layers: whole groups of heads of Mamba, if their outputs are normed together."""
+        has_groups = self.groups % ranks == 0 or not (self.has_norm or ranks % self.groups)
+        return self.family.kind == "delta_net" or (self.family.kind == "mamba" and has_groups)
 
     def layer_weights(self, hidden_size: int) -> int:
         """Return the number of weights in the projections of a layer."""
