@@ -108,7 +108,9 @@ def experts(
         product = grouped_mm if by_library else grouped_product
     k, num_experts = ids.shape[1], len(gate_up.weight)
     groups = group_by_expert(ids, num_experts, block_rows(ids.numel(), num_experts, gate_up.weight.dtype))
-    inner = product(x, gate_up, groups, each=k, activation=activation)
+    inner = product(x, gate_up, groups, each=k, activation=activation if activation.has_gate else None)
+    if not activation.has_gate:
+        inner = activation(inner)
     results = product(inner, down, groups, each=0, activation=None)
     return weighted_sum(results, groups.rows, ids, weights, down.bias)
 

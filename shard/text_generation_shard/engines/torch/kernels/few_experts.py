@@ -34,12 +34,15 @@ def few_experts(  # noqa: PLR0913 – the options of three kernels
     With a `norm` (weight and eps), x is float32 and normed first. With `out` [tokens, hidden], `scale` times the sum is written to
     it, or added to it if `add`.
     """
-    pairs, (count, doubled, _) = ids.numel(), gate_up.weight.shape
+    pairs, (count, columns, _) = ids.numel(), gate_up.weight.shape
+    gated = activation if activation.has_gate else None
     dtype = x.dtype if norm[0] is None else gate_up.weight.dtype
-    inner = torch.empty(pairs, doubled // 2, dtype=dtype, device=x.device)
+    inner = torch.empty(pairs, columns if gated is None else columns // 2, dtype=dtype, device=x.device)
     results = torch.empty(pairs, down.weight.shape[1], dtype=torch.float32, device=x.device)
     experts = ChosenExperts(ids, ids.shape[1], count)
-    matvec(x, few[0], inner, gate_up.bias, norm=norm, activation=activation, experts=experts)
+    matvec(x, few[0], inner, gate_up.bias, norm=norm, activation=gated, experts=experts)
+    if gated is None:
+        inner = activation(inner)
     matvec(inner, few[1], results, experts=ChosenExperts(ids, 1, count))
     if out is None:
         out = torch.empty(len(ids), results.shape[1], dtype=dtype, device=x.device)

@@ -32,14 +32,20 @@ class GatedActivation:
     """
 
     kind: str
-    """"silu", "gelu", "gelu_pytorch_tanh", or "clamped_swiglu": (up + 1) · gate · sigmoid(alpha · gate), of gpt-oss."""
+    """"silu", "gelu", "gelu_pytorch_tanh", "relu2", which has no gate: max(up, 0)² of products [rows, inner], or "clamped_swiglu": (up + 1) · gate · sigmoid(alpha · gate), of gpt-oss."""
     interleaved: bool = False
     """True: gate and up alternate, gate first. False: all of gate comes first."""
     alpha: float = 1.702
     limit: float = 7.0
     """Clamps up on both sides and gate from above, for "clamped_swiglu" alone."""
 
+    @property
+    def has_gate(self) -> bool:
+        return self.kind != "relu2"
+
     def __call__(self, gate_up: Tensor) -> Tensor:
+        if not self.has_gate:
+            return gate_up.relu().square()
         gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
         if self.kind != "clamped_swiglu":
             return ACTIVATIONS[self.kind](gate) * up

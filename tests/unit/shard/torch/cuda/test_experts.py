@@ -56,6 +56,8 @@ def formula(
                     product[1::2].clamp(-activation.limit, activation.limit),
                 )
                 inner = gate / (1 + torch.exp(-activation.alpha * gate)) * (up + 1)
+            elif activation.kind == "relu2":
+                inner = product.clamp(min=0) ** 2
             else:
                 gate, up = product.tensor_split(2)
                 inner = (functional.silu(gate) if activation.kind == "silu" else functional.gelu(gate)) * up
@@ -64,7 +66,13 @@ def formula(
 
 
 def random_case(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int], *, bias: bool, transposed: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int],
+    *,
+    bias: bool,
+    transposed: bool,
+    has_gate: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, ExpertLinear, ExpertLinear]:
     """Return operands for `shape`: tokens, k, experts, hidden, inner."""
     tokens, k, count, hidden, inner = shape
@@ -79,12 +87,13 @@ def random_case(
     # The first token's experts are drawn too, the last expert has no tokens.
     ids = torch.rand(tokens, count - 1, device=device).topk(k).indices
     weights = torch.rand(tokens, k, device=device)
-    return draw(tokens, hidden), ids, weights, linear(2 * inner, hidden), linear(hidden, inner)
+    return draw(tokens, hidden), ids, weights, linear((1 + has_gate) * inner, hidden), linear(hidden, inner)
 
 
 CASES = [
     ((1, 2, 4, 40, 24), SILU, False, False),
     ((17, 3, 5, 72, 40), GPT_OSS, True, True),
+    ((9, 2, 4, 40, 24), GatedActivation("relu2"), False, False),
     full((90, 2, 3, 80, 48), GatedActivation("gelu"), True, False),
     full((70, 8, 16, 40, 24), SILU, False, False),
 ]
@@ -103,7 +112,8 @@ def test_the_weighted_sum_matches_float64(
 ) -> None:
     torch.manual_seed(1)
     dtype = torch.float32 if precise else dtype
-    operands = random_case(device, dtype, shape, bias=bias, transposed=transposed)
+    form = {"bias": bias, "transposed": transposed, "has_gate": activation.has_gate}
+    operands = random_case(device, dtype, shape, **form)
     expected = formula(*operands, activation)
     for compute in COMPUTE:
         out = compute(*operands, activation)

@@ -98,7 +98,7 @@ def answers(engine: Engine) -> list[Stream]:
         "gemma4_text, experts",
         "qwen3_5_text",
         "deepseek_v3",
-        "nemotron_h",
+        "nemotron_h, experts",
         *map(full, ("bamba", "falcon_h1", "falcon_h1, normed", "granitemoehybrid")),
         *map(full, ("gemma2", "phi3", "glm4", "gpt_oss", "qwen3_next", "deepseek_v2, lite", "minicpm3")),
     ],

@@ -121,7 +121,8 @@ class ModelConfig(DecoderNumbers):
         sparse_layers, sparse, dense_layers = 0, 0, self.num_layers
         if (experts := self.experts) is not None:
             sparse_layers = sum(experts.layers)
-            sparse = experts.count + 3 * (experts_counted * experts.inner + experts.shared_inner)
+            matrices = 2 + self.family.gated_mlp
+            sparse = experts.count + matrices * (experts_counted * experts.inner + experts.shared_inner)
             dense_layers -= 0 if experts.family.beside_mlp else sparse_layers
         if self.states is not None:
             dense_layers -= self.num_layers - sum(self.states.mlps)

@@ -53,11 +53,13 @@ class ExpertFamily:
     """Defaults of n_group and topk_group."""
     group_best: int = 0
     """See Routing; 1: of DeepSeek V2, whose topk_method says if there are groups; 0: there are none."""
+    layer_type: str = ""
+    """The type in layer_types of the layers with experts; empty: other fields say which have some."""
     module: str = "mlp"
     """The module of router and experts; empty: the layer."""
     router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of an expert's projections in checkpoints with one tensor for each expert."""
+    """Names of an expert's projections in checkpoints with one tensor for each expert; the first is not used without a gate."""
     fused_module: str = "mlp"
     """The module that has the tensors of all experts in checkpoints with one for gate and up, and one for down."""
     fused_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
@@ -92,6 +94,8 @@ class ExpertConfig:
 def read_experts(raw: JsonObject, family: ExpertFamily | None, num_layers: int, activation: str) -> ExpertConfig | None:
     """Read the experts of a config.json; None without. Raises EngineError with a one-line message."""
     if family is None or (family.enabled_by is not None and not raw.flag(family.enabled_by, default=False)):
+        return None
+    if family.layer_type and family.layer_type not in raw.get("layer_types"):
         return None
     key = next((name for name in COUNTS if name in raw), "num_experts")
     if family.optional and raw.get(key) == 0:
@@ -134,6 +138,8 @@ def _groups(raw: JsonObject, family: ExpertFamily, count: int, each: int) -> tup
 
 def _layers(raw: JsonObject, family: ExpertFamily, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer if it has experts, as Qwen2MoeDecoderLayer decides."""
+    if family.layer_type:
+        return tuple(kind == family.layer_type for kind in raw.get("layer_types"))
     kinds = raw.get("mlp_layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:

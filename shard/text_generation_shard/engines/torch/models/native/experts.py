@@ -76,7 +76,8 @@ class Experts:
         self._routing = Routing(
             config.each, config.normalize, scale, choice_bias, eps, config.groups, config.family.group_best, merged
         )
-        gate_up, down = (2 * self._inner.length, hidden), (hidden, self._inner.length)
+        parts = 1 + self._activation.has_gate
+        gate_up, down = (parts * self._inner.length, hidden), (hidden, self._inner.length)
         self._packed = quantized_experts(self._projections(hidden), model.quantization, device, dtype) or ()
         products = self._packed or (None, None)
         weights = [empty(count, *((shape[0], 0) if self._packed else shape)) for shape in (gate_up, down)]
@@ -96,7 +97,7 @@ class Experts:
             rows = _doubled(self._inner)
             gate_up = [[Projection(f"{name}gate_up_proj", rows, whole)] for name in names]
         else:
-            inner = family.names[:2]
+            inner = family.names[not self._activation.has_gate : 2]
             gate_up = [[Projection(name + each, self._inner, whole) for each in inner] for name in names]
         down = "down_proj" if family.clamped else family.names[2]
         return [gate_up, [[Projection(name + down, whole, self._inner)] for name in names]]
@@ -189,16 +190,17 @@ class Experts:
             other = source(fused_gate_up, rows.total, hidden)
             whole = ParameterShard(gate_up, (rows.total, hidden), (rows.start, 0), other=other)
             return {f"{prefix}gate_up_proj": whole, f"{prefix}down_proj": down_part}
+        count = 1 + self._activation.has_gate
         parts = [
             ParameterShard(
                 part,
                 (inner.total, hidden),
                 (inner.start, 0),
-                other=source(fused_gate_up, 2 * inner.total, hidden, first),
+                other=source(fused_gate_up, count * inner.total, hidden, index * inner.total),
             )
-            for part, first in zip(gate_up.chunk(2), (0, inner.total), strict=True)
+            for index, part in enumerate(gate_up.chunk(count))
         ]
-        names = (f"{prefix}{name}.weight" for name in config.family.names)
+        names = (f"{prefix}{name}.weight" for name in config.family.names[2 - count :])
         return dict(zip(names, (*parts, down_part), strict=True))
 
     def _of_shared(self) -> dict[str, ParameterShard]:

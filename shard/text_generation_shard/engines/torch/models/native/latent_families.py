@@ -9,7 +9,7 @@ from text_generation_shard.engines.torch.models.native.family import ATTENTION_B
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
 
 DENSE = "first_k_dense_replace"
-EXPERTS = ExpertFamily(
+SIGMOID_EXPERTS = ExpertFamily(
     256,
     8,
     inner=2048,
@@ -25,14 +25,14 @@ EXPERTS = ExpertFamily(
     groups=(8, 4),
     group_best=2,
 )
-SOFTMAX_EXPERTS = replace(EXPERTS, sigmoid=False, dense_layers=(DENSE, 0), scale=1.0, groups=(1, 1))
+SOFTMAX_EXPERTS = replace(SIGMOID_EXPERTS, sigmoid=False, dense_layers=(DENSE, 0), scale=1.0, groups=(1, 1))
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     qkv_bias=ATTENTION_BIAS,
     output_bias=ATTENTION_BIAS,
     interleaved_rotary=True,
     latent=LatentSizes(),
-    experts=EXPERTS,
+    experts=SIGMOID_EXPERTS,
 )
 MISTRAL4_ROPE = (
     ("rope_type", "yarn"),
@@ -57,7 +57,9 @@ LATENT_FAMILIES: dict[str, Family] = {
         architecture="Glm4MoeLiteForCausalLM",
         rms_norm_eps=1e-5,
         latent=LatentSizes(query_rank=768, plain=192, value=256),
-        experts=replace(EXPERTS, count=64, each=4, inner=1536, dense_layers=(DENSE, 1), scale=1.8, groups=(1, 1)),
+        experts=replace(
+            SIGMOID_EXPERTS, count=64, each=4, inner=1536, dense_layers=(DENSE, 1), scale=1.8, groups=(1, 1)
+        ),
     ),
     "mistral4": replace(
         DEEPSEEK_V3,

@@ -11,8 +11,8 @@ from text_generation_shard.json_object import JsonObject
 
 ATTENTION_TYPES = ("full_attention", "attention")
 STATE_TYPES = ("linear_attention", "mamba", "conv")
-MLP_TYPE = "mlp"
-PATTERN = {"M": "mamba", "*": "attention", "-": MLP_TYPE, "E": "moe"}
+MLP_TYPES = ("mlp", "moe")
+PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """The types of layers by their letters in hybrid_override_pattern."""
 
 
@@ -136,7 +136,7 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
     mlps = (True,) * num_layers
     layers = mlps if family.beside_attention else tuple(not each for each in attention)
     if family.single_parts:
-        mlps = tuple(kind == MLP_TYPE for kind in raw.get("layer_types"))
+        mlps = tuple(kind in MLP_TYPES for kind in raw.get("layer_types"))
         layers = tuple(not each for each in map(max, attention, mlps))
     sizes: dict[str, Any] = {name: raw.count(key, default) for name, (key, default) in family.fields.items()}
     if sizes["taps"] < 2:
@@ -207,7 +207,7 @@ def _attention_layers(raw: JsonObject, family: StateFamily, num_layers: int) -> 
     """Return for each layer if it has attention."""
     if family.beside_attention:
         return (True,) * num_layers
-    types, own = raw.get("layer_types"), (MLP_TYPE,) if family.single_parts else ()
+    types, own = raw.get("layer_types"), MLP_TYPES if family.single_parts else ()
     if types is None:
         attention = _without_types(raw, family, num_layers)
     elif not isinstance(types, list) or len(types) != num_layers:
