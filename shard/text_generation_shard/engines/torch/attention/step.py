@@ -63,7 +63,7 @@ class Step(Protocol):
 
     @cached_property
     def _factors(self) -> dict[tuple[RotaryEmbedding, dtype], tuple[Tensor, Tensor]]:
-        """Those of the rotations of the tokens."""
+        """The factors of the rotations of the tokens."""
         return {}
 
     @property

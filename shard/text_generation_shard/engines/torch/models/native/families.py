@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
+from text_generation_shard.engines.torch.models.native.expert_families import NEMOTRON_EXPERTS
 from text_generation_shard.engines.torch.models.native.family import (
     ATTENTION_BIAS,
     MLP_BIAS,
@@ -13,7 +14,7 @@ from text_generation_shard.engines.torch.models.native.family import (
     TensorNames,
     Wrapper,
 )
-from text_generation_shard.engines.torch.models.native.latent_families import LATENT_FAMILIES, SIGMOID_EXPERTS
+from text_generation_shard.engines.torch.models.native.latent_families import LATENT_FAMILIES
 from text_generation_shard.engines.torch.models.native.state_config import (
     DELTA_NET_FIELDS,
     MAMBA_FIELDS,
@@ -327,22 +328,7 @@ FAMILIES: dict[str, Family] = {
         names=TensorNames(attention="mixer", mlp="mixer", last_norm="model.norm_f", embedding="model.embeddings"),
         rope_switch=True,
         states=StateFamily("mamba", "mixer", NEMOTRON_FIELDS, single_parts=True),
-        experts=replace(
-            SIGMOID_EXPERTS,
-            count=8,
-            each=2,
-            inner=7688,
-            shared_inner=7688,
-            shared_field="moe_shared_expert_intermediate_size",
-            shared_module="mixer.shared_experts",
-            shared_count=0,
-            scale=1.0,
-            groups=(1, 1),
-            layer_type="moe",
-            module="mixer",
-            fused_module="mixer",
-            fused_names=("experts.up_proj", "experts.down_proj"),
-        ),
+        experts=NEMOTRON_EXPERTS,
         unsupported=(("moe_latent_size", 0),),
     ),
     "granitemoehybrid": Family(

@@ -29,7 +29,7 @@ from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRa
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 
 NORM_EPS = 1e-6
-"""Of the norms inside attention, which transformers' classes do not take from the config."""
+"""The eps of the norms inside attention, which transformers' classes do not take from the config."""
 
 
 class LatentAttention(AttentionPart):

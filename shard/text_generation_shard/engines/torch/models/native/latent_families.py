@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
+from text_generation_shard.engines.torch.models.native.expert_families import DENSE, SIGMOID_EXPERTS, SOFTMAX_EXPERTS
 from text_generation_shard.engines.torch.models.native.family import ATTENTION_BIAS, Family
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
 
-DENSE = "first_k_dense_replace"
-SIGMOID_EXPERTS = ExpertFamily(
-    256,
-    8,
-    inner=2048,
-    shared_module="mlp.shared_experts",
-    shared_count=1,
-    shared_gate=False,
-    normalize=("norm_topk_prob", True),
-    dense_layers=(DENSE, 3),
-    sigmoid=True,
-    choice_bias="gate.e_score_correction_bias",
-    eps=1e-20,
-    scale=2.5,
-    groups=(8, 4),
-    group_best=2,
-)
-SOFTMAX_EXPERTS = replace(SIGMOID_EXPERTS, sigmoid=False, dense_layers=(DENSE, 0), scale=1.0, groups=(1, 1))
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     qkv_bias=ATTENTION_BIAS,
