@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import Driver
+from native_families import LATENT
 from reference_kernels import reference_engine
 from structlog.testing import capture_logs
 from tiny_checkpoint import random_tensors, write_checkpoint
+from tiny_transformers import SHAPE, random_model, save
 from torch import Tensor
+from transformers import YoutuConfig
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import KVCacheDType, ModelImpl, ShardConfig
@@ -115,6 +118,13 @@ def test_transformers_does_not_use_scales_and_says_so(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, random_tensors() | {"model.layers.1.self_attn.k_scale": torch.tensor(1.0)})
     with pytest.raises(EngineError, match="--kv-cache-dtype fp8_e4m3fn: the scales of this checkpoint are not served"):
         fp8_cache(settings(folder), {}, CPU)
+
+
+def test_latent_rows_are_not_stored_in_fp8(tmp_path: Path) -> None:
+    folder = Path(save(random_model(YoutuConfig(**SHAPE | LATENT)), tmp_path))
+    message = "--kv-cache-dtype fp8_e4m3fn: the latent rows of youtu models are not stored in FP8"
+    with pytest.raises(EngineError, match=f"^{message}$"):
+        build_engine(settings(folder))
 
 
 def prompt_scores(engine: Engine) -> Tensor:

@@ -197,7 +197,8 @@ def test_the_kernel_routes_as_the_formula(
     logits[3] = torch.nan
     scale = torch.rand(count, device=device) + 0.5 if normalize else None
     bias = torch.randn(count, device=device) if sigmoid else None
-    routing = Routing(experts_each, normalize, scale, bias)
+    eps = 1e-20 if sigmoid else 0.0
+    routing = Routing(experts_each, normalize, scale, bias, eps)
     ids, weights = route(logits, routing)
     expected_ids, expected = choose_top_k(logits, routing)
     for row in (0, 1, 4):
@@ -207,7 +208,7 @@ def test_the_kernel_routes_as_the_formula(
     assert weights[2:4].isnan().all()
     assert all(0 <= expert < count for expert in ids.flatten().tolist())
     gates = torch.randn(5, 1, device=device)
-    with_shared = Routing(experts_each, normalize, scale, bias, has_shared=True)
+    with_shared = Routing(experts_each, normalize, scale, bias, eps, has_shared=True)
     for choose in (route, choose_top_k):
         all_ids, all_weights = choose(torch.cat((logits, gates), 1), with_shared)
         assert all_ids[[0, 1, 4], :-1].equal((ids if choose is route else expected_ids)[[0, 1, 4]])
