@@ -107,7 +107,7 @@ def test_write_indices_follow_the_block_table() -> None:
         ]
     )
     order = [index for tiles in batch.rows for offset, tile in tiles for index in range(offset, offset + tile.length)]
-    assert torch.equal(batch.write_index[0, 1].view(-1, 2)[order].flatten(), expected)
+    assert torch.equal(batch.write_index[0, 2].view(-1, 2)[order].flatten(), expected)
 
 
 def test_only_blocks_started_and_not_filled_are_cleared() -> None:
