@@ -34,7 +34,7 @@ UNSUPPORTED = {
 """TGI settings that this server does not have and that change what is served, with the alternatives."""
 NO_EFFECT = (
     "cuda_graphs", "disable_custom_kernels", "master_addr", "master_port", "max_image_fetch_size", "prometheus_port",
-    "speculate", "trust_remote_code", "usage_stats", "watermark_delta", "watermark_gamma",
+    "trust_remote_code", "usage_stats", "watermark_delta", "watermark_gamma",
 )  # fmt: skip
 """TGI settings that are accepted and change nothing here: each answer is the same without them."""
 
@@ -83,7 +83,7 @@ class LauncherConfig(
         "shard_uds_path shard_tcp_port shard_hostname shards peers peer_name",
         Topic.REQUESTS: "max_input_tokens max_input_length",
         Topic.TENSORRT_LLM: "trtllm_options trtllm_launch trtllm_hosts",
-        Topic.LOGS: "env usage_stats prometheus_port disable_custom_kernels cuda_graphs speculate watermark_gamma watermark_delta "
+        Topic.LOGS: "env usage_stats prometheus_port disable_custom_kernels cuda_graphs watermark_gamma watermark_delta "
         "master_addr master_port max_image_fetch_size",
     }
     usages: ClassVar[Sequence[str]] = ("--model-id MODEL [flags]", *(form for form, _ in COMMANDS.values()))
@@ -143,8 +143,6 @@ class LauncherConfig(
     cuda_graphs: str = ""
     """Accepted for compatibility with TGI: the torch engine chooses the sizes of its CUDA graphs itself; the tensorrt-llm engine
     has cuda_graph_config in --trtllm-options."""
-    speculate: NonNegativeInt = 0
-    """Accepted for compatibility with TGI: no tokens are speculated, which changes no answer."""
     watermark_gamma: float = 0.0
     """Accepted for compatibility with TGI; no effect."""
     watermark_delta: float = 0.0

@@ -41,7 +41,8 @@ class ShardSettings(SharedSettings, ShardAccess):
     """The settings of a shard that a user may give to the launcher."""
 
     topics: ClassVar[Mapping[Topic, str]] = {
-        Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype quantize load_format device lora_adapters",
+        Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype quantize load_format device lora_adapters "
+        "speculate",
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
         Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads",
@@ -78,6 +79,9 @@ class ShardSettings(SharedSettings, ShardAccess):
     lora_adapters: str = ""
     """LoRA adapters to serve beside the model, with commas between: id, id=folder, id@revision.
     Requests name one by its id."""
+    speculate: Annotated[str, Field(pattern=r"^(auto|\d{1,2})$")] = "auto"
+    """Speculative decoding in the torch engine: most tokens to draft for a sequence in a step, by a search of its own text and of
+    recent outputs. auto: 8; 0: none. Drafts change no answer, and are made only where they are faster: docs/speculation.md."""
     trtllm_options: str = ""
     """Keyword arguments of TensorRT-LLM's LLM, as YAML: a file or the text itself."""
     trace_steps: str = ""

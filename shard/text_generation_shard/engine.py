@@ -91,6 +91,8 @@ class EngineInfo:
     """Sequences may be replays: LogprobOptions.generated."""
     kv_cache_dtype: str = ""
     """The FP8 type of the KV cache; empty: `dtype`."""
+    max_tokens_per_step: int = 0
+    """Most new tokens of a sequence in a step; 0: one."""
 
 
 @dataclass(frozen=True, slots=True)

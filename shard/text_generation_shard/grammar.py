@@ -74,6 +74,20 @@ class Matcher:
         """False while its next mask is computed beside the steps."""
         return self.beside is None or self.beside.done()
 
+    @property
+    def is_quick(self) -> bool:
+        """True if steps compute its masks."""
+        return self.beside is None and not self.is_slow
+
+    @without_panics
+    def allowed(self, token_ids: Sequence[int]) -> int:
+        """Return the number of leading tokens that the grammar allows next."""
+        return self.raw.validate_tokens(list(token_ids))
+
+    def copy(self) -> Matcher:
+        """Return a matcher in the same state, which advances by itself."""
+        return replace(self, raw=self.raw.deep_copy())
+
     @without_panics
     def compute(self, words: int) -> NDArray[np.int32]:
         """Return the next mask in `words` of 32 bits, and count its CPU time."""
@@ -146,7 +160,7 @@ class Grammars:
     @without_panics
     def _build(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
         compiled = self._compiled(grammar)
-        matcher = replace(compiled, raw=compiled.raw.deep_copy())
+        matcher = compiled.copy()
         if generated:
             if not matcher.raw.consume_tokens(list(generated)):
                 raise GrammarError("the tokens generated before do not fit the grammar")

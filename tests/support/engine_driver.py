@@ -186,7 +186,9 @@ class Driver:
             self.streams[top.slot].top_tokens.append(top)
         for scores in result.prompt_logprobs:
             self.streams[scores.slot].prompt_scores.append(scores)
-        for slot, token, logprob in zip(result.slots, result.token_ids, result.logprobs, strict=True):
+        counts = result.token_counts or [1] * len(result.slots)
+        slots = [slot for slot, count in zip(result.slots, counts, strict=True) for _ in range(count)]
+        for slot, token, logprob in zip(slots, result.token_ids, result.logprobs, strict=True):
             self.streams[slot].tokens.append(token)
             self.streams[slot].logprobs.append(logprob)
         for slot, reason in result.finished:

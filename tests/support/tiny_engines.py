@@ -24,7 +24,7 @@ TINY_LLAMA = {
 }
 
 
-def tiny_engine(name: str, folder: Path, **model: object) -> Engine:
+def tiny_engine(name: str, folder: Path, *, speculate: str = "0", **model: object) -> Engine:
     """Build "echo", "self-scheduling echo" or "torch" with 12 slots. `model` overrides fields of config.json in `folder`."""
     (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, **model}))
     config = ShardConfig(
@@ -33,6 +33,7 @@ def tiny_engine(name: str, folder: Path, **model: object) -> Engine:
         load_format="dummy",
         device="cpu",
         max_batch_size=12,
+        speculate=speculate,
         echo_max_sequence_length=256,
     )
     return SelfSchedulingEcho.build(config) if name.startswith("self") else build_engine(config)

@@ -191,6 +191,7 @@ class InfoResponse(google.protobuf.message.Message):
     SHARES_PROMPTS_FIELD_NUMBER: builtins.int
     SCORES_GENERATED_FIELD_NUMBER: builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: builtins.int
+    MAX_TOKENS_PER_STEP_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -229,6 +230,8 @@ class InfoResponse(google.protobuf.message.Message):
     """LogprobOptions.generated is understood"""
     kv_cache_dtype: builtins.str
     """"fp8_e4m3fn", "fp8_e5m2"; empty: dtype"""
+    max_tokens_per_step: builtins.int
+    """most new tokens of a sequence in a step, with speculative decoding; 0: one"""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -271,8 +274,9 @@ class InfoResponse(google.protobuf.message.Message):
         shares_prompts: builtins.bool = ...,
         scores_generated: builtins.bool = ...,
         kv_cache_dtype: builtins.str = ...,
+        max_tokens_per_step: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "kv_cache_dtype", b"kv_cache_dtype", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "kv_cache_dtype", b"kv_cache_dtype", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_tokens_per_step", b"max_tokens_per_step", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 

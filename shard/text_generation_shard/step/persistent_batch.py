@@ -2,7 +2,7 @@
 
 Most steps of a busy engine consist of these. Each decodes one token a step, greedily, with nothing else requested. Its position
 depends only on the number of steps, and the device has its last token. A step costs the host a few array operations instead of
-a loop over objects. The tokens are not stored here; the router has them.
+a loop over objects. The tokens are not stored here; the router has them. A sequence leaves for a step in which it has drafts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ class PersistentBatch:
         self._stop_ids: frozenset[int] = frozenset()
         self._joining: list[Sequence] = []
         self._changed: list[Sequence] = []
+        self._leaving: set[int] = set()
+        """Slots."""
         self._has_dropped = False
         self._epoch = 0
 
     def join(self, sequence: Sequence) -> None:
         """Add a sequence from the next step on."""
         self._joining.append(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence from the next step on; no step with it may be in progress."""
+        self._leaving.add(sequence.slot)
+        self._has_dropped = True
 
     def extend(self, sequence: Sequence) -> None:
         """Note that a sequence got blocks."""
@@ -72,13 +79,14 @@ class PersistentBatch:
         return rows.epoch != self._epoch
 
     def _remove_dropped(self) -> None:
-        held = np.fromiter((sequence.is_held for sequence in self._sequences), dtype=np.bool_)
+        leaving = self._leaving
+        held = np.fromiter((each.is_held and each.slot not in leaving for each in self._sequences), dtype=np.bool_)
         self._columns = self._columns[:, held]
         self._sequences, self._joining, self._changed = (
-            [sequence for sequence in sequences if sequence.is_held]
+            [each for each in sequences if each.is_held and each.slot not in leaving]
             for sequences in (self._sequences, self._joining, self._changed)
         )
-        self._has_dropped = False
+        self._leaving, self._has_dropped = set(), False
         self._index()
 
     def _add_joining(self) -> None:

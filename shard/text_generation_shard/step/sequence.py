@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping
-from text_generation_shard.engine import NewSequence, PromptScores
+from text_generation_shard.engine import NewSequence, PromptScores, StepResult
 from text_generation_shard.grammar import Matcher
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ GREEDY = Sampling()
 class Sequence:
     """The state of a sequence.
 
-    While it is in the persistent batch, `tokens`, `computed` and `generated` are not updated.
+    While it is in the persistent batch, `computed` and `generated` are not updated, nor are `tokens` without drafts.
     """
 
     slot: int
@@ -118,9 +119,22 @@ class Sequence:
         """Its KV blocks in each group."""
         return self.blocks, *self.further
 
+    @property
+    def is_ready(self) -> bool:
+        """False while the mask of its next token is computed beside the steps."""
+        return self.matcher is None or self.matcher.is_ready
+
     def update_end(self, block_size: int) -> None:
         """Recompute `end` after the blocks changed."""
         self.end = min(self.last, min(map(len, self.tables)) * block_size)
+
+    def report_scores(self, result: StepResult) -> None:
+        """Move the scores of its prompt to the result of the step that completes them."""
+        if self.prompt_scores is not None:
+            result.prompt_logprobs.append(self.prompt_scores)
+        if self.replay is not None:
+            result.generated_scores.append(self.replay.scores)
+        self.prompt_scores = self.replay = None
 
     @property
     def suppressed(self) -> frozenset[int]:
@@ -167,11 +181,18 @@ class StepRow:
     length: int
     samples: bool
     """True if the step also samples the token after the last of these positions."""
+    drafts: tuple[int, ...] = ()
+    """The tokens at the positions after the first, if they are drafted: the step then samples the token after each position."""
 
     @property
     def prefills(self) -> bool:
         """True if the positions belong to the prompt."""
         return self.start < self.sequence.prompt_length
+
+    @property
+    def first_sampled(self) -> int:
+        """The position of the first token that the step samples for it."""
+        return self.start + self.length - len(self.drafts)
 
 
 @dataclass(slots=True)
@@ -232,13 +253,26 @@ class StepRows:
 
     @property
     def num_sampling(self) -> int:
-        """Number of rows that sample a token."""
-        return self.num_persistent + sum(row.samples for row in self.others)
+        """Number of tokens that are sampled."""
+        return self.num_persistent + sum(row.samples + len(row.drafts) for row in self.others)
 
     @property
     def sampling(self) -> list[StepRow]:
         """The rows outside the persistent batch that sample a token."""
         return [row for row in self.others if row.samples]
+
+    def indexed(self) -> list[tuple[int, StepRow]]:
+        """Return the rows of `sampling`, each with the index of its first sampled token among those of the step."""
+        rows = self.sampling
+        firsts = accumulate((1 + len(row.drafts) for row in rows), initial=self.num_persistent)
+        return list(zip(firsts, rows, strict=False))
+
+    @property
+    def drafting(self) -> list[tuple[int, StepRow]]:
+        """The rows with drafts, as in `indexed`."""
+        if not any(row.drafts for row in self.others):
+            return []
+        return [(first, row) for first, row in self.indexed() if row.drafts]
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -248,13 +282,36 @@ class StepRows:
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """The tokens of the rows that sample, in columns, in the order of the rows."""
+    """The tokens of the rows that sample, in columns, in the order of the rows; a row with drafts has several."""
 
     token_ids: list[int]
     logprobs: list[float]
     failures: dict[int, tuple[FailureCode, str]] = field(default_factory=dict)
-    """By index: the reason why there is no token."""
+    """By index: the reason why there is no token. After the first of a row its position is computed again in a later step."""
     grammar_ended: set[int] = field(default_factory=set)
     """Indices of rows whose grammar is complete: the sequence ends with this token."""
     late: set[int] = field(default_factory=set)
     """Indices of decoding rows whose mask is not ready: their position is computed again in a later step."""
+
+
+def take_tokens(row: StepRow, first: int, output: SamplerOutput) -> tuple[int, FinishReason | None]:
+    """Give the sequence of a row with drafts its new tokens; return their number, and the reason if the last one ends it.
+
+    They are those that equal the drafts, and the one after them. `first` is the index in `output` of the first.
+    """
+    sequence, matcher, taken = row.sequence, row.sequence.matcher, 0
+    for index, draft in enumerate((*row.drafts, None), first):
+        if index in output.failures:
+            break
+        token_id, ended = output.token_ids[index], index in output.grammar_ended
+        sequence.tokens.append(token_id)
+        sequence.generated += 1
+        taken += 1
+        if reason := finish_reason(sequence.stopping, sequence.generated, token_id, grammar_ended=ended):
+            return taken, reason
+        if matcher is not None:
+            matcher.accept(token_id)
+        if token_id != draft:
+            break
+    sequence.computed = row.start + taken
+    return taken, None

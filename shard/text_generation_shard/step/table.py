@@ -14,12 +14,16 @@ too, although only the device knows the token that it needs. A step is *recorded
 engine may be one step ahead of what is recorded; results for a sequence that was dropped meanwhile are discarded.
 
 If the device keeps the last tokens, a sequence that needs nothing but the most probable token moves to the persistent batch with
-its first token. Its results are then reported but not stored: its `tokens`, `computed` and `generated` stop changing.
+its first token. Its results are then reported but not stored: its `computed` and `generated` stop changing.
+
+A decoding sequence may have *drafts*, guesses of its next tokens: the step computes their positions too, and samples the token
+after each. A draft is right if it is the token sampled for its position. `advance` records the right ones and the token after
+them; the positions behind are not computed, and later steps overwrite their KV. Such a step begins once the last one is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
@@ -36,8 +40,10 @@ from text_generation_shard.step.sequence import (
     StepRow,
     StepRows,
     finish_reason,
+    take_tokens,
 )
 
+NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
 MASK_WAIT_S = 0.005
 """Longest wait of an engine without rows for a mask: orders may come meanwhile."""
 
@@ -51,6 +57,8 @@ class SequenceTable:
     """The groups of the KV cache, the first of them full."""
     runs_ahead: bool = False
     """True if the device keeps the last tokens and steps may begin before they are known: enables the persistent batch."""
+    drafts: bool = False
+    """True if sequences may have drafts: `tokens` are then known in the persistent batch too."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """By slot. Changed by the table only."""
     _others: dict[int, Sequence] = field(default_factory=dict)
@@ -121,15 +129,27 @@ class SequenceTable:
                     self._chunked.append(sequence)
         return failed
 
-    def rows(self) -> StepRows:
-        """Return the rows of the next step: every decoding sequence with room in its blocks, then the ordered chunks."""
+    def decoding(self) -> list[Sequence]:
+        """Return the sequences with new tokens that the next step may continue; their tokens must be known."""
+        sequences = self.sequences.values()
+        return [each for each in sequences if each.prompt_length < len(each.tokens) <= each.end and each.is_ready]
+
+    def rows(self, drafts: Mapping[int, tuple[int, ...]] = NO_DRAFTS) -> StepRows:
+        """Return the rows of the next step: every decoding sequence with room in its blocks, then the ordered chunks.
+
+        `drafts` are those of sequences of `decoding`, by slot.
+        """
+        for slot in drafts:
+            self._leave_persistent(self.sequences[slot])
         persistent = None if self._persistent is None else self._persistent.rows()
         rows = [
             StepRow(sequence, sequence.computed, 1, True)  # noqa: FBT003 – keywords are slower; this runs per row and step
             for sequence in self._others.values()
-            if sequence.prompt_length <= sequence.computed < sequence.end
-            and (sequence.matcher is None or sequence.matcher.is_ready)
+            if sequence.prompt_length <= sequence.computed < sequence.end and sequence.is_ready
         ]
+        for row in rows if drafts else ():
+            row.drafts = drafts.get(row.sequence.slot, ())
+            row.length += len(row.drafts)
         waiting: list[Sequence] = []
         prompt_tokens = 0
         for sequence in self._chunked:
@@ -180,8 +200,8 @@ class SequenceTable:
         # This loop runs hundreds of thousands of times a second: it avoids attribute lookups and calls.
         for row in rows.others:
             sequence = row.sequence
-            index += row.samples
-            if not sequence.is_held or index in late:
+            index += row.samples + len(row.drafts)
+            if not sequence.is_held or index in late or row.drafts:
                 continue
             if row.start < sequence.prompt_length:
                 result.prefilled.append((sequence.slot, row.length))
@@ -190,12 +210,8 @@ class SequenceTable:
             if index in failures:
                 result.failed.append(self._drop(sequence, *failures[index]))
                 continue
-            if sequence.prompt_scores is not None:
-                result.prompt_logprobs.append(sequence.prompt_scores)
-                sequence.prompt_scores = None
-            if sequence.replay is not None:
-                result.generated_scores.append(sequence.replay.scores)
-                sequence.replay = None
+            if sequence.prompt_scores is not None or sequence.replay is not None:
+                sequence.report_scores(result)
             token_id = token_ids[index]
             sequence.tokens.append(token_id)
             sequence.generated = generated = sequence.generated + 1
@@ -211,12 +227,35 @@ class SequenceTable:
                 sequence.matcher.accept(token_id)
             elif self._persistent is not None:
                 self._move_to_persistent(sequence)
+        if drafting := rows.drafting:
+            self._advance_drafting(drafting, output, result)
         return result
+
+    def _advance_drafting(self, drafting: list[tuple[int, StepRow]], output: SamplerOutput, result: StepResult) -> None:
+        result.token_counts = [1] * len(result.slots)
+        for first, row in drafting:
+            sequence = row.sequence
+            if not sequence.is_held:
+                continue
+            if first in output.failures:
+                result.failed.append(self._drop(sequence, *output.failures[first]))
+                continue
+            count, reason = take_tokens(row, first, output)
+            result.slots.append(sequence.slot)
+            result.token_counts.append(count)
+            result.token_ids += output.token_ids[first : first + count]
+            result.logprobs += output.logprobs[first : first + count]
+            if reason is not None:
+                result.finished.append((sequence.slot, reason))
+                self._remove(sequence.slot)
 
     def _advance_persistent(self, rows: PersistentRows, output: SamplerOutput, result: StepResult) -> None:
         assert self._persistent is not None
         token_ids, logprobs = output.token_ids[: len(rows)], output.logprobs[: len(rows)]
         slots: list[int] = rows.slots.tolist()
+        if self.drafts:
+            for sequence, token_id in zip(rows.sequences, token_ids, strict=True):
+                sequence.tokens.append(token_id)
         gone = set(rows.dropped()) if self._persistent.dropped_since(rows) else set()
         for index, failure in output.failures.items():
             if index < len(rows) and index not in gone:
@@ -265,6 +304,14 @@ class SequenceTable:
         if sequence.greedy_from <= sequence.computed + 1 and self._others.pop(sequence.slot, None) is not None:
             assert self._persistent is not None
             self._persistent.join(sequence)
+
+    def _leave_persistent(self, sequence: Sequence) -> None:
+        """Take a sequence out of the persistent batch, if it is there; all of its tokens are known."""
+        if self._persistent is not None and sequence.slot not in self._others:
+            self._persistent.leave(sequence)
+            self._others[sequence.slot] = sequence
+            sequence.generated = len(sequence.tokens) - sequence.prompt_length
+            sequence.computed = len(sequence.tokens) - 1
 
     def _allocate(self, sequence: Sequence, group: int, blocks: tuple[int, ...]) -> None:
         if self.groups[group].is_state:

@@ -3,7 +3,7 @@
     header | ids | positions | slots | sampling | cells | blocks | pages | query indptr | page indptr | last pages
         | state reads | state writes
 
-The tokens of decode rows come first, one each, then the tokens of prompt chunks. `sampling` holds the indices of the tokens
+The tokens of decode rows come first, one each and its drafts, then the tokens of prompt chunks. `sampling` holds the indices of the tokens
 whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
 are updated: `cells` are indices into the flattened tables of all groups, `blocks` the new values. The columns from `pages` to
 `last pages` are the inputs of FlashInfer's planner for the chunks, the last two the blocks of their states. `pages` and `page_indptr` have a part for each group; that of a window group begins
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,7 +185,7 @@ def plan_decoding(
     greedy: bool,
     memory: Allocate = pageable_memory,
 ) -> StepPlan:
-    """Plan one token for each of `rows`, in order. `padding` must have room for all rows and updates."""
+    """Plan one token for each of `rows`, and its drafts, in order. `padding` must have room for all tokens and updates."""
     dummy = StepPlan.dummy(padding, greedy=greedy)
     plan = StepPlan(memory(len(dummy.numbers)), dummy.sizes, dummy.bounds, greedy)
     plan.numbers[:] = dummy.numbers
@@ -201,13 +202,13 @@ def plan_chunks(
     greedy: bool,
     memory: Allocate = pageable_memory,
 ) -> StepPlan:
-    """Plan one token for each decode row, then the tokens of each chunk; there is at least one chunk.
+    """Plan one token for each decode row, and its drafts, then the tokens of each chunk; there is at least one chunk.
 
     `windows` are those of the groups of KV blocks.
     """
     decoding = [row for row in rows.others if not row.prefills]
     chunks = rows.others[len(decoding) :]
-    first = rows.num_persistent + len(decoding)
+    first = rows.num_persistent + sum(row.length for row in decoding)
     ends = [row.start + row.length for row in chunks]
     tables = [
         row.sequence.tables[number][CacheGroup(0, window).first_block(row.start, BLOCK_SIZE) : -(-end // BLOCK_SIZE)]
@@ -219,9 +220,9 @@ def plan_chunks(
     pages, groups = sum(map(len, tables)), len(windows)
     sizes = PlanSizes(first + chunk_tokens, num_sampling, len(updates), pages, len(chunks), groups)
     plan = StepPlan.blank(sizes, greedy=greedy, memory=memory)
-    _put_decoding(plan, rows, decoding)
     ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
     ids[:first] = LAST_SAMPLED
+    _put_decoding(plan, rows, decoding)
     sampling = list(range(first))
     at = first
     for row, end in zip(chunks, ends, strict=True):
@@ -247,16 +248,29 @@ def plan_chunks(
 
 
 def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[StepRow]) -> None:
-    """Write positions and slots of persistent rows and of other decode rows; the device knows their tokens."""
+    """Write positions and slots of persistent rows and of other decode rows, and the tokens that the host knows."""
     positions, slots = plan.column("positions"), plan.column("slots")
     first = rows.num_persistent
     if rows.persistent is not None:
         positions[:first] = rows.persistent.starts
         slots[:first] = rows.persistent.slots
     if decoding:
-        count = first + len(decoding)
+        count = first + sum(row.length for row in decoding)
+        if count > first + len(decoding):
+            ids = [token for row in decoding for token in (_known_token(row), *row.drafts)]
+            plan.column("ids")[first:count] = ids
+            positions[first:count] = [at for row in decoding for at in range(row.start, row.start + row.length)]
+            slots[first:count] = [slot for row in decoding for slot in repeat(row.sequence.slot, row.length)]
+            return
+        plan.column("ids")[first:count] = [_known_token(row) for row in decoding]
         positions[first:count] = [row.start for row in decoding]
         slots[first:count] = [row.sequence.slot for row in decoding]
+
+
+def _known_token(row: StepRow) -> int:
+    """Return the first token of a decode row: after drafts only the host knows which one is the last."""
+    tokens = row.sequence.tokens
+    return tokens[row.start] if row.start < len(tokens) else LAST_SAMPLED
 
 
 def _put_updates(plan: StepPlan, updates: Sequences[TableUpdate]) -> None:

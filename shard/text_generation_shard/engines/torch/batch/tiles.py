@@ -2,12 +2,12 @@
 
 The tokens of a row are cut into *tiles* of at most TILE_TOKENS, so that a long chunk attends tile by tile and each tile reads
 only the keys before its end. Tiles of similar size form a *tile group*, which attends as one padded batch. The flat order is
-the order of the groups; a decode row is a tile of one token.
+the order of the groups; a decode row is a tile of one token, or of several if it has drafts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -89,7 +89,7 @@ def build_batch(
     """
     groups = _groups(_tiles(plan), window)
     tiles = [tile for group in groups for tile in group.tiles]
-    rows: list[list[tuple[int, Tile]]] = [[] for _ in range(plan.num_decoding + plan.sizes.chunks)]
+    rows: list[list[tuple[int, Tile]]] = [[] for _ in range(1 + max(tile.row for tile in tiles))]
     offset = 0
     for tile in tiles:
         rows[tile.row].append((offset, tile))
@@ -128,9 +128,14 @@ def _tiles(plan: StepPlan) -> list[Tile]:
     decoding = plan.num_decoding
     slots, positions = plan.column("slots"), plan.column("positions")
     pairs = zip(slots[:decoding].tolist(), positions[:decoding].tolist(), strict=True)
-    tiles = [Tile(row, slot, position, 1, row) for row, (slot, position) in enumerate(pairs)]
+    tiles: list[Tile] = []
+    for place, (slot, position) in enumerate(pairs):
+        if tiles and tiles[-1].slot == slot and tiles[-1].end == position:  # a draft
+            tiles[-1] = replace(tiles[-1], length=tiles[-1].length + 1)
+        else:
+            tiles.append(Tile(len(tiles), slot, position, 1, place))
     ends = (plan.column("query_indptr") + decoding).tolist()
-    for row, (first, end) in enumerate(pairwise(ends), decoding):
+    for row, (first, end) in enumerate(pairwise(ends), len(tiles)):
         slot, start = int(slots[first]), int(positions[first])
         for place in range(first, end, TILE_TOKENS):
             tiles.append(Tile(row, slot, start + place - first, min(TILE_TOKENS, end - place), place))

@@ -25,6 +25,7 @@ from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup, join_group
 from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
+from text_generation_shard.step.drafts.drafter import Drafter
 
 ScoreScales = Sequence[tuple[float, float | None]]
 """Scale and softcap of the scores of each layer."""
@@ -87,7 +88,12 @@ class EngineBuilder:
             execute = TPWorker(runner, self._memory, self.device).execute
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
         trace = StepTrace(self._config.trace_steps) if self._config.trace_steps else None
-        return TorchEngine(self.info, self.executor(runner), self._grammars, trace)
+        return TorchEngine(self.info, self.executor(runner), self._grammars, trace, self._drafter())
+
+    def _drafter(self) -> Drafter | None:
+        if self.info.max_tokens_per_step < 2:
+            return None
+        return Drafter(self.info.max_tokens_per_step - 1, self.info.max_slots, runs_ahead=self.device.type == "cuda")
 
 
 def _prepare_gpu(device: torch.device, dtype: torch.dtype) -> None:

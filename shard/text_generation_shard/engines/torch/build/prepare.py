@@ -34,6 +34,9 @@ CUDA_CHUNK_PRODUCTS = 16e12
 """Multiplications per chunk, about 50 ms on a Hopper GPU: long enough to amortize a launch, short enough not to delay decoding.
 Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
 
+AUTO_DRAFTS = 8
+"""Tokens of the longest draft, unless a flag says otherwise."""
+
 MAX_WEIGHTS_PER_BYTE = 1.0
 """Most weights for a byte of a checkpoint without quantization: twice as many as in float16."""
 MAX_QUANTIZED_WEIGHTS_PER_BYTE = 8.0
@@ -145,6 +148,7 @@ def engine_info(
         grammar_kinds=grammars.kinds if grammars is not None else (),
         scores_generated=True,
         kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        max_tokens_per_step=1 + (AUTO_DRAFTS if config.speculate == "auto" else int(config.speculate)),
         adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
     )
 

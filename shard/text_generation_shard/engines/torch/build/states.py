@@ -24,4 +24,4 @@ def with_states(info: EngineInfo, bytes_each: int, memory: int) -> EngineInfo:
         raise EngineError(f"the states of two sequences take {2 * bytes_each / 2**30:.1f} GiB of memory")
     if slots < info.max_slots:
         log.info("the memory of states bounds the number of sequences", sequences=slots)
-    return replace(info, max_slots=min(slots, info.max_slots), keeps_states=True)
+    return replace(info, max_slots=min(slots, info.max_slots), keeps_states=True, max_tokens_per_step=0)

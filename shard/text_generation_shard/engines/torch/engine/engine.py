@@ -9,14 +9,18 @@ is launched before the tokens of the previous one are read, so that the device n
 The forward pass reads the tokens of the previous step on the device. Sampling depends on host state: penalties, grammars,
 minimum lengths. It is launched while the forward pass runs. If every row is sampled greedily without constraints, the device
 samples within the forward pass. A sequence that finished in step k is computed once more in step k+1; that result is dropped.
+
+A step with drafts (step.drafts) begins only once the step before is recorded, and the step after it likewise.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from math import isfinite
 
 import numpy as np
@@ -46,11 +50,13 @@ from text_generation_shard.engines.torch.engine.scoring import (
     start_token_scores,
 )
 from text_generation_shard.engines.torch.engine.trace import StepTrace
+from text_generation_shard.engines.torch.engine.verification import verifying_rows
 from text_generation_shard.engines.torch.engine.warm_up import cache_bytes, cache_groups, worst_step
 from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
 from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
 from text_generation_shard.grammar import Grammars
+from text_generation_shard.step.drafts.drafter import Drafter, drafting_of
 from text_generation_shard.step.masks import Mask, TokenMasks
 from text_generation_shard.step.sequence import GREEDY, SamplerOutput, Sequence, StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
@@ -72,24 +78,31 @@ class _Step:
     launched: Launched | None
     """Until the tokens are sampled; then dropped, because its tensors are large."""
     masking: Future[Masks] | None = None
-    masks: Masks = field(default_factory=dict)
-    """Masks of rows with a grammar, by slot."""
+    masks: dict[int, Mask] = field(default_factory=dict)
+    """Masks of rows with a grammar, by the index of the sampled token."""
     late: dict[int, Sequence] = field(default_factory=dict)
     """Sequences whose mask is not ready, by index."""
     sampled: Tensor | None = None
     """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
     scores: list[PendingScores | PendingTokenScores] = field(default_factory=list)
-    top_token_rows: list[tuple[int, StepRow]] = field(default_factory=list)
-    """Sampling rows that asked for top tokens, with their index in the step; `tops` holds their candidates."""
+    top_token_rows: list[tuple[StepRow, int]] = field(default_factory=list)
+    """Sampling rows that asked for top tokens, and the place of each sampled token in its row; `tops` holds their candidates."""
     tops: TopCandidates | None = None
     done: DeviceEvent | None = None
+    began_ahead: bool = False
+    """True if it began before the tokens of the step before were known."""
 
 
 class TorchEngine(SynchronousEngine):
     """The engine described in the module docstring."""
 
     def __init__(
-        self, info: EngineInfo, executor: Executor, grammars: Grammars | None = None, trace: StepTrace | None = None
+        self,
+        info: EngineInfo,
+        executor: Executor,
+        grammars: Grammars | None = None,
+        trace: StepTrace | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.info = info
         self.grammars = grammars
@@ -102,7 +115,10 @@ class TorchEngine(SynchronousEngine):
         self._trace = trace
         self._device = torch.device(info.device)
         self._events = EventRecorder(self._device)
-        self._table = SequenceTable(info, runs_ahead=executor.runs_ahead)
+        self._table = SequenceTable(info, runs_ahead=executor.runs_ahead, drafts=drafter is not None)
+        self.drafter = drafter
+        self._recorded_at = 0.0
+        """Time of the last record; 0 after a pause."""
         self._histories = TokenHistories(self._device)
         self._downloads = PinnedBuffers(self._device)
         """Sampled tokens are copied here."""
@@ -139,14 +155,18 @@ class TorchEngine(SynchronousEngine):
 
     @torch.inference_mode()
     def step(self) -> StepResult | None:
-        rows = self._table.rows()
         before, self._in_flight = self._in_flight, None
-        if not rows and before is None:
-            if self._trace is not None:
-                self._trace.pause()
+        result = None
+        if before is not None and self._must_record(before):
+            result, before = self._record(before), None
+        rows = self._next_rows() if before is None else self._table.rows()
+        if not rows and before is None and result is None:
+            self._pause()
             return StepResult() if self._table.wait_for_mask() else None
-        launched = self._or_fail(rows, partial(self._launch, rows)) if rows else StepResult()
-        result = StepResult() if before is None else self._record(before)
+        launched = self._or_fail(rows, partial(self._launch, rows, before is not None)) if rows else StepResult()
+        if before is not None:
+            result = self._record(before)
+        result = result or StepResult()
         if isinstance(launched, _Step):
             launched = self._or_fail(launched.rows, partial(self._sample, launched))
         if isinstance(launched, StepResult):
@@ -156,6 +176,18 @@ class TorchEngine(SynchronousEngine):
         else:
             return self._record(launched)
         return result
+
+    def _must_record(self, step: _Step) -> bool:
+        """Return True if the next step cannot begin before this one is recorded: either has drafts."""
+        if self.drafter is None:
+            return False
+        return bool(step.rows.drafting) or self.drafter.pay_after(self._table.decoding())
+
+    def _next_rows(self) -> StepRows:
+        """Return the rows of the next step; the last one is recorded."""
+        if self.drafter is None:
+            return self._table.rows()
+        return self._table.rows(self.drafter.drafts(self._table.decoding()))
 
     @property
     def running(self) -> int:
@@ -176,8 +208,7 @@ class TorchEngine(SynchronousEngine):
         if self._in_flight is not None and self._in_flight.done is not None:
             self._in_flight.done.wait()
         self._in_flight = None
-        if self._trace is not None:
-            self._trace.pause()
+        self._pause()
         self._table.clear()
         self._histories.clear()
 
@@ -190,6 +221,12 @@ class TorchEngine(SynchronousEngine):
             self.grammars.close()
         if self._masks is not None:
             self._masks.close()
+
+    def _pause(self) -> None:
+        """Note that there is nothing to compute."""
+        self._recorded_at = 0.0
+        if self._trace is not None:
+            self._trace.pause()
 
     def _allocate(self, groups: tuple[CacheGroup, ...]) -> None:
         self._executor.allocate([group.num_blocks for group in groups])
@@ -204,14 +241,14 @@ class TorchEngine(SynchronousEngine):
                 raise
             return self._table.fail(rows, f"the step failed: {typed_line(error)}")
 
-    def _launch(self, rows: StepRows) -> _Step:
+    def _launch(self, rows: StepRows, began_ahead: bool = False) -> _Step:  # noqa: FBT001, FBT002 – a value of the step
         ahead = self._executor.runs_ahead
         # On a CPU the masks are computed during the forward pass; on a GPU they depend on tokens not read yet.
-        masking = None if ahead else self._start_masks(rows.sampling)
+        masking = None if ahead else self._start_masks(rows)
         greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
         launched = self._executor.launch(rows, greedy=greedy)
         self._table.begin(rows)
-        return _Step(rows, launched.started, launched.computed, launched, masking)
+        return _Step(rows, launched.started, launched.computed, launched, masking, began_ahead=began_ahead)
 
     def _sample(self, step: _Step) -> _Step:
         """Sample the tokens of a step and start copying its results to the host."""
@@ -224,28 +261,29 @@ class TorchEngine(SynchronousEngine):
                 step.scores += start_token_scores(row, replay, offset, launched.hidden, self._executor, self._masks)
         packed = launched.sampled
         if launched.logits is not None and packed is None:
-            rows, first = step.rows.sampling, step.rows.num_persistent
-            masking = step.masking or self._start_masks(rows)
-            step.masks = {} if masking is None else masking.result()
-            if penalized := [row.sequence for row in rows if needs_history(row.sequence.sampling)]:
+            masking = step.masking or self._start_masks(step.rows)
+            masks = {} if masking is None else masking.result()
+            rows, first = step.rows.indexed(), step.rows.num_persistent
+            if penalized := [row.sequence for _, row in rows if needs_history(row.sequence.sampling)]:
                 self._histories.update(penalized)
-            settings = [self._sampling_row(row, step.masks) for row in rows]
-            sampled = sample(launched.logits, [GREEDY_ROW] * first + settings, self._executor.threshold_search)
-            step.late = {
-                index: row.sequence
-                for index, row in enumerate(rows, first)
-                if row.sequence.matcher is not None and row.sequence.slot not in step.masks
-            }
+            settings = [GREEDY_ROW] * first
+            for index, row in rows:
+                settings += self._sampling_rows(step, index, row, masks)
+            sampled = sample(launched.logits, settings, self._executor.threshold_search)
             self._table.retract(step.late.values())
             for index, sequence in step.late.items():
                 sampled.token_ids[index] = sequence.tokens[-1]  # the input of its next step, again
             self._executor.store_sampled_tokens(step.rows, sampled.token_ids)
-            step.top_token_rows = [
-                (index, row) for index, row in enumerate(rows, first) if row.sequence.top_n and index not in step.late
+            wanted = [
+                (index + place, row, place)
+                for index, row in rows
+                if row.sequence.top_n and index not in step.late
+                for place in range(1 + len(row.drafts))
             ]
-            if step.top_token_rows:
-                most = max(row.sequence.top_n for _, row in step.top_token_rows)
-                step.tops = top_candidates(sampled, [index for index, _ in step.top_token_rows], most)
+            if wanted:
+                most = max(row.sequence.top_n for _, row, _ in wanted)
+                step.tops = top_candidates(sampled, [index for index, _, _ in wanted], most)
+                step.top_token_rows = [(row, place) for _, row, place in wanted]
             packed = torch.cat((sampled.token_ids.int(), sampled.logprobs.view(torch.int32)))
         if packed is not None:
             step.sampled = self._downloads.take(len(packed))
@@ -266,38 +304,64 @@ class TorchEngine(SynchronousEngine):
         chosen = SamplerOutput([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)
         _add_mask_results(step, chosen)
         chosen.late.update(step.late)
-        tops = self._top_tokens(step, chosen)
         result = self._table.advance(step.rows, chosen)
-        result.top_tokens = tops
+        result.top_tokens = _top_tokens(step, result)
+        self._learn(step, result)
         result.forward_ns = (step.computed or step.done).ns_since(step.started)
         return result
 
-    def _top_tokens(self, step: _Step, chosen: SamplerOutput) -> list[TopTokens]:
-        if step.tops is None:
-            return []
-        return [
-            TopTokens(row.sequence.slot, 0, *step.tops.top(number, row.sequence.top_n))
-            for number, (index, row) in enumerate(step.top_token_rows)
-            if index not in chosen.failures and row.sequence.is_held
-        ]
+    def _learn(self, step: _Step, result: StepResult) -> None:
+        """Tell the drafter of a recorded step."""
+        if self.drafter is None:
+            return
+        now, before = time.perf_counter(), self._recorded_at
+        if before and not step.rows.prefills:
+            self.drafter.took(step.rows, now - before, began_ahead=step.began_ahead)
+        result.drafting = drafting_of(step.rows, result)
+        self._recorded_at = now
 
-    def _start_masks(self, rows: list[StepRow]) -> Future[Masks] | None:
-        """Start computing the grammar masks of the rows that sample, in the background.
+    def _start_masks(self, rows: StepRows) -> Future[Masks] | None:
+        """Start computing the grammar masks of the rows that sample one token, in the background.
 
         If the step fails, its sequences fail too, so their matchers are not used again.
         """
-        constrained = [row.sequence for row in rows if row.sequence.matcher is not None and row.sequence.is_held]
+        constrained = [
+            row.sequence
+            for row in rows.sampling
+            if row.sequence.matcher is not None and row.sequence.is_held and not row.drafts
+        ]
         return self._masks.start(constrained) if constrained and self._masks is not None else None
 
-    def _sampling_row(self, row: StepRow, masks: Masks) -> SamplingRow:
-        sequence = row.sequence
+    def _sampling_rows(self, step: _Step, index: int, row: StepRow, masks: Masks) -> list[SamplingRow]:
+        """Return the settings of the tokens that a row samples, the first with this index, and note their masks in the step."""
+        sequence, vocab_size = row.sequence, self.info.vocab_size
+        if row.drafts:
+            settings, along = verifying_rows(row, self._histories, self._masks, vocab_size)
+            step.masks |= {at: mask for at, mask in enumerate(along, index) if mask is not None}
+            return settings
+        mask = masks.get(sequence.slot)
+        if mask is not None:
+            step.masks[index] = mask
+        elif sequence.matcher is not None:
+            step.late[index] = sequence
         history = self._histories.tokens(sequence) if needs_history(sequence.sampling) else None
-        return sampling_row(sequence, masks.get(sequence.slot), history, self.info.vocab_size)
+        return [sampling_row(sequence, mask, history, vocab_size)]
+
+
+def _top_tokens(step: _Step, result: StepResult) -> list[TopTokens]:
+    if step.tops is None:
+        return []
+    counts = dict(zip(result.slots, result.token_counts or repeat(1)))  # noqa: B905 – repeat has no end
+    return [
+        TopTokens(row.sequence.slot, place, *step.tops.top(number, row.sequence.top_n))
+        for number, (row, place) in enumerate(step.top_token_rows)
+        if place < counts.get(row.sequence.slot, 0)
+    ]
 
 
 def _is_greedy(row: StepRow) -> bool:
     """Return True if only the most probable token can follow, regardless of the previous step's token."""
-    return row.start + row.length >= row.sequence.greedy_from
+    return row.first_sampled >= row.sequence.greedy_from
 
 
 def _read(packed: Tensor, rows: int) -> SamplerOutput:
@@ -313,11 +377,8 @@ def _read(packed: Tensor, rows: int) -> SamplerOutput:
 
 def _add_mask_results(step: _Step, chosen: SamplerOutput) -> None:
     """Add the completions and failures reported by the grammar masks."""
-    if not step.masks:
-        return
-    for index, row in enumerate(step.rows.sampling, step.rows.num_persistent):
-        if mask := step.masks.get(row.sequence.slot):
-            if mask.is_complete:
-                chosen.grammar_ended.add(index)
-            if mask.failure is not None:
-                chosen.failures[index] = (FailureCode.GRAMMAR, mask.failure)
+    for index, mask in step.masks.items():
+        if mask.is_complete:
+            chosen.grammar_ended.add(index)
+        if mask.failure is not None:
+            chosen.failures[index] = (FailureCode.GRAMMAR, mask.failure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 import numpy as np
 import torch
@@ -104,10 +104,11 @@ class Executor:
         return self._runner.logits(hidden[first:end])
 
     def store_sampled_tokens(self, rows: StepRows, token_ids: Tensor) -> None:
-        """Store the sampled tokens of the rows that sample, as inputs of the next steps."""
+        """Store the sampled tokens of the rows that sample, as inputs of the next steps; any of those of a row with drafts."""
         self._broadcast(WorkerCommand.SAMPLED)
         persistent = [] if rows.persistent is None else rows.persistent.slots.tolist()
-        slots = upload([*persistent, *(row.sequence.slot for row in rows.sampling)], torch.int64, self._device)
+        others = (slot for row in rows.sampling for slot in repeat(row.sequence.slot, 1 + len(row.drafts)))
+        slots = upload([*persistent, *others], torch.int64, self._device)
         self._runner.broadcast_sampled_tokens(slots, token_ids)
 
     def allocate(self, num_blocks: Sequence[int]) -> None:
@@ -167,7 +168,7 @@ class Executor:
         if rows.prefills:
             plan = plan_chunks(rows, updates, self._runner.windows, greedy=greedy, memory=self._pinned_memory)
         else:
-            padding = self._runner.padding(len(rows), len(updates))
+            padding = self._runner.padding(rows.tokens, len(updates))
             plan = plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
         adapted = bool(self._adapters) and any(sequence.adapter for sequence in rows.sequences)
         return plan.with_adapters() if adapted else plan

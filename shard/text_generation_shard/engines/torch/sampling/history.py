@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
 
 import torch
 from torch import Tensor
@@ -44,6 +45,15 @@ class TokenHistories:
         """Return the ids of the sequence so far, int32 [tokens]; valid until the next update."""
         self.update([sequence])
         return self._tokens[sequence.slot, : len(sequence.tokens)]
+
+    def along(self, sequence: Sequence, drafts: Sequences[int]) -> Tensor:
+        """Return the ids of the sequence so far and of its drafts; later updates overwrite the drafts."""
+        known = len(sequence.tokens)
+        sequence.tokens += drafts
+        tokens = self.tokens(sequence)
+        del sequence.tokens[known:]
+        self._stored[sequence.slot] = sequence, known
+        return tokens
 
     def clear(self) -> None:
         """Forget all sequences."""

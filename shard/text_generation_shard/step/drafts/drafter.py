@@ -1,0 +1,65 @@
+"""The drafts of a step: which sequences have some, and how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
+
+from text_generation_shard.engine import Drafting, StepResult
+from text_generation_shard.step.drafts.length import Acceptance, DraftLengths, StepTimes
+from text_generation_shard.step.drafts.lookup import Draft, LookupDrafts
+from text_generation_shard.step.sequence import Sequence, StepRows
+
+
+class Drafter:
+    """Drafts tokens where that is expected to be faster. Told of each step, from which it learns."""
+
+    def __init__(self, most: int, max_tokens: int, *, runs_ahead: bool) -> None:
+        """`most` tokens of a draft; `max_tokens` of the decoding rows of a step."""
+        self.most = most
+        self._acceptance = Acceptance()
+        self._source = LookupDrafts(self._acceptance)
+        plain = StepTimes()
+        self._lengths = DraftLengths(max_tokens, plain, StepTimes() if runs_ahead else plain)
+
+    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
+        """Return the drafts of the next step, by slot; `sequences` are all that it continues."""
+        candidates, lengths = self._candidates(sequences, lead=0)
+        return {
+            sequence.slot: draft.tokens[:length]
+            for (sequence, draft), length in zip(candidates, lengths, strict=True)
+            if length
+        }
+
+    def pay_after(self, sequences: Sequences[Sequence]) -> bool:
+        """Return True if the step after the one in progress, whose tokens are not known, should have drafts."""
+        return any(self._candidates(sequences, lead=1)[1])
+
+    def _candidates(
+        self, sequences: Sequences[Sequence], lead: int
+    ) -> tuple[list[tuple[Sequence, Draft]], Iterable[int]]:
+        if not self._lengths.may_pay(len(sequences), self.most):
+            return [], []
+        self._source.forget_ended()
+        candidates = [
+            (sequence, draft)
+            for sequence in sequences
+            if (sequence.matcher is None or sequence.matcher.is_quick)
+            and (draft := self._source.drafts(sequence, min(self.most + lead, sequence.end - len(sequence.tokens))))
+        ]
+        gains = [self._acceptance.gains(draft.source, draft.match, len(draft.tokens)) for _, draft in candidates]
+        chosen = self._lengths.choose(len(sequences), gains, lead) if candidates else None
+        return candidates, chosen or [0] * len(candidates)
+
+    def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
+        """Learn from the time between the records of a step without prompts and of the one before."""
+        self._lengths.add(rows.tokens, seconds, drafted=bool(rows.drafting), began_ahead=began_ahead)
+
+
+def drafting_of(rows: StepRows, result: StepResult) -> Drafting | None:
+    """Return the counts of the drafts in a step; None without any."""
+    if not (drafts := [row for _, row in rows.drafting]):
+        return None
+    counts = dict(zip(result.slots, result.token_counts, strict=True))
+    accepted = sum(max(0, min(counts.get(row.sequence.slot, 0) - 1, len(row.drafts))) for row in drafts)
+    return Drafting(len(drafts), sum(len(row.drafts) for row in drafts), accepted)
