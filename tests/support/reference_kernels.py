@@ -42,6 +42,7 @@ from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorP
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
 from text_generation_shard.engines.torch.weights.load import load
 from text_generation_shard.grammar import Grammars
+from text_generation_shard.step.drafts.drafter import Drafter
 
 CPU = torch.device("cpu")
 ALONE = ParallelGroup(TensorParallelRank())
@@ -361,4 +362,6 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True, adapters=info.adapters)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
-        return TorchEngine(info, executor, grammars, trace)
+        if weights.state_bytes:
+            info = replace(info, max_tokens_per_step=0)
+        return TorchEngine(info, executor, grammars, trace, Drafter.of(info, runs_ahead=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 
-from text_generation_shard.engine import Drafting, StepResult
+from text_generation_shard.engine import Drafting, EngineInfo, StepResult
 from text_generation_shard.step.drafts.length import Acceptance, DraftLengths, StepTimes
 from text_generation_shard.step.drafts.lookup import Draft, LookupDrafts
 from text_generation_shard.step.sequence import Sequence, StepRows
@@ -21,6 +21,12 @@ class Drafter:
         self._source = LookupDrafts(self._acceptance)
         plain = StepTimes()
         self._lengths = DraftLengths(max_tokens, plain, StepTimes() if runs_ahead else plain)
+
+    @classmethod
+    def of(cls, info: EngineInfo, *, runs_ahead: bool) -> Drafter | None:
+        """Return the drafter of an engine; None if it drafts nothing."""
+        most = info.max_tokens_per_step - 1
+        return cls(most, info.max_slots, runs_ahead=runs_ahead) if most > 0 else None
 
     def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
         """Return the drafts of the next step, by slot; `sequences` are all that it continues."""

@@ -57,7 +57,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = save(random_model(config), tmp_path_factory.mktemp("checkpoint"))
     # Few slots, so that they are reused.
     kv_cache_dtype = "fp8_e4m3fn" if is_fp8 else "auto"
-    config = ShardConfig(model_path=folder, device="cpu", max_batch_size=6, kv_cache_dtype=kv_cache_dtype, speculate="0")
+    config = ShardConfig(
+        model_path=folder, device="cpu", max_batch_size=6, kv_cache_dtype=kv_cache_dtype, speculate="0"
+    )
     return build_engine(config)
 
 

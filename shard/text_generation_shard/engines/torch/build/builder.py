@@ -88,12 +88,8 @@ class EngineBuilder:
             execute = TPWorker(runner, self._memory, self.device).execute
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
         trace = StepTrace(self._config.trace_steps) if self._config.trace_steps else None
-        return TorchEngine(self.info, self.executor(runner), self._grammars, trace, self._drafter())
-
-    def _drafter(self) -> Drafter | None:
-        if self.info.max_tokens_per_step < 2:
-            return None
-        return Drafter(self.info.max_tokens_per_step - 1, self.info.max_slots, runs_ahead=self.device.type == "cuda")
+        drafter = Drafter.of(self.info, runs_ahead=self.device.type == "cuda")
+        return TorchEngine(self.info, self.executor(runner), self._grammars, trace, drafter)
 
 
 def _prepare_gpu(device: torch.device, dtype: torch.dtype) -> None:

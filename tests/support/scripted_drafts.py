@@ -1,0 +1,52 @@
+"""Drafts that a test knows to be right or wrong, in the place of an engine's drafter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Sequences
+
+from text_generation_shard.engine import Engine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.step.drafts.drafter import Drafter
+from text_generation_shard.step.sequence import Sequence, StepRows
+
+
+class ScriptedDrafts(Drafter):
+    """Drafts the tokens that `texts` go on with, some of them replaced; at random also none, or any tokens."""
+
+    def __init__(
+        self, texts: Sequences[Sequences[int]], vocab_size: int, seed: int = 0, *, errors: float = 0.2
+    ) -> None:
+        super().__init__(8, 1 << 30, runs_ahead=True)
+        self._texts = [list(text) for text in texts]
+        self._vocab_size = vocab_size
+        self._errors = errors
+        self._draw = random.Random(seed)
+
+    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
+        drafted = {sequence.slot: self._draft(sequence) for sequence in sequences}
+        return {slot: tokens for slot, tokens in drafted.items() if tokens}
+
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        count = len(sequence.tokens)
+        most = min(self._draw.randrange(9), sequence.end - count)
+        if most < 1 or (sequence.matcher is not None and not sequence.matcher.is_quick):
+            return ()
+        going_on = (text[count:] for text in self._texts if text[:count] == sequence.tokens)
+        right = next(going_on, [self._draw.randrange(self._vocab_size) for _ in range(most)])[:most]
+        return tuple(
+            self._draw.randrange(self._vocab_size) if self._draw.random() < self._errors else token for token in right
+        )
+
+    def pay_after(self, sequences: Sequences[Sequence]) -> bool:
+        return self._draw.random() < 0.6
+
+    def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
+        pass
+
+
+def draft_by(engine: Engine, drafter: Drafter | None) -> None:
+    """Replace the drafter of an engine; None: it drafts nothing."""
+    assert isinstance(engine, TorchEngine)
+    assert engine.info.max_tokens_per_step > 1
+    engine.drafter = drafter

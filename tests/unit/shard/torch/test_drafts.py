@@ -1,0 +1,195 @@
+"""Drafts change no text: tokens, log-probabilities and ends are those without, whatever is drafted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from byte_tokenizer import END, write_tokenizer
+from engine_driver import Driver, Stream
+from reference_kernels import reference_engine
+from scripted_drafts import ScriptedDrafts, draft_by
+from tiny_transformers import SHAPE, random_model, save
+from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
+
+from text_generation_proto.values import FinishReason, Grammar, GrammarKind, Sampling, Stopping, WarmUpLimits
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine, TopTokens
+from text_generation_shard.engines import build_engine
+from text_generation_shard.grammar import load_grammars
+
+FULL_REQUESTS = 10_000
+REQUESTS = FULL_REQUESTS if os.environ.get("TEST_FULL") == "1" else 60
+AT_ONCE = 24
+VOCABULARY = SHAPE["vocab_size"]
+GRAMMARS = [
+    Grammar(GrammarKind.REGEX, r"(abc|[0-9]{2,5}-x){1,4}"),
+    Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "array", "items": {"type": "boolean"}, "maxItems": 6})),
+]
+SMALLER = SHAPE | {"initializer_range": 0.15}
+"""Logits so small that their rounding is below 1e-5."""
+TOLERANCES = {"full": 1e-5, "window": 1e-4, "fp8": 1e-4}
+"""Preemption alone changes log-probabilities as much."""
+CONFIGS: dict[str, PretrainedConfig] = {
+    "full": LlamaConfig(**SMALLER),
+    "window": Gemma2Config(**SMALLER, sliding_window=20, query_pre_attn_scalar=16),
+}
+
+
+@dataclass
+class Traffic:
+    """Random requests, and for each the streams that serve it: several if it is preempted."""
+
+    seed: int
+    requests: list[dict[str, object]] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    served: list[list[Stream]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draw = random.Random(self.seed)
+        while len(self.requests) < AT_ONCE:
+            prompt = [draw.randrange(2, VOCABULARY) for _ in range(draw.choice((1, 5, 16, 40)))] * draw.choice((1, 2))
+            several = draw.choice((1, 1, 4))  # the choices of one request
+            request = self._request(draw)
+            for number in range(several):
+                self.prompts.append(prompt)
+                sampling = request["sampling"]
+                assert isinstance(sampling, Sampling)
+                self.requests.append(request | {"sampling": replace(sampling, seed=draw.randrange(1 << 40) + number)})
+
+    def _request(self, draw: random.Random) -> dict[str, object]:
+        new = draw.choice((1, 2, 9, 30, 60))
+        ends = frozenset({END, *draw.sample(range(VOCABULARY), draw.choice((0, 0, 8)))})
+        words = ((40,), (50, 51), tuple(range(60, 63)))
+        sampling = Sampling(
+            greedy=draw.random() < 0.5,
+            temperature=draw.choice((1.0, 0.6)),
+            top_k=draw.choice((0, 0, 20)),
+            top_p=draw.choice((1.0, 1.0, 0.9)),
+            min_p=draw.choice((0.0, 0.0, 0.02)),
+            typical_p=draw.choice((1.0, 1.0, 0.95)),
+            repetition_penalty=draw.choice((1.0, 1.0, 1.3)),
+            frequency_penalty=draw.choice((0.0, 0.0, 0.3)),
+            output_frequency_penalty=draw.choice((0.0, 0.0, 0.4)),
+            output_presence_penalty=draw.choice((0.0, 0.0, -0.5)),
+            watermark=draw.random() < 0.1,
+            logit_bias_ids=draw.choice(((), (), (70, 71))),
+            logit_bias_values=(),
+            bad_words=draw.choice(((), (), words)),
+            allowed_token_ids=draw.choice(((), (), (), tuple(range(30, 250)))),
+        )
+        if sampling.logit_bias_ids:
+            sampling = replace(sampling, logit_bias_values=(3.0, -2.0))
+        if draw.random() < 0.3:
+            sampling = Sampling(greedy=sampling.greedy)
+        grammar = draw.choice((None, None, None, *GRAMMARS))
+        return {
+            "sampling": sampling,
+            "stopping": Stopping(new, ends, frozenset({5}), min(draw.choice((0, 0, 4)), new - 1)),
+            "top_n": draw.choice((0, 0, 3)),
+            "prompt_logprobs": draw.random() < 0.2,
+            "chunk": draw.choice((7, 16, 100)),
+            "grammar": grammar,
+        }
+
+    def run(self, driver: Driver, *, preempt: bool) -> None:
+        """Serve the requests; with `preempt`, interrupt some, and continue them with their tokens in the prompt."""
+        draw = random.Random(self.seed)
+        left = list(zip(self.prompts, self.requests, strict=True))[::-1]
+        while left or driver.streams:
+            while left and len(driver.streams) < 6:
+                prompt, request = left.pop()
+                self.served.append([driver.admit(prompt, **request)])  # type: ignore[arg-type]
+                if draw.random() < 0.5:
+                    break
+            for parts in self.served if preempt and draw.random() < 0.3 else ():
+                if (
+                    len(parts) == 1
+                    and parts[0].tokens
+                    and not parts[0].is_over
+                    and not parts[0].stopping.min_new_tokens
+                ):
+                    index = self.served.index(parts)
+                    parts.append(driver.preempt(parts[-1], top_n=self.requests[index]["top_n"]))
+                    break
+            if driver.step() is None and not left:
+                break
+
+    def tokens(self, index: int) -> list[int]:
+        return [token for part in self.served[index] for token in part.tokens]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return [[*prompt, *self.tokens(index)] for index, prompt in enumerate(self.prompts)]
+
+    def check_equal(self, other: Traffic, tolerance: float) -> None:
+        """Raise AssertionError unless the other one was served the same."""
+        for index, (mine, its) in enumerate(zip(self.served, other.served, strict=True)):
+            assert self.tokens(index) == other.tokens(index), self.requests[index]
+            assert (mine[-1].finish, mine[-1].failure) == (its[-1].finish, its[-1].failure)
+            for name in ("logprobs", "prompt_logprobs", "top_tokens"):
+                values, expected = (_numbers([getattr(part, name) for part in parts]) for parts in (mine, its))
+                assert values == pytest.approx(expected, abs=tolerance, rel=tolerance, nan_ok=True), name
+
+
+def _numbers(values: object) -> list[float]:
+    """Return the numbers in nested lists, in order; top tokens without their places in steps."""
+    if isinstance(values, TopTokens):
+        return _numbers((values.token_ids, values.logprobs))
+    if isinstance(values, (list, tuple)):
+        return [number for value in values for number in _numbers(value)]
+    assert isinstance(values, (int, float))
+    return [values]
+
+
+Build = Callable[[Path], Engine]
+
+
+def build(folder: Path, *, reference: bool = False, kv_cache_dtype: str = "auto") -> Engine:
+    config = ShardConfig(
+        model_path=str(folder), device="cpu", max_batch_size=8, speculate="8", kv_cache_dtype=kv_cache_dtype
+    )
+    return reference_engine(config, load_grammars(str(folder), (END,))) if reference else build_engine(config)
+
+
+@pytest.fixture(scope="module", params=["full", "window", "fp8"])
+def cache(request: pytest.FixtureRequest) -> str:
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture(scope="module", params=["CPU", "device"])
+def engine(cache: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("model")
+    save(random_model(CONFIGS["window" if cache == "window" else "full"]), folder)
+    write_tokenizer(folder)
+    dtype = "fp8_e5m2" if cache == "fp8" else "auto"
+    return build(folder, reference=request.param == "device", kv_cache_dtype=dtype)
+
+
+@pytest.fixture
+def driver(engine: Engine) -> Driver:
+    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+
+
+def with_and_without(driver: Driver, seed: int, errors: float) -> tuple[Traffic, Traffic]:
+    """Serve traffic without drafts, and again with some and with preemption."""
+    plain, drafted = Traffic(seed), Traffic(seed)
+    draft_by(driver.engine, None)
+    plain.run(driver, preempt=False)
+    draft_by(driver.engine, ScriptedDrafts(plain.texts, VOCABULARY, seed, errors=errors))
+    drafted.run(driver, preempt=True)
+    return plain, drafted
+
+
+@pytest.mark.parametrize("seed", range(-(-REQUESTS // AT_ONCE // 6)))
+def test_drafts_change_nothing(driver: Driver, cache: str, seed: int) -> None:
+    plain, drafted = with_and_without(driver, seed, errors=(0.0, 0.1, 0.5)[seed % 3])
+    drafted.check_equal(plain, TOLERANCES[cache])
+    finishes = {parts[-1].finish for parts in plain.served}
+    assert finishes >= {FinishReason.LENGTH, FinishReason.EOS_TOKEN}
