@@ -20,7 +20,6 @@ class ScriptedDrafts(Drafter):
         super().__init__(8, 1 << 30, runs_ahead=True)
         self._texts = [list(text) for text in texts]
         self._vocab_size = vocab_size
-        self._errors = errors
         self._draw = random.Random(seed)
 
     def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
@@ -34,9 +33,8 @@ class ScriptedDrafts(Drafter):
             return ()
         going_on = (text[count:] for text in self._texts if text[:count] == sequence.tokens)
         right = next(going_on, [self._draw.randrange(self._vocab_size) for _ in range(most)])[:most]
-        return tuple(
-            self._draw.randrange(self._vocab_size) if self._draw.random() < self._errors else token for token in right
-        )
+        errors = self._draw.choice((0.0, 0.1, 0.5))
+        return tuple(self._draw.randrange(self._vocab_size) if self._draw.random() < errors else each for each in right)
 
     def pay_after(self, sequences: Sequences[Sequence]) -> bool:
         return self._draw.random() < 0.6
