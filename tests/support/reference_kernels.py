@@ -6,6 +6,7 @@ The kernels compute in the dtype of their inputs, including float64, but at leas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch

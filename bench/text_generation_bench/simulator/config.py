@@ -99,7 +99,7 @@ class TgiScheduler(Scheduler):
         deliveries = super().open(replica, replace(spec, reserves_max_length=True))
         scheduler = self.replicas[replica]
         assert scheduler is not None
-        scheduler.cache = _TgiCache(spec.num_blocks, spec.block_size, prefix_caching=self.policy.prefix_caching)
+        scheduler.cache = _TgiCache(replace(spec, further_groups=()), prefix_caching=self.policy.prefix_caching)
         scheduler.prompts = _TgiPrompts(spec.block_size, self.policy.max_batch_prefill_tokens)
         return deliveries
 

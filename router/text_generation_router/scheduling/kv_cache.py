@@ -9,7 +9,8 @@ of them has room for what it holds at its end, beside what the prompts under way
 
 A sequence gets the blocks of its prompt and a few for growth, not for its maximum length. Once fewer than LOW_ROOM
 positions are free it is due for more blocks. Below URGENT_ROOM it is served at the next step boundary, together with all
-others that are due.
+others that are due. Where a step may compute drafted tokens, all of these are larger by ROOM_STEPS of its longest draft: a draft
+without room is cut.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from operator import attrgetter
 
-from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.checkpoints import Checkpoint, checkpoints
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, PendingPrompts
-from text_generation_router.scheduling.messages import Allocations, FurtherBlocks
+from text_generation_router.scheduling.messages import Allocations, FurtherBlocks, ReplicaSpec
 from text_generation_router.scheduling.prefix_tree import Prefix, PrefixTree
 from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
 from text_generation_router.scheduling.state_pool import StatePool
@@ -30,24 +30,27 @@ from text_generation_router.scheduling.window_pool import WindowPool, number_of
 LOW_ROOM = 24
 URGENT_ROOM = 8
 """Free positions of a sequence."""
+ROOM_STEPS = 2
 
 
 class KVCache:
     """The KV blocks of one replica, with a prefix cache."""
 
-    def __init__(
-        self, num_blocks: int, block_size: int, further_groups: Sequence[CacheGroup] = (), *, prefix_caching: bool
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.pools = tuple(WindowPool(group, block_size) for group in further_groups if not group.is_state)
+    def __init__(self, spec: ReplicaSpec, *, prefix_caching: bool) -> None:
+        self.num_blocks = num_blocks = spec.num_blocks
+        self.block_size = block_size = spec.block_size
+        groups = spec.further_groups
+        self.pools = tuple(WindowPool(group, block_size) for group in groups if not group.is_state)
         """The KV blocks of the groups after the first."""
-        self.states = next((StatePool(group, block_size) for group in further_groups if group.is_state), None)
+        self.states = next((StatePool(group, block_size) for group in groups if group.is_state), None)
         """The states; they come after these groups."""
         self.further_pools = self.pools if self.states is None else (*self.pools, self.states)
         self.tree = PrefixTree(block_size, self.further_pools)
         self.urgent = False
         """True if a sequence needs blocks at the next step boundary."""
+        self.draft_room = ROOM_STEPS * (spec.tokens_per_step - 1)
+        """Positions for drafts."""
+        self.low_room, self.urgent_room = LOW_ROOM + self.draft_room, URGENT_ROOM + self.draft_room
         self._caching = prefix_caching
         self._block_bytes = block_size * TOKEN_BYTES
         # Last in, first out: a block freed just now is likely still in the processor's caches.
@@ -197,7 +200,7 @@ class KVCache:
         if self.pools:
             end = self.blocks_for(sequence.num_scheduled_tokens)
             if not sequence.unscheduled_tokens:
-                grown = self.blocks_for(min(sequence.length + growth_tokens, sequence.max_length))
+                grown = self.blocks_for(min(sequence.length + growth_tokens + self.draft_room, sequence.max_length))
                 end = grown if spare is None or self._has_blocks(sequence, grown, spare) else end
             sequence.capacity = len(sequence.blocks) * self.block_size
             self.extend(sequence, end, self.no_allocations() if sequence.state is State.PLACED else allocations)
@@ -306,9 +309,9 @@ class KVCache:
     def check_room(self, sequence: ScheduledSequence) -> None:
         """Note `sequence` for more blocks if it is near the end of its block table."""
         room = sequence.capacity - sequence.length
-        if room < LOW_ROOM and sequence.capacity < sequence.max_length:
+        if room < self.low_room and sequence.capacity < sequence.max_length:
             self._growing[sequence.id] = sequence
-            self.urgent = self.urgent or room < URGENT_ROOM
+            self.urgent = self.urgent or room < self.urgent_room
 
     def stop_growth(self, sequence: ScheduledSequence) -> None:
         self._growing.pop(sequence.id, None)
@@ -323,6 +326,7 @@ class KVCache:
         if not self.urgent:
             return allocations, stalled
         size, pools = self.block_size, self.pools
+        growth_tokens += self.draft_room
         further = allocations[1:]
         growing = sorted(self._growing.values(), key=attrgetter("arrival"))
         ends = [-(-min(each.length + growth_tokens, each.max_length) // size) for each in growing]
@@ -347,7 +351,7 @@ class KVCache:
                 del self._growing[sequence.id]
             elif sequence.length > sequence.capacity:
                 stalled.append(sequence)
-        self.urgent = any(each.capacity - each.length < URGENT_ROOM for each in self._growing.values())
+        self.urgent = any(each.capacity - each.length < self.urgent_room for each in self._growing.values())
         return allocations, stalled
 
     def _affordable(self, sequence: ScheduledSequence, end: int, spare: int) -> int:
@@ -379,7 +383,7 @@ class KVCache:
         assert sorted(owned) == list(range(self.num_blocks)), "each block has one owner"
         growing = set(self._growing.values())
         assert growing <= sequences
-        assert all(each.capacity - each.length < LOW_ROOM and each.capacity < each.max_length for each in growing)
+        assert all(each.capacity - each.length < self.low_room and each.capacity < each.max_length for each in growing)
         self.tree.check_invariants(locks)
         for number, pool in enumerate(self.pools):
             cached = (block for node in self.tree.nodes() for block in node.further[number])

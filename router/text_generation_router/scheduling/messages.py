@@ -40,6 +40,8 @@ class ReplicaSpec:
     """It computes replays."""
     further_groups: tuple[CacheGroup, ...] = ()
     """The groups of its cache after the first, which is full and has `num_blocks`."""
+    tokens_per_step: int = 1
+    """Most new tokens of a sequence in a step."""
 
     def holds(self, adapter: str) -> bool:
         """Return True if it computes sequences with this adapter; "" is the model alone."""

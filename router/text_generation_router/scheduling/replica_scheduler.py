@@ -25,7 +25,7 @@ from itertools import repeat
 
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.chunking import ChunkSizer, PendingPrompts
-from text_generation_router.scheduling.kv_cache import LOW_ROOM, URGENT_ROOM, KVCache
+from text_generation_router.scheduling.kv_cache import KVCache
 from text_generation_router.scheduling.messages import (
     Deliveries,
     Failed,
@@ -49,7 +49,7 @@ class ReplicaScheduler:
         self.replica = replica
         self.spec = spec
         self.reuses_prefixes = policy.prefix_caching and not spec.keeps_states
-        self.cache = KVCache(spec.num_blocks, spec.block_size, spec.further_groups, prefix_caching=self.reuses_prefixes)
+        self.cache = KVCache(spec, prefix_caching=self.reuses_prefixes)
         self.prompts = PendingPrompts(spec.block_size, policy.max_batch_prefill_tokens)
         self.is_lost = False
         self.work = 0
@@ -321,7 +321,7 @@ class ReplicaScheduler:
         # Runs once per token: local names, no properties, the rare cases below.
         slots, finished, token_ids = self._slots, output.finished, output.token_ids
         deliver = deliveries.tokens.append
-        running, cancelled = State.RUNNING, State.CANCELLED
+        running, cancelled, low_room = State.RUNNING, State.CANCELLED, self.cache.low_room
         start = served = unexpected = 0
         for slot, count in zip(output.slots, output.token_counts or repeat(1), strict=False):
             end = start + count
@@ -342,8 +342,8 @@ class ReplicaScheduler:
                         if (beyond := length - sequence.expected_length) > 0:
                             unexpected += min(count, beyond)
                         # Once when it gets low, then with every token when it is urgent.
-                        if (room := sequence.capacity - length) < LOW_ROOM and (
-                            room < URGENT_ROOM or room + count >= LOW_ROOM
+                        if (room := sequence.capacity - length) < low_room and (
+                            room < self.cache.urgent_room or room + count >= low_room
                         ):
                             self.cache.check_room(sequence)
                 if reason is not None:

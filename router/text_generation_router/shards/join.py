@@ -46,6 +46,7 @@ class ReplicaInfo:
             keeps_states=self.info.keeps_states,
             adapters=tuple(self.info.adapters),
             scores_generated=self.info.scores_generated,
+            tokens_per_step=max(1, self.info.max_tokens_per_step),
             further_groups=tuple(
                 CacheGroup(group.num_blocks, group.window or None, is_state=group.state)
                 for group in self.pool.further_groups

@@ -79,7 +79,7 @@ class Traffic:
             frequency_penalty=draw.choice((0.0, 0.0, 0.3)),
             output_frequency_penalty=draw.choice((0.0, 0.0, 0.4)),
             output_presence_penalty=draw.choice((0.0, 0.0, -0.5)),
-            watermark=draw.random() < 0.1,
+            watermark=draw.random() < 0.25,
             logit_bias_ids=draw.choice(((), (), (70, 71))),
             logit_bias_values=(),
             bad_words=draw.choice(((), (), words)),

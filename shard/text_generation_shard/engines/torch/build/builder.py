@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -61,6 +62,8 @@ class EngineBuilder:
         state_bytes: int = 0,
     ) -> Runner:
         """Return the runner of a model; with `group`, for the steps of another group than that of the model."""
+        if state_bytes:  # a rejected token cannot be taken out of a state
+            self.info = replace(self.info, max_tokens_per_step=0)
         longest = self.info.max_sequence_length
         shape = CacheShape(tuple(layers), self.device, self.dtype, longest, fp8, state_bytes)
         group = group or self.group
