@@ -120,6 +120,8 @@ class NewSequence:
     """The sampled trace of its request."""
     further_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """The KV blocks of each group after the first, and before them the index of the first."""
+    draft_scope: str = ""
+    """Sequences of other scopes are not drafted from its output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -529,6 +529,7 @@ class NewSequence(google.protobuf.message.Message):
     TRACESTATE_FIELD_NUMBER: builtins.int
     PROMPT_OF_FIELD_NUMBER: builtins.int
     FURTHER_BLOCKS_FIELD_NUMBER: builtins.int
+    DRAFT_SCOPE_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -551,6 +552,8 @@ class NewSequence(google.protobuf.message.Message):
     """i > 0: the prompt is that of the i-th placement of these orders, an earlier one, and `prompt` is empty. So the answers of
     one request bring their prompt once.
     """
+    draft_scope: builtins.str
+    """A digest of its tenant and of its cache salt: only sequences of the same scope are drafted from each other's outputs."""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token ids, at least one"""
@@ -597,9 +600,10 @@ class NewSequence(google.protobuf.message.Message):
         tracestate: builtins.str = ...,
         prompt_of: builtins.int = ...,
         further_blocks: collections.abc.Iterable[Global___GroupBlocks] | None = ...,
+        draft_scope: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 

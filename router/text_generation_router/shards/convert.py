@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence, Set
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -12,7 +13,7 @@ import orjson
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, GrammarKind, Stopping, TraceContext
-from text_generation_router.request import LogprobJson, TopToken
+from text_generation_router.request import LogprobJson, TenantId, TopToken
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
 
 NO_TRACE = TraceContext("")
@@ -82,7 +83,13 @@ def _add_sequence(
         cache_salt=hashed_salt(request.qos.salt) if own_cache and request.qos.salt else "",
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
+        draft_scope="" if own_cache else _draft_scope(request.qos.tenant, request.qos.salt),
     )
+
+
+@lru_cache(maxsize=1024)
+def _draft_scope(tenant: TenantId, salt: str) -> str:
+    return hashed_salt(f"{tenant}\n{salt}") if tenant or salt else ""
 
 
 def grammar_kinds_from_pb(kinds: Sequence[pb.GrammarKind.ValueType]) -> frozenset[GrammarKind]:

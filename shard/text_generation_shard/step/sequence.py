@@ -68,6 +68,8 @@ class Sequence:
     is_held: bool = True
     """False once dropped. A step in progress may still produce a token for it."""
     adapter: str = ""
+    draft_scope: tuple[str, str] = ("", "")
+    """Only sequences of the same scope are drafted from its output: `NewSequence.draft_scope`, and the adapter."""
     allowed: NDArray[np.bool_] | None = None
     """By token: True for those of `sampling.allowed_token_ids`; made with the first token."""
     replay: Replay | None = None
@@ -107,6 +109,7 @@ class Sequence:
             stop_ids=new.stopping.eos_token_ids | new.stopping.stop_token_ids,
             greedy_from=len(new.prompt) + new.stopping.min_new_tokens if greedy else math.inf,
             adapter=new.adapter,
+            draft_scope=(new.draft_scope, new.adapter),
         )
 
     @property

@@ -147,16 +147,15 @@ class DraftLengths:
         """
         if (limit := self._limit(rows)) is None:
             return None
-        lengths = [0] * len(gains)
-        best = lengths
-        ordered = sorted(((-gain, i) for i, each in enumerate(gains) for gain in each[lead:]), reverse=False)
+        lengths, best = [0] * len(gains), None
+        ordered = sorted(((gain, i) for i, each in enumerate(gains) for gain in each[lead:]), reverse=True)
         expected, tokens = float(rows), rows
         for gain, i in ordered[: self.max_tokens - rows]:
-            expected, tokens = expected - gain, tokens + 1
+            expected, tokens = expected + gain, tokens + 1
             lengths[i] += 1
             if (rate := expected / self._drafting_time(tokens, rows)) > limit:
                 limit, best = rate, lengths.copy()
-        return best if any(best) else None
+        return best
 
     def may_pay(self, rows: int, most: int) -> bool:
         """Return False if drafts of at most `most` tokens would not pay even if all of them were right."""

@@ -130,7 +130,7 @@ class LookupDrafts:
         self._acceptance = acceptance
         self._known: dict[int, _Known] = {}
         """By slot."""
-        self._recent: OrderedDict[str, _Recent] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, str], _Recent] = OrderedDict()
         """By scope, the last used at the end."""
 
     def forget_ended(self) -> None:
@@ -191,7 +191,7 @@ class LookupDrafts:
     def _found(self, known: _Known, last: list[int]) -> _Followed | None:
         place, match = known.index.find(last)
         best = _Followed(known.index.tokens, place, match, "own") if match else None
-        if recent := self._recent.get(known.sequence.adapter):
+        if recent := self._recent.get(known.sequence.draft_scope):
             for index in (recent.current, recent.before):
                 place, match = index.find(last)
                 if match > (0 if best is None else best.match):
@@ -199,7 +199,7 @@ class LookupDrafts:
         return best
 
     def _keep(self, sequence: Sequence) -> None:
-        scope = sequence.adapter
+        scope = sequence.draft_scope
         recent = self._recent.setdefault(scope, _Recent())
         self._recent.move_to_end(scope)
         recent.add(sequence.tokens[sequence.prompt_length :])

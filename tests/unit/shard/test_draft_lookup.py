@@ -1,0 +1,104 @@
+"""Drafts by lookup: they go on as the text did before, in the bounds of scopes, time and memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from text_generation_proto.values import Stopping
+from text_generation_shard.engine import NewSequence
+from text_generation_shard.step.drafts.length import Acceptance
+from text_generation_shard.step.drafts.lookup import TOKENS_AT_ONCE, LookupDrafts, TokenIndex
+from text_generation_shard.step.sequence import Sequence
+
+TEXT = tuple(random.Random(1).sample(range(50_000), 400))
+
+
+@pytest.fixture
+def acceptance() -> Acceptance:
+    return Acceptance()
+
+
+@pytest.fixture
+def source(acceptance: Acceptance) -> LookupDrafts:
+    return LookupDrafts(acceptance)
+
+
+def sequence(prompt: tuple[int, ...], slot: int = 0, scope: str = "", adapter: str = "") -> Sequence:
+    return Sequence.of(NewSequence(slot, prompt, Stopping(1000), draft_scope=scope, adapter=adapter))
+
+
+def drafted(source: LookupDrafts, of: Sequence, most: int = 6) -> tuple[int, ...]:
+    draft = source.drafts(of, most)
+    return () if draft is None else draft.tokens
+
+
+def test_a_draft_goes_on_as_the_text_did(source: LookupDrafts) -> None:
+    it = sequence((*TEXT, 7, *TEXT[100:103]))
+    assert drafted(source, it) == TEXT[103:109]
+    it.tokens += TEXT[103:106]
+    assert drafted(source, it, 2) == TEXT[106:108]
+    it.tokens += (1, *TEXT[200:202])
+    assert drafted(source, it) == ()
+    it.tokens += TEXT[202:203]
+    assert drafted(source, it) == TEXT[203:209]
+
+
+def test_a_repetition_is_continued(source: LookupDrafts) -> None:
+    assert drafted(source, sequence((1, 2, 3, 4, 1, 2, 3, 4, 1)), 6) == (2, 3, 4, 1, 2, 3)
+
+
+def test_the_longer_match_wins(source: LookupDrafts) -> None:
+    start, end = (11, 12, 13, 14, 15), (13, 14, 15)
+    assert drafted(source, sequence((*start, 1, 2, 0, *end, 3, 4, 0, *start)), 2) == (1, 2)
+
+
+def test_tokens_that_differ_are_learnt(source: LookupDrafts, acceptance: Acceptance) -> None:
+    it = sequence((*TEXT, *TEXT[:3]))
+    for token in TEXT[3:300]:
+        assert drafted(source, it, 1) == (token,)
+        it.tokens.append(token)
+    assert acceptance.probability("own", 20) > 0.95
+    for place in range(0, 300, 5):
+        it.tokens += TEXT[place : place + 3]
+        drafted(source, it)
+        it.tokens.append(3)
+        drafted(source, it)
+    assert acceptance.probability("own", 3) < 0.2
+
+
+def test_an_output_is_found_by_sequences_of_its_scope_only(source: LookupDrafts) -> None:
+    ended = sequence((1,), scope="a")
+    drafted(source, ended)
+    ended.tokens += TEXT
+    drafted(source, ended)
+    ended.is_held = False
+    source.forget_ended()
+    prompt = (9, *TEXT[50:53])
+    assert drafted(source, sequence(prompt, 1, scope="a")) == TEXT[53:59]
+    assert drafted(source, sequence((9, *TEXT[396:399]), 4, scope="a")) == TEXT[399:]
+    assert drafted(source, sequence(prompt, 2, scope="b")) == ()
+    assert drafted(source, sequence(prompt, 3, scope="a", adapter="x")) == ()
+
+
+def test_a_slot_that_is_used_again_has_no_draft_of_the_sequence_before(source: LookupDrafts) -> None:
+    drafted(source, sequence((*TEXT, 7), scope="a"))
+    assert drafted(source, sequence((3, *TEXT[5:8]), scope="b")) == ()
+
+
+def test_a_long_prompt_is_indexed_in_parts(source: LookupDrafts) -> None:
+    prompt = tuple(random.Random(2).randrange(50_000) for _ in range(3 * TOKENS_AT_ONCE)) + TEXT + (5,) + TEXT[:4]
+    it = sequence(prompt)
+    drafts = [drafted(source, it) for _ in range(5)]
+    assert drafts[:3] == [(), (), ()]
+    assert drafts[4] == TEXT[4:10]
+
+
+def test_many_tokens_are_indexed_as_single_ones_are() -> None:
+    at_once, one_by_one = TokenIndex(list(TEXT)), TokenIndex(list(TEXT))
+    at_once.extend(400)
+    for end in range(401):
+        one_by_one.extend(end)
+    assert at_once._places == one_by_one._places
+    assert at_once.find([0, *TEXT[90:94]]) == (94, 4)
