@@ -3,6 +3,9 @@
 python -m text_generation_bench.engine MODEL_FOLDER
 python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --prompt 512 --new 128 --sequences 1 32 128 256
 python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --sequences 1 32 128 --adapters 8 --rank 16
+python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --sequences 1 4 16 64 256 --speculate 3 --synthetic-acceptance 2.6
+
+The last one repeats each run without drafts, in turns.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from text_generation_proto.values import Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.step.drafts.drafter import Drafter
 
 ROUNDS = 3
 
@@ -43,13 +48,14 @@ def run(
     new_tokens: int,
     groups: Sequence[CacheGroup] = (CacheGroup(0),),
     adapters: Sequence[str] = ("",),
+    seed: int = 0,
 ) -> Run:
     """Run all sequences, each with the next of `adapters`; prompts are computed in steps of the suggested number of tokens.
 
     Sequences share blocks of window groups that have too few for all: this takes no less time.
     """
     blocks = -(-(prompt_tokens + new_tokens) // engine.info.block_size)
-    draw = random.Random(sequences)
+    draw = random.Random(f"{seed} {sequences}")
     admissions = tuple(
         NewSequence(
             slot=slot,
@@ -98,6 +104,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--adapters", type=int, default=0, help="random LoRA adapters; each run is repeated with them")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument(
+        "--speculate", default="0", help="as the flag of the shard; each run is repeated without drafts"
+    )
+    parser.add_argument("--synthetic-acceptance", type=float, default=0.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measure(args, write_adapters(Path(args.model), Path(folder), args.adapters, args.rank))
@@ -114,6 +124,8 @@ def measure(args: argparse.Namespace, adapters: str) -> None:
             device=args.device,
             trace_steps=args.trace,
             lora_adapters=adapters,
+            speculate=args.speculate,
+            synthetic_acceptance=args.synthetic_acceptance,
         )
     )
     loaded = time.perf_counter()
@@ -123,18 +135,29 @@ def measure(args: argparse.Namespace, adapters: str) -> None:
         f"loaded in {loaded - started:.1f} s, warm-up {warm - loaded:.1f} s, {groups[0].num_blocks} KV blocks, "
         f"{engine.info.dtype} on {engine.info.device}"
     )
+    drafter = engine.drafter if isinstance(engine, TorchEngine) else None
+    variants: list[tuple[str, Sequence[str], Drafter | None]] = [("", ("",), None)]
+    if engine.info.adapters:
+        variants.append((f"with {len(engine.info.adapters)} adapters", engine.info.adapters, None))
+    if drafter is not None:
+        variants.append(("with drafts", ("",), drafter))
     for sequences in args.sequences:
-        speeds: list[float] = []
-        for names in ("",), engine.info.adapters:
-            if not names:
-                continue
-            runs = [run(engine, sequences, args.prompt, args.new, groups, names) for _ in range(args.rounds)]
-            best = min(runs, key=lambda outcome: outcome.seconds)
+        runs: list[list[Run]] = [[] for _ in variants]
+        for seed in range(
+            args.rounds
+        ):  # in turns; other prompts in each round, or drafts would be found in earlier outputs
+            for outcomes, (_, names, active) in zip(runs, variants, strict=True):
+                if isinstance(engine, TorchEngine):
+                    engine.drafter = active
+                outcomes.append(run(engine, sequences, args.prompt, args.new, groups, names, seed))
+        for outcomes, (name, _, _) in zip(runs, variants, strict=True):
+            best = min(outcomes, key=lambda outcome: outcome.seconds)
             gap = statistics.median(best.gaps) * 1e3 if best.gaps else float("nan")
-            speeds.append(sequences * args.new / best.seconds)
-            share = f", {speeds[-1] / speeds[0]:.3f} × with {len(names)} adapters" if len(speeds) > 1 else ""
+            speed = sequences * args.new / best.seconds
+            decoding = [(each.seconds - each.prefill_seconds) for each in (best, min(runs[0], key=lambda x: x.seconds))]
+            share = f", {decoding[1] / decoding[0]:.3f} × {name}" if name else ""
             print(
-                f"{sequences:4} sequences: {speeds[-1]:8.1f} tokens/s, decoding step {gap:7.3f} ms, "
+                f"{sequences:4} sequences: {speed:8.1f} tokens/s, decoding step {gap:7.3f} ms, "
                 f"{len(best.gaps)} of them, prompts in {best.prefill_seconds * 1e3:7.1f} ms{share}",
                 flush=True,
             )

@@ -42,7 +42,7 @@ class ShardSettings(SharedSettings, ShardAccess):
 
     topics: ClassVar[Mapping[Topic, str]] = {
         Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype quantize load_format device lora_adapters "
-        "speculate",
+        "speculate synthetic_acceptance",
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
         Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads",
@@ -82,6 +82,9 @@ class ShardSettings(SharedSettings, ShardAccess):
     speculate: Annotated[str, Field(pattern=r"^(auto|\d{1,2})$")] = "auto"
     """Speculative decoding in the torch engine: most tokens to draft for a sequence in a step, by a search of its own text and of
     recent outputs. auto: 8; 0: none. Drafts change no answer, and are made only where they are faster: docs/speculation.md."""
+    synthetic_acceptance: Annotated[float, Field(ge=0)] = 0.0
+    """Benchmarks only: take drafts as right at random, so that a step with the longest ones yields so many tokens of a sequence on
+    average. Texts are then not those of the model. 0: off."""
     trtllm_options: str = ""
     """Keyword arguments of TensorRT-LLM's LLM, as YAML: a file or the text itself."""
     trace_steps: str = ""

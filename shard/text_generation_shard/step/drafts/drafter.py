@@ -8,6 +8,7 @@ from collections.abc import Sequence as Sequences
 from text_generation_shard.engine import Drafting, EngineInfo, StepResult
 from text_generation_shard.step.drafts.length import Acceptance, DraftLengths, StepTimes
 from text_generation_shard.step.drafts.lookup import Draft, LookupDrafts
+from text_generation_shard.step.drafts.synthetic import SyntheticDrafts
 from text_generation_shard.step.sequence import Sequence, StepRows
 
 
@@ -17,8 +18,10 @@ class Drafter:
     def __init__(self, most: int, max_tokens: int, *, runs_ahead: bool) -> None:
         """`most` tokens of a draft; `max_tokens` of the decoding rows of a step."""
         self.most = most
+        self.synthetic: SyntheticDrafts | None = None
+        """The source in the place of a lookup, in measurements."""
         self._acceptance = Acceptance()
-        self._source = LookupDrafts(self._acceptance)
+        self._lookup = LookupDrafts(self._acceptance)
         plain = StepTimes()
         self._lengths = DraftLengths(max_tokens, plain, StepTimes() if runs_ahead else plain)
 
@@ -27,6 +30,10 @@ class Drafter:
         """Return the drafter of an engine; None if it drafts nothing."""
         most = info.max_tokens_per_step - 1
         return cls(most, info.max_slots, runs_ahead=runs_ahead) if most > 0 else None
+
+    def accept_synthetically(self, tokens: float, vocab_size: int) -> None:
+        """Take drafts as right so that a step with the longest ones yields `tokens` tokens of a sequence on average."""
+        self.synthetic = SyntheticDrafts(self._acceptance, self.most, tokens, vocab_size)
 
     def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
         """Return the drafts of the next step, by slot; `sequences` are all that it continues."""
@@ -46,12 +53,13 @@ class Drafter:
     ) -> tuple[list[tuple[Sequence, Draft]], Iterable[int]]:
         if not self._lengths.may_pay(len(sequences), self.most):
             return [], []
-        self._source.forget_ended()
+        source = self.synthetic or self._lookup
+        source.forget_ended()
         candidates = [
             (sequence, draft)
             for sequence in sequences
             if (sequence.matcher is None or sequence.matcher.is_quick)
-            and (draft := self._source.drafts(sequence, min(self.most + lead, sequence.end - len(sequence.tokens))))
+            and (draft := source.drafts(sequence, min(self.most + lead, sequence.end - len(sequence.tokens))))
         ]
         gains = [self._acceptance.gains(draft.source, draft.match, len(draft.tokens)) for _, draft in candidates]
         chosen = self._lengths.choose(len(sequences), gains, lead) if candidates else None

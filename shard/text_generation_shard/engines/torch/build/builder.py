@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import structlog
 import torch
 
 from text_generation_common.cpus import usable_cpus
@@ -27,6 +28,8 @@ from text_generation_shard.engines.torch.parallel.group import ParallelGroup, jo
 from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
 from text_generation_shard.step.drafts.drafter import Drafter
+
+log = structlog.get_logger()
 
 ScoreScales = Sequence[tuple[float, float | None]]
 """Scale and softcap of the scores of each layer."""
@@ -92,6 +95,11 @@ class EngineBuilder:
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
         trace = StepTrace(self._config.trace_steps) if self._config.trace_steps else None
         drafter = Drafter.of(self.info, runs_ahead=self.device.type == "cuda")
+        if drafter is not None and (accepted := self._config.synthetic_acceptance):
+            log.warning(
+                "drafts are taken as right at random: texts are not those of the model", tokens_per_step=accepted
+            )
+            drafter.accept_synthetically(accepted, self.info.vocab_size)
         return TorchEngine(self.info, self.executor(runner), self._grammars, trace, drafter)
 
 

@@ -304,6 +304,8 @@ class TorchEngine(SynchronousEngine):
         chosen = SamplerOutput([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)
         _add_mask_results(step, chosen)
         chosen.late.update(step.late)
+        if self.drafter is not None and self.drafter.synthetic is not None:
+            self.drafter.synthetic.judge(step.rows, chosen)
         result = self._table.advance(step.rows, chosen)
         result.top_tokens = _top_tokens(step, result)
         self._learn(step, result)
