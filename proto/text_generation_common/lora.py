@@ -27,6 +27,12 @@ class AdapterSource:
     """Branch, tag or commit on the hub; "": the default."""
 
 
+def is_adapter_name(name: str) -> bool:
+    """Return True if an adapter may have this name."""
+    fits = name.isprintable() and name == name.strip() and 0 < len(name) <= MAX_NAME_LENGTH
+    return fits and not set(name) & set(",=@")
+
+
 def parse_adapters(text: str) -> tuple[AdapterSource, ...]:
     """Return the adapters of a setting. Raises ValueError."""
     adapters: dict[str, AdapterSource] = {}
@@ -35,7 +41,7 @@ def parse_adapters(text: str) -> tuple[AdapterSource, ...]:
         if found is None:
             raise ValueError(f"Invalid LoRA adapter format: {entry}")
         name, source, revision = ((part or "").strip() for part in found.group("name", "source", "revision"))
-        if not name.isprintable() or not 0 < len(name) <= MAX_NAME_LENGTH:
+        if not is_adapter_name(name):
             raise ValueError(f"invalid LoRA adapter name {name[:MAX_NAME_LENGTH]!r}")
         if name in adapters:
             raise ValueError(f"duplicate LoRA adapter {name}")

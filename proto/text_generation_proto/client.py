@@ -23,6 +23,8 @@ from text_generation_proto.v1 import shard_pb2_grpc
 RECONNECT_S = 30.0
 """Seconds of waiting for a shard after which certificates are read again."""
 
+LOAD_S = 120.0
+"""Time for an adapter to be read or unloaded."""
 OPENS_WITHIN_S = 3.0
 """Seconds after which a session that is not refused counts as open."""
 
@@ -93,6 +95,16 @@ class ShardClient:
     async def warm_up(self, *, timeout: float = 600.0, **limits: int) -> pb.WarmUpResponse:
         """Warm the engine up and allocate the KV pool. `limits`: fields of WarmUpRequest; the engine chooses the others."""
         return await self._stub.WarmUp(pb.WarmUpRequest(**limits), timeout=timeout, metadata=self._metadata)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a folder below the shard's --lora-modules-dir."""
+        request = pb.LoadAdapterRequest(name=name, path=path)
+        await self._stub.LoadAdapter(request, timeout=LOAD_S, metadata=self._metadata)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter after its last sequence."""
+        request = pb.UnloadAdapterRequest(name=name)
+        await self._stub.UnloadAdapter(request, timeout=LOAD_S, metadata=self._metadata)
 
     def run(self) -> RunCall:
         """Open the stream of a session. A shard serves one at a time."""

@@ -34,6 +34,12 @@ class ClusterInterface(Protocol):
     async def info(self) -> ClusterInfo:
         """Return the state of the replicas. Raises Unhealthy."""
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter on all replicas, or on none. Raises ServingError."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no new requests with a LoRA adapter; replicas drop it after its last one. Raises ServingError."""
+
     async def opened(self) -> None:
         """Wait until there may be something to serve with."""
 
@@ -45,7 +51,7 @@ class ClusterInterface(Protocol):
 
     @property
     def adapters(self) -> Collection[str]:
-        """The names of the LoRA adapters that replicas hold."""
+        """The LoRA adapters that requests may name."""
 
     @property
     def ready(self) -> bool:

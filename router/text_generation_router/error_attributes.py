@@ -24,6 +24,8 @@ class Operation(Flag):
     """Vertex AI."""
     INFER = auto()
     """KServe."""
+    OPERATE = auto()
+    """Change the server."""
     ANY = auto()
     """Every route but probes and /metrics."""
 

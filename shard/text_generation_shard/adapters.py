@@ -25,6 +25,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 1024
 """Limit of `r`, and of the rank of each matrix."""
+DEFAULT_RANK = 16
+"""Limit of the rank where no adapter is given at the start."""
 FROM_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"})
 """Modules whose input is the hidden state."""
 REFUSED = {
@@ -88,14 +90,52 @@ class LoraAdapter:
 def read_adapters(config: ShardConfig) -> tuple[LoraAdapter, ...]:
     """Return the adapters of the settings, checked against the model's config.json. Raises EngineError."""
     sources = parse_adapters(config.lora_adapters)
-    if not sources:
-        return ()
-    model = JsonObject.read(Path(config.model_path)).decoder()
-    return tuple(_read(source, config, model) for source in sources)
+    if config.lora_modules_dir and not Path(config.lora_modules_dir).is_dir():
+        raise EngineError(f"--lora-modules-dir: {config.lora_modules_dir} is not a folder")
+    if len(sources) > config.lora_limit:
+        raise EngineError(
+            f"--lora-adapters names {len(sources)} adapters, more than --max-cpu-loras {config.lora_limit}"
+        )
+    return tuple(read_adapter(source, config) for source in sources)
 
 
-def _read(source: AdapterSource, config: ShardConfig, model: JsonObject) -> LoraAdapter:
-    folder = Path(source.source)
+def module_folder(config: ShardConfig, path: str) -> Path:
+    """Return the folder of an adapter below --lora-modules-dir. Raises EngineError, and FileNotFoundError if there is none."""
+    root = Path(config.lora_modules_dir).resolve()
+    try:
+        folder = (root / path).resolve()
+        files = [(folder / name).resolve() for name in (CONFIG, WEIGHTS)]
+        exists = folder.is_dir()
+    except (OSError, RuntimeError, ValueError):  # too long, links in a circle, a NUL
+        raise EngineError("`lora_path` is not a path") from None
+    if not all(root in each.parents for each in (folder, *files)):
+        raise EngineError("`lora_path` must be a folder below --lora-modules-dir, also where links lead")
+    if not exists:
+        raise FileNotFoundError(f"there is no folder {path} below --lora-modules-dir")
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRoom:
+    """The room for adapters in an engine."""
+
+    slots: int
+    """Adapters on the device."""
+    rank: int
+    """Limit of the rank."""
+    takes_others: bool
+    """Others than those of the start may come, which change any module."""
+
+    @classmethod
+    def of(cls, config: ShardConfig, adapters: Sequence[LoraAdapter]) -> LoraRoom:
+        """Return the room that the settings and the adapters of the start ask for."""
+        rank = config.max_lora_rank or max((each.rank for each in adapters), default=DEFAULT_RANK)
+        return cls(config.lora_slots, rank, bool(config.lora_modules_dir))
+
+
+def read_adapter(source: AdapterSource, config: ShardConfig) -> LoraAdapter:
+    """Return an adapter, checked against the model's config.json. Raises EngineError."""
+    folder, model = Path(source.source), JsonObject.read(Path(config.model_path)).decoder()
     try:
         settings = JsonObject.read(folder, CONFIG)
     except (FileNotFoundError, NotADirectoryError):

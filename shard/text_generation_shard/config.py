@@ -37,12 +37,16 @@ Quantize = Literal[
 """The values of TGI's flag, and the formats that it does not know."""
 
 
+SLOTS_FOR_OTHERS = 8
+"""Default of max_loras where adapters may be loaded later, at least."""
+
+
 class ShardSettings(SharedSettings, ShardAccess):
     """The settings of a shard that a user may give to the launcher."""
 
     topics: ClassVar[Mapping[Topic, str]] = {
         Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype quantize load_format device lora_adapters "
-        "speculate synthetic_acceptance",
+        "lora_modules_dir max_loras max_cpu_loras max_lora_rank speculate synthetic_acceptance",
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
         Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads",
@@ -79,6 +83,17 @@ class ShardSettings(SharedSettings, ShardAccess):
     lora_adapters: str = ""
     """LoRA adapters to serve beside the model, with commas between: id, id=folder, id@revision.
     Requests name one by its id."""
+    lora_modules_dir: str = ""
+    """Folder below which LoRA adapters may lie that /v1/load_lora_adapter and `lora_request` load while the server runs.
+    Default: none is loaded or unloaded then."""
+    max_loras: NonNegativeInt = 0
+    """Most different LoRA adapters in a batch, each of which takes device memory (torch engine). Requests with others wait. 0: as
+    many as `lora_adapters`, with `lora_modules_dir` at least 8."""
+    max_cpu_loras: NonNegativeInt = 0
+    """Most LoRA adapters loaded at a time; those beyond `max_loras` wait in host memory. 0: `max_loras`, or as many as
+    `lora_adapters` if those are more."""
+    max_lora_rank: Annotated[int, Field(ge=0, le=256)] = 0
+    """Largest rank of a LoRA adapter (torch engine). 0: that of `lora_adapters`, or 16 if there are none."""
     speculate: Annotated[str, Field(pattern=r"^(auto|\d{1,2})$")] = "auto"
     """Speculative decoding in the torch engine: most tokens to draft for a sequence in a step, by a search of its own text and of
     recent outputs. auto: 8; 0: none. Drafts change no answer, and are made only where they are faster: docs/speculation.md."""
@@ -117,6 +132,17 @@ class ShardSettings(SharedSettings, ShardAccess):
     def _check_adapters(cls, value: str) -> str:
         parse_adapters(value)
         return value
+
+    @property
+    def lora_slots(self) -> int:
+        """Places for LoRA adapters on the device."""
+        given, others = len(parse_adapters(self.lora_adapters)), SLOTS_FOR_OTHERS if self.lora_modules_dir else 0
+        return (self.max_loras or max(given, others)) if given or others else 0
+
+    @property
+    def lora_limit(self) -> int:
+        """Most LoRA adapters at a time."""
+        return self.max_cpu_loras or max(self.lora_slots, len(parse_adapters(self.lora_adapters)))
 
     def check_tls(self, address: str) -> None:
         """Raise ValueError if other machines reach `address` without TLS, unless `insecure` allows that."""

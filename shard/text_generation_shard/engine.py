@@ -11,12 +11,12 @@ scheduled by the router share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import (
@@ -37,6 +37,9 @@ from text_generation_proto.values import (
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, Matcher
+
+if TYPE_CHECKING:
+    from text_generation_shard.adapters import LoraAdapter
 
 NO_BLOCKS = "the engine schedules for itself: it takes no KV blocks"
 NO_PREFILL = "the engine schedules for itself: it takes no prefill orders"
@@ -87,6 +90,8 @@ class EngineInfo:
     """Prompt tokens in a step beside as many decoding sequences as prompts that wait; 0: as many as without decoding."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that sequences may have."""
+    max_loras: int = 0
+    """Most different adapters of the sequences held at a time; 0: no limit."""
     scores_generated: bool = False
     """Sequences may be replays: LogprobOptions.generated."""
     kv_cache_dtype: str = ""
@@ -237,7 +242,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """The description of this engine; constant."""
+        """The description of this engine; constant, apart from `adapters`."""
 
     @property
     def grammars(self) -> Grammars | None:
@@ -257,6 +262,9 @@ class Engine(Protocol):
 
         A self-scheduling engine computes on its own threads: its step blocks until there is a result, or `wake` is called.
         """
+
+    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
+        """Load a LoRA adapter; None: free it after its last sequence. Advanced at step boundaries to its end. Raises EngineError."""
 
     def wake(self) -> None:
         """Interrupt a blocking `step`: new orders arrived. May be called from any thread."""
@@ -309,7 +317,6 @@ def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     """Return the first problem of a new sequence, or None."""
     return (
         _prompt_problem(sequence, info)
-        or _stopping_problem(sequence)
         or _options_problem(sequence, info)
         or _range_problem(sequence.sampling)
         or _logit_bias_problem(sequence.sampling, info.vocab_size)
@@ -342,20 +349,14 @@ def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     return None
 
 
-def _stopping_problem(sequence: NewSequence) -> str | None:
-    stopping = sequence.stopping
-    if stopping.max_new_tokens < 1:
-        return "max_new_tokens must be at least 1"
-    if stopping.min_new_tokens > stopping.max_new_tokens and not sequence.logprobs.generated:
-        return "min_new_tokens must be at most max_new_tokens"
-    return None
-
-
 def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
-    if sequence.logprobs.top_n > info.max_top_n_tokens:
-        return f"top_n is at most {info.max_top_n_tokens}"
-    if sequence.logprobs.prompt_top_n > info.max_top_n_tokens:
-        return f"prompt_top_n is at most {info.max_top_n_tokens}"
+    if sequence.stopping.max_new_tokens < 1:
+        return "max_new_tokens must be at least 1"
+    if sequence.stopping.min_new_tokens > sequence.stopping.max_new_tokens and not sequence.logprobs.generated:
+        return "min_new_tokens must be at most max_new_tokens"
+    for name in ("top_n", "prompt_top_n"):
+        if getattr(sequence.logprobs, name) > info.max_top_n_tokens:
+            return f"{name} is at most {info.max_top_n_tokens}"
     if sequence.logprobs.prompt_top_n and not sequence.logprobs.prompt:
         return "prompt_top_n comes with prompt logprobs only"
     if sequence.logprobs.generated and not info.scores_generated:

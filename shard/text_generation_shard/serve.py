@@ -73,7 +73,7 @@ async def serve(config: ShardConfig) -> ExitCode:
 
 def _shard_server(config: ShardConfig, owner: SessionOwner, health: ShardHealth) -> grpc.aio.Server:
     server = create_server(config.shard_token)
-    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, health, config.rank, config.world_size), server)
+    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, health, config), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if config.reflection:
         services = (*shard_pb2.DESCRIPTOR.services_by_name.values(), *health_pb2.DESCRIPTOR.services_by_name.values())

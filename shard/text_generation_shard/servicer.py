@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import grpc
@@ -16,6 +17,8 @@ from text_generation_proto.parts import BadParts, Joiner, most_orders, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.adapter_changes import AdapterChanges, Refused
+from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, pool_to_pb, report_to_pb
 from text_generation_shard.engine import Engine, EngineError, InsufficientMemory, StepResult
 from text_generation_shard.guard import settled
@@ -33,17 +36,44 @@ RunContext = grpc.aio.ServicerContext[pb.Orders, pb.StepReport]
 class ShardServicer(shard_pb2_grpc.ShardServicer):
     """Serves the engine of `owner` to one router. Info and WarmUp are UNAVAILABLE while the model loads."""
 
-    def __init__(self, owner: SessionOwner, health: ShardHealth, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, owner: SessionOwner, health: ShardHealth, config: ShardConfig) -> None:
         self._owner = owner
         self._health = health
-        self._rank = rank
-        self._world_size = world_size
+        self._rank = config.rank
+        self._world_size = config.world_size
+        self._adapters = AdapterChanges(config, owner)
 
     async def Info(  # noqa: N802 - gRPC's name
         self, request: pb.InfoRequest, context: grpc.aio.ServicerContext[pb.InfoRequest, pb.InfoResponse]
     ) -> pb.InfoResponse:
         engine = await self._loaded(context)
-        return info_to_pb(engine.info, self._rank, self._world_size)
+        answer = info_to_pb(engine.info, self._rank, self._world_size)
+        answer.loads_adapters = self._adapters.permitted
+        loaded = self._adapters.loaded.items()
+        answer.loaded_adapters.extend(pb.LoadAdapterRequest(name=name, path=path) for name, path in loaded)
+        return answer
+
+    async def LoadAdapter(  # noqa: N802 - gRPC's name
+        self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.LoadAdapterResponse:
+        await self._change(context, self._adapters.load(await self._loaded(context), request))
+        return pb.LoadAdapterResponse()
+
+    async def UnloadAdapter(  # noqa: N802 - gRPC's name
+        self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.UnloadAdapterResponse:
+        await self._change(context, self._adapters.unload(await self._loaded(context), request.name))
+        return pb.UnloadAdapterResponse()
+
+    async def _change(self, context: grpc.aio.ServicerContext[Any, Any], change: Coroutine[None, None, None]) -> None:
+        """Make a change to its end, also if the caller does not wait for it."""
+        if self._rank:
+            change.close()
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
+        try:
+            await asyncio.shield(change)
+        except Refused as error:
+            await context.abort(error.code, str(error))
 
     async def WarmUp(  # noqa: N802 - gRPC's name
         self, request: pb.WarmUpRequest, context: grpc.aio.ServicerContext[pb.WarmUpRequest, pb.WarmUpResponse]

@@ -16,7 +16,7 @@ import asyncio
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -65,6 +65,8 @@ class EngineSession:
     emit: Callable[[StepResult], None]
     monitor: StepMonitor
     spans: SequenceSpans = field(default_factory=SequenceSpans)
+    at_boundary: Callable[[], None] = lambda: None
+    """Called on the engine's thread at each boundary."""
     ending: bool = False
     """True after `end`: the session is over at the next boundary."""
     _inbox: queue.SimpleQueue[Orders | None] = field(default_factory=queue.SimpleQueue)
@@ -121,6 +123,7 @@ class EngineSession:
                 monitor.begin()
                 if self.ending:
                     return
+                self.at_boundary()
                 if orders is not None:
                     failures = engine.apply(orders)
                     applied = orders.number
@@ -132,24 +135,18 @@ class EngineSession:
                 if result is not None and (orders is not None or not result.is_silent):
                     if scored.isdisjoint(result.slots):
                         result.logprobs = []
-                    result.step, result.orders_applied = steps, applied
-                    result.step_ns, result.forward_ns = step_ns, forward_ns
-                    result.running, result.used_blocks, result.queued = (
-                        engine.running,
-                        engine.used_blocks,
-                        engine.queued,
-                    )
+                    result.step, result.step_ns, result.forward_ns = steps, step_ns, forward_ns
+                    result.orders_applied, result.running = applied, engine.running
+                    result.used_blocks, result.queued = engine.used_blocks, engine.queued
                     self.emit(result)
                     step_ns = forward_ns = 0
                 started = time.perf_counter_ns()
                 result = engine.step()
                 if result is not None:
-                    steps += 1
                     took_ns = time.perf_counter_ns() - started
-                    step_ns += took_ns
+                    steps, step_ns, forward_ns = steps + 1, step_ns + took_ns, forward_ns + result.forward_ns
                     if not engine.prefilling:
                         monitor.decoded(took_ns / 1e9)
-                    forward_ns += result.forward_ns
                     spans.stepped(result, took_ns)
         finally:
             engine.reset()
@@ -183,6 +180,8 @@ class SessionOwner:
         """The state of the GPUs, until a report takes it."""
         self._on_report: Callable[[StepResult | None], None]
         """That of the open session."""
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Calls for the next boundary."""
         self._closed = asyncio.Event()
         self._closed.set()
 
@@ -211,6 +210,26 @@ class SessionOwner:
         self._warmed = limits, warming
         warming.add_done_callback(on_done)
         return warming
+
+    def at_boundary(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
+        """Make a short call on the engine's thread: at the next step boundary, at once if no session is open."""
+        done = Future[R]()
+
+        def run() -> None:
+            try:
+                done.set_result(call(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                done.set_exception(error)
+
+        self._calls.put(run)
+        self._thread.submit(self._make_calls)  # after the session, if that does not come to a boundary
+        if self.session is not None:
+            self.session.report()
+        return asyncio.wrap_future(done)
+
+    def _make_calls(self) -> None:
+        while not self._calls.empty():
+            self._calls.get()()
 
     def warmed_up(self, limits: WarmUpLimits) -> asyncio.Future[tuple[CacheGroup, ...]] | None:
         """Return the last warm-up if it had these limits and did not fail; it may still run."""
@@ -256,7 +275,7 @@ class SessionOwner:
             log.info("session closed")
 
         spans = SequenceSpans(self._tracer, engine.info.engine)
-        session = self.session = EngineSession(engine, emit, self.monitor, spans)
+        session = self.session = EngineSession(engine, emit, self.monitor, spans, self._make_calls)
         self._on_report = on_report
         self._closed.clear()
         log.info("session opened")

@@ -180,10 +180,11 @@ async def serve(
     With `grammars` the echo engine follows them, and workers are started that compile them.
     """
     tokenizer = load_tokenizer(model)
-    engine = build(ShardConfig(engine="echo", model_path=str(model) if grammars else "", **echo))
+    config = ShardConfig(engine="echo", model_path=str(model) if grammars else "", **echo)
+    engine = build(config)
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix://{folder}/shard"
-        async with serve_engine(engine, address) as shard:
+        async with serve_engine(engine, address, config=config) as shard:
             warm_up = WarmUpLimits(max_batch_total_tokens=pool_tokens)
             joined = await join(shard.client, warm_up, address, timeout=20)
             limits = replace(limits, unsupported=joined.unsupported)

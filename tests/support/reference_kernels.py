@@ -14,7 +14,7 @@ from reference_ops import rms_norm
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.adapters import read_adapters
+from text_generation_shard.adapters import LoraRoom, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
@@ -353,7 +353,8 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
     info = engine_info(config, model, CPU, grammars)
     dtype = getattr(torch, info.dtype)
     with torch.inference_mode():
-        weights = empty_weights(model, ALONE.tp, CPU, dtype, read_adapters(config), on_cpu=False)
+        adapters = read_adapters(config)
+        weights = empty_weights(model, ALONE.tp, CPU, dtype, adapters, LoraRoom.of(config, adapters), on_cpu=False)
         load(config, weights.named_parameters(), model.quantization)
         weights.process_weights_after_loading()
         kernels, decoder = reference_decoder(model, weights, dtype)
@@ -361,7 +362,8 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         shape = CacheShape(weights.layer_shapes, CPU, dtype, info.max_sequence_length, fp8, weights.state_bytes)
         kernels.windows = shape.windows
         runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
-        executor = Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True, adapters=info.adapters)
+        memory = DeviceMemory(CPU, 0.4)
+        executor = Executor(runner, memory, ALONE, weights.adapters, info.max_loras, runs_ahead=True)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
         if weights.state_bytes:
             info = replace(info, max_tokens_per_step=0)

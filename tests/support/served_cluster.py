@@ -63,11 +63,12 @@ class World:
     shards: dict[str, ServedShard] = field(default_factory=dict)
     engines: dict[str, CheckedEcho] = field(default_factory=dict)
 
-    async def shard(self, name: str, servicer: type[ShardServicer] = ShardServicer, **settings: float) -> str:
+    async def shard(self, name: str, servicer: type[ShardServicer] = ShardServicer, **settings: float | str) -> str:
         address = f"unix://{self.folder}/{name}"
-        engine = CheckedEcho.build(ShardConfig(engine="echo", **({"echo_step_ms": 2} | settings)))  # type: ignore[arg-type]
-        self.engines[address] = engine
-        self.shards[address] = await self.stack.enter_async_context(serve_engine(engine, address, servicer))
+        config = ShardConfig(engine="echo", **({"echo_step_ms": 2} | settings))  # type: ignore[arg-type]
+        self.engines[address] = engine = CheckedEcho.build(config)
+        served = serve_engine(engine, address, servicer, config)
+        self.shards[address] = await self.stack.enter_async_context(served)
         return address
 
     async def cluster(self, *members: str, max_batch_size: int = 64, hang_timeout_s: float = HANG_TIMEOUT_S) -> Members:

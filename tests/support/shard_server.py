@@ -14,6 +14,7 @@ from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.worker_link.remote_cluster import RemoteCluster
+from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.guard import create_server
 from text_generation_shard.health import ShardHealth
@@ -37,7 +38,10 @@ class ServedShard:
 
 @asynccontextmanager
 async def serve_engine(
-    engine: Engine, address: str, servicer: type[ShardServicer] = ShardServicer
+    engine: Engine,
+    address: str,
+    servicer: type[ShardServicer] = ShardServicer,
+    config: ShardConfig | None = None,
 ) -> AsyncIterator[ServedShard]:
     """Serve `engine` at `address`."""
     thread = EngineThread()
@@ -46,7 +50,7 @@ async def serve_engine(
     server = create_server()
     shard_health = ShardHealth()
     await shard_health.set_serving(serving=True)
-    shard_pb2_grpc.add_ShardServicer_to_server(servicer(owner, shard_health), server)
+    shard_pb2_grpc.add_ShardServicer_to_server(servicer(owner, shard_health, config or ShardConfig()), server)
     health_pb2_grpc.add_HealthServicer_to_server(shard_health.servicer, server)
 
     async def drain() -> None:

@@ -101,6 +101,8 @@ def load_for_cuda(
     weights = empty_weights(config, tp or TensorParallelRank(), device, dtype, adapters, on_cpu=False)
     load_weights(folder, weights.named_parameters(), config.quantization)
     weights.process_weights_after_loading()
+    for place, adapter in enumerate(adapters):
+        weights.adapters.place(adapter.name, place)  # type: ignore[union-attr]
     return weights
 
 

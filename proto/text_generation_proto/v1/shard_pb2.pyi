@@ -151,6 +151,62 @@ FAILURE_CODE_GRAMMAR: FailureCode.ValueType  # 4
 Global___FailureCode: typing_extensions.TypeAlias = FailureCode
 
 @typing.final
+class LoadAdapterRequest(google.protobuf.message.Message):
+    """------------------------------------------------------------------------------------------------------ Adapters"""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    path: builtins.str
+    """the adapter's folder, below --lora-modules-dir; absolute, or relative to that"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        path: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "path", b"path"]) -> None: ...
+
+Global___LoadAdapterRequest: typing_extensions.TypeAlias = LoadAdapterRequest
+
+@typing.final
+class LoadAdapterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___LoadAdapterResponse: typing_extensions.TypeAlias = LoadAdapterResponse
+
+@typing.final
+class UnloadAdapterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+Global___UnloadAdapterRequest: typing_extensions.TypeAlias = UnloadAdapterRequest
+
+@typing.final
+class UnloadAdapterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___UnloadAdapterResponse: typing_extensions.TypeAlias = UnloadAdapterResponse
+
+@typing.final
 class InfoRequest(google.protobuf.message.Message):
     """---------------------------------------------------------------------------------------------------------- Info"""
 
@@ -192,6 +248,9 @@ class InfoResponse(google.protobuf.message.Message):
     SCORES_GENERATED_FIELD_NUMBER: builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: builtins.int
     MAX_TOKENS_PER_STEP_FIELD_NUMBER: builtins.int
+    MAX_LORAS_FIELD_NUMBER: builtins.int
+    LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
+    LOADS_ADAPTERS_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -232,6 +291,10 @@ class InfoResponse(google.protobuf.message.Message):
     """"fp8_e4m3fn", "fp8_e5m2"; empty: dtype"""
     max_tokens_per_step: builtins.int
     """most new tokens of a sequence in a step, with speculative decoding; 0: one"""
+    max_loras: builtins.int
+    """Most different adapters of the sequences that the shard holds at a time; 0: no limit."""
+    loads_adapters: builtins.bool
+    """LoadAdapter and UnloadAdapter are permitted"""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -245,6 +308,10 @@ class InfoResponse(google.protobuf.message.Message):
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of the LoRA adapters that NewSequence.adapter may have"""
+
+    @property
+    def loaded_adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadAdapterRequest]:
+        """those of `adapters` that LoadAdapter loaded"""
 
     def __init__(
         self,
@@ -275,8 +342,11 @@ class InfoResponse(google.protobuf.message.Message):
         scores_generated: builtins.bool = ...,
         kv_cache_dtype: builtins.str = ...,
         max_tokens_per_step: builtins.int = ...,
+        max_loras: builtins.int = ...,
+        loaded_adapters: collections.abc.Iterable[Global___LoadAdapterRequest] | None = ...,
+        loads_adapters: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "kv_cache_dtype", b"kv_cache_dtype", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_tokens_per_step", b"max_tokens_per_step", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "kv_cache_dtype", b"kv_cache_dtype", "loaded_adapters", b"loaded_adapters", "loads_adapters", b"loads_adapters", "max_loras", b"max_loras", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_tokens_per_step", b"max_tokens_per_step", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 

@@ -49,6 +49,16 @@ class ShardStub(object):
                 request_serializer=text__generation__proto_dot_v1_dot_shard__pb2.Orders.SerializeToString,
                 response_deserializer=text__generation__proto_dot_v1_dot_shard__pb2.StepReport.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/text_generation.v1.Shard/LoadAdapter',
+                request_serializer=text__generation__proto_dot_v1_dot_shard__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=text__generation__proto_dot_v1_dot_shard__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/text_generation.v1.Shard/UnloadAdapter',
+                request_serializer=text__generation__proto_dot_v1_dot_shard__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=text__generation__proto_dot_v1_dot_shard__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ShardServicer(object):
@@ -80,6 +90,22 @@ class ShardServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter beside the sequences that run, for sequences that are sent after the reply. UNIMPLEMENTED: the shard
+        was started without --lora-modules-dir. NOT_FOUND: no such folder. ALREADY_EXISTS; RESOURCE_EXHAUSTED: there are as many
+        adapters as --max-cpu-loras. INVALID_ARGUMENT: the adapter cannot be served. After an error nothing has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes no more sequences with an adapter, and frees it after the last one. NOT_FOUND: it is not loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +123,16 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=text__generation__proto_dot_v1_dot_shard__pb2.Orders.FromString,
                     response_serializer=text__generation__proto_dot_v1_dot_shard__pb2.StepReport.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=text__generation__proto_dot_v1_dot_shard__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=text__generation__proto_dot_v1_dot_shard__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=text__generation__proto_dot_v1_dot_shard__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=text__generation__proto_dot_v1_dot_shard__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +216,60 @@ class Shard(object):
             '/text_generation.v1.Shard/Run',
             text__generation__proto_dot_v1_dot_shard__pb2.Orders.SerializeToString,
             text__generation__proto_dot_v1_dot_shard__pb2.StepReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/text_generation.v1.Shard/LoadAdapter',
+            text__generation__proto_dot_v1_dot_shard__pb2.LoadAdapterRequest.SerializeToString,
+            text__generation__proto_dot_v1_dot_shard__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/text_generation.v1.Shard/UnloadAdapter',
+            text__generation__proto_dot_v1_dot_shard__pb2.UnloadAdapterRequest.SerializeToString,
+            text__generation__proto_dot_v1_dot_shard__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,7 +86,39 @@ _ShardRunType = typing_extensions.TypeVar(
     ],
 )
 
-class ShardStub(typing.Generic[_ShardInfoType, _ShardWarmUpType, _ShardRunType]):
+_ShardLoadAdapterType = typing_extensions.TypeVar(
+    '_ShardLoadAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        text_generation_proto.v1.shard_pb2.LoadAdapterRequest,
+        text_generation_proto.v1.shard_pb2.LoadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        text_generation_proto.v1.shard_pb2.LoadAdapterRequest,
+        text_generation_proto.v1.shard_pb2.LoadAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        text_generation_proto.v1.shard_pb2.LoadAdapterRequest,
+        text_generation_proto.v1.shard_pb2.LoadAdapterResponse,
+    ],
+)
+
+_ShardUnloadAdapterType = typing_extensions.TypeVar(
+    '_ShardUnloadAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        text_generation_proto.v1.shard_pb2.UnloadAdapterRequest,
+        text_generation_proto.v1.shard_pb2.UnloadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        text_generation_proto.v1.shard_pb2.UnloadAdapterRequest,
+        text_generation_proto.v1.shard_pb2.UnloadAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        text_generation_proto.v1.shard_pb2.UnloadAdapterRequest,
+        text_generation_proto.v1.shard_pb2.UnloadAdapterResponse,
+    ],
+)
+
+class ShardStub(typing.Generic[_ShardInfoType, _ShardWarmUpType, _ShardRunType, _ShardLoadAdapterType, _ShardUnloadAdapterType]):
     @typing.overload
     def __init__(self: ShardStub[
         grpc.UnaryUnaryMultiCallable[
@@ -100,6 +132,14 @@ class ShardStub(typing.Generic[_ShardInfoType, _ShardWarmUpType, _ShardRunType])
         grpc.StreamStreamMultiCallable[
             text_generation_proto.v1.shard_pb2.Orders,
             text_generation_proto.v1.shard_pb2.StepReport,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            text_generation_proto.v1.shard_pb2.LoadAdapterRequest,
+            text_generation_proto.v1.shard_pb2.LoadAdapterResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            text_generation_proto.v1.shard_pb2.UnloadAdapterRequest,
+            text_generation_proto.v1.shard_pb2.UnloadAdapterResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -116,6 +156,14 @@ class ShardStub(typing.Generic[_ShardInfoType, _ShardWarmUpType, _ShardRunType])
         grpc.aio.StreamStreamMultiCallable[
             text_generation_proto.v1.shard_pb2.Orders,
             text_generation_proto.v1.shard_pb2.StepReport,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            text_generation_proto.v1.shard_pb2.LoadAdapterRequest,
+            text_generation_proto.v1.shard_pb2.LoadAdapterResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            text_generation_proto.v1.shard_pb2.UnloadAdapterRequest,
+            text_generation_proto.v1.shard_pb2.UnloadAdapterResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -135,6 +183,15 @@ class ShardStub(typing.Generic[_ShardInfoType, _ShardWarmUpType, _ShardRunType])
     When the stream ends for any reason, the shard drops every sequence, and the contents of all KV blocks are void.
     """
 
+    LoadAdapter: _ShardLoadAdapterType
+    """Loads a LoRA adapter beside the sequences that run, for sequences that are sent after the reply. UNIMPLEMENTED: the shard
+    was started without --lora-modules-dir. NOT_FOUND: no such folder. ALREADY_EXISTS; RESOURCE_EXHAUSTED: there are as many
+    adapters as --max-cpu-loras. INVALID_ARGUMENT: the adapter cannot be served. After an error nothing has changed.
+    """
+
+    UnloadAdapter: _ShardUnloadAdapterType
+    """Takes no more sequences with an adapter, and frees it after the last one. NOT_FOUND: it is not loaded."""
+
 ShardAsyncStub: typing_extensions.TypeAlias = ShardStub[
     grpc.aio.UnaryUnaryMultiCallable[
         text_generation_proto.v1.shard_pb2.InfoRequest,
@@ -147,6 +204,14 @@ ShardAsyncStub: typing_extensions.TypeAlias = ShardStub[
     grpc.aio.StreamStreamMultiCallable[
         text_generation_proto.v1.shard_pb2.Orders,
         text_generation_proto.v1.shard_pb2.StepReport,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        text_generation_proto.v1.shard_pb2.LoadAdapterRequest,
+        text_generation_proto.v1.shard_pb2.LoadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        text_generation_proto.v1.shard_pb2.UnloadAdapterRequest,
+        text_generation_proto.v1.shard_pb2.UnloadAdapterResponse,
     ],
 ]
 
@@ -181,5 +246,24 @@ class ShardServicer(metaclass=abc.ABCMeta):
         `x-session: open` says at once that the session is open.
         When the stream ends for any reason, the shard drops every sequence, and the contents of all KV blocks are void.
         """
+
+    @abc.abstractmethod
+    def LoadAdapter(
+        self,
+        request: text_generation_proto.v1.shard_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[text_generation_proto.v1.shard_pb2.LoadAdapterResponse, collections.abc.Awaitable[text_generation_proto.v1.shard_pb2.LoadAdapterResponse]]:
+        """Loads a LoRA adapter beside the sequences that run, for sequences that are sent after the reply. UNIMPLEMENTED: the shard
+        was started without --lora-modules-dir. NOT_FOUND: no such folder. ALREADY_EXISTS; RESOURCE_EXHAUSTED: there are as many
+        adapters as --max-cpu-loras. INVALID_ARGUMENT: the adapter cannot be served. After an error nothing has changed.
+        """
+
+    @abc.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: text_generation_proto.v1.shard_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[text_generation_proto.v1.shard_pb2.UnloadAdapterResponse, collections.abc.Awaitable[text_generation_proto.v1.shard_pb2.UnloadAdapterResponse]]:
+        """Takes no more sequences with an adapter, and frees it after the last one. NOT_FOUND: it is not loaded."""
 
 def add_ShardServicer_to_server(servicer: ShardServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

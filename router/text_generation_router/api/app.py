@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from text_generation_router.api.adapters import AdapterRoutes
 from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
@@ -24,7 +25,14 @@ from text_generation_router.api.models import ModelRoutes
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
-from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
+from text_generation_router.api.table import (
+    adapter_routes,
+    anthropic_routes,
+    cloud_routes,
+    openai_routes,
+    service_routes,
+    tgi_routes,
+)
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import InfoRoutes, ModelInfo
 from text_generation_router.stats import Stats
@@ -53,6 +61,7 @@ def create_app(
         *service_routes(service, settings),
         *tgi_routes(generate, chat, service),
         *openai_routes(chat, completions, ResponsesRoutes(serving, chats), ModelRoutes(serving)),
+        *adapter_routes(AdapterRoutes(serving)),
         *anthropic_routes(MessagesRoutes(serving, chats)),
         *cloud_routes(
             SageMakerRoutes(generate, chat, completions),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from text_generation_router.api.adapters import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
 from text_generation_router.api.anthropic import events as anthropic
 from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
@@ -135,6 +136,28 @@ def openai_routes(
         ),
         get("/v1/models", models.list_models, answer=ModelsAnswer | ModelPage, speaks=both),
         find("/v1/models/{model:.+}", models.get_model, answer=ModelAnswer | ModelCard, speaks=both),
+    ]
+
+
+def adapter_routes(adapters: AdapterRoutes) -> list[Route]:
+    """vLLM's routes that load and unload LoRA adapters."""
+    post = partial(Route, "POST", tag="Adapters", answer=str, content_type="text/plain")
+    operations = Operation.OPERATE | Operation.FIND
+    return [
+        post(
+            "/v1/load_lora_adapter",
+            adapters.load,
+            body=LoadAdapterBody,
+            name="load_lora_adapter",
+            operations=operations,
+        ),
+        post(
+            "/v1/unload_lora_adapter",
+            adapters.unload,
+            body=UnloadAdapterBody,
+            name="unload_lora_adapter",
+            operations=operations,
+        ),
     ]
 
 

@@ -128,6 +128,14 @@ class Auditor:
         elif request_id in self._watched:  # the report that brought its last tokens is observed next
             self._satisfied.add(request_id)
 
+    def on_unloaded(self, adapter: str) -> None:
+        """Replay no requests of an adapter any more: another one may get its name."""
+        kept = [self.kept.take() for _ in range(len(self.kept))]
+        for served in kept:
+            if served.request.adapter != adapter:
+                self.kept.put(served)
+        self._count((each for each in kept if each.request.adapter == adapter), Verdict.DROPPED)
+
     def _sweep(self) -> None:
         """Forget watched requests that expired or failed beside the steps."""
         self._watched = {each: it for each, it in self._watched.items() if each in self._scheduler.requests}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from text_generation_router.scheduling.kv_cache import KVCache
 from text_generation_router.scheduling.messages import ReplicaSpec
@@ -43,6 +44,13 @@ class Capacity:
             self._specs.pop(self._removed, None)
             self._removed = None
         self._specs[replica] = spec
+
+    def set_adapter(self, name: str, replicas: Collection[int]) -> Mapping[int, ReplicaSpec]:
+        """Note that these replicas hold a LoRA adapter, and no others do; return the specs of all."""
+        for number, spec in self._specs.items():
+            others = tuple(each for each in spec.adapters if each != name)
+            self._specs[number] = replace(spec, adapters=(*others, name) if number in replicas else others)
+        return self._specs
 
     def removed(self, replica: int) -> None:
         """Forget a replica, unless it is the last one whose spec is known."""

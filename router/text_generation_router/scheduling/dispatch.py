@@ -8,7 +8,7 @@ replica. Ties go to the replica chosen longest ago.
 
 A sequence is skipped, and those behind it go first, if the best replica lacks room only because of prompts it has yet to
 compute (the score counts that work already), if another sequence is computing its prefix there, or if no replica with room
-holds its LoRA adapter. A suspect, which lost two replicas in a row without a new token, waits until no replica is computing
+holds its LoRA adapter or has a place for it (`running_adapters`). A suspect, which lost two replicas in a row without a new token, waits until no replica is computing
 the prompt of another one: if it loses a third one, no other suspect does.
 """
 
@@ -69,7 +69,7 @@ class Dispatcher:
         """None in a small fleet."""
         self._skipped: dict[Reason, list[ScheduledSequence]] = {}
         self._without_adapter: dict[str, list[ScheduledSequence]] = {}
-        """Sequences that were skipped because no replica with room holds their adapter, by adapter, the most urgent first."""
+        """Sequences that were skipped because no replica with room takes their adapter, by adapter, the most urgent first."""
         self._chosen_at: dict[int, int] = {}
         self._choices = 0
 
@@ -119,7 +119,10 @@ class Dispatcher:
         for over in [reason for reason in self._skipped if not _still_holds(reason)]:
             self._queue.unskip(self._skipped.pop(over))
         if self._without_adapter and self.has_room(len(self._queue)):
-            for adapter in [each for each in self._without_adapter if _holders(self._roomy, each)]:
+            for adapter in list(self._without_adapter):
+                if not _takers(self._roomy, adapter):
+                    self._empty_place(adapter)
+                    continue
                 waiting = self._without_adapter.pop(adapter)
                 self._queue.unskip(waiting[:MAX_SKIPPED])
                 if later := waiting[MAX_SKIPPED:]:
@@ -145,8 +148,14 @@ class Dispatcher:
             else:
                 self._queue.skip(sequence)  # until a replica joins or stops to drain
 
+    def _empty_place(self, adapter: str) -> None:
+        """Let a place become free for an adapter on one of the replicas that hold it and have room."""
+        holders = [each for each in self._roomy.values() if each.spec.holds(adapter)]
+        if holders and not any(each.adapters.has_part_in(adapter) for each in holders):
+            min(holders, key=self._load).adapters.empty_place(adapter)
+
     def unskip_all(self) -> None:
-        """Look at all sequences again: a replica drains, or stops to."""
+        """Look at all sequences again: a replica drains, or stops to, or holds other adapters."""
         self._skipped.clear()
         self._without_adapter.clear()
         self._queue.unskip(self._queue)
@@ -183,7 +192,7 @@ class Dispatcher:
 
     def _rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
         """Return the replicas with room, the best first, and a crowded one that is much better than these."""
-        how, roomy = self._policy.dispatch, _holders(self._roomy, sequence.request.adapter)
+        how, roomy = self._policy.dispatch, _takers(self._roomy, sequence.request.adapter)
         if how is Dispatch.PREFIX:
             return self._rank_by_prefix(sequence, roomy)
         replicas = list(roomy.values())
@@ -212,7 +221,7 @@ class Dispatcher:
     def _rank_by_prefix(
         self, sequence: ScheduledSequence, roomy: Mapping[int, ReplicaScheduler]
     ) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
-        crowded = _holders(self._crowded, sequence.request.adapter)
+        crowded = _takers(self._crowded, sequence.request.adapter)
         if self._hints is not None:
             hinted = self._hints.replicas(sequence)
             crowded = {number: crowded[number] for number in hinted if number in crowded}
@@ -235,11 +244,11 @@ class Dispatcher:
         return replica.work, replica.occupied_slots, self._chosen_at[replica.replica]
 
 
-def _holders(replicas: Mapping[int, ReplicaScheduler], adapter: str) -> Mapping[int, ReplicaScheduler]:
-    """Return those of `replicas` that hold a LoRA adapter; all for ""."""
+def _takers(replicas: Mapping[int, ReplicaScheduler], adapter: str) -> Mapping[int, ReplicaScheduler]:
+    """Return those of `replicas` on which a sequence with a LoRA adapter may start; all for ""."""
     if not adapter:
         return replicas
-    return {number: replica for number, replica in replicas.items() if replica.spec.holds(adapter)}
+    return {number: replica for number, replica in replicas.items() if replica.adapters.take(adapter, replica.spec)}
 
 
 def _urgency(sequence: ScheduledSequence) -> tuple[bool, Key]:

@@ -36,6 +36,8 @@ class ReplicaSpec:
     """The model has states beside KV blocks, and no group for them: no prefix is reused."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that it holds."""
+    max_loras: int = 0
+    """Most different adapters of its sequences; 0: no limit."""
     scores_generated: bool = False
     """It computes replays."""
     further_groups: tuple[CacheGroup, ...] = ()

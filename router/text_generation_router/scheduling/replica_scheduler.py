@@ -36,6 +36,7 @@ from text_generation_router.scheduling.messages import (
 )
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.preemption import choose_victim
+from text_generation_router.scheduling.running_adapters import RunningAdapters
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
 STEPS_AHEAD = 2
@@ -51,6 +52,7 @@ class ReplicaScheduler:
         self.reuses_prefixes = policy.prefix_caching and not spec.keeps_states
         self.cache = KVCache(spec, prefix_caching=self.reuses_prefixes)
         self.prompts = PendingPrompts(spec.block_size, policy.max_batch_prefill_tokens)
+        self.adapters = RunningAdapters()
         self.is_lost = False
         self.work = 0
         """Expected tokens still to compute here."""
@@ -68,8 +70,7 @@ class ReplicaScheduler:
         self._to_release: list[ScheduledSequence] = []
         self._releasing: list[ScheduledSequence] = []
         """Released by the last orders, which are not known to be applied."""
-        self.orders_sent = 0
-        self._orders_applied = 0
+        self.orders_sent = self._orders_applied = 0
         """Numbers of the last orders."""
         self._steps_since_placement = 0
 
@@ -107,7 +108,7 @@ class ReplicaScheduler:
 
     def place(self, sequence: ScheduledSequence) -> bool:
         """Give `sequence` a slot and the blocks of its known tokens. Return False if there are not enough blocks."""
-        if not self.can_hold(sequence):
+        if not self.can_hold(sequence) or not self.adapters.take(sequence.request.adapter, self.spec):
             return False
         cache, tokens, margin = self.cache, sequence.length, self._growth_margin
         if self.spec.reserves_max_length:
@@ -131,6 +132,7 @@ class ReplicaScheduler:
         self._slots[sequence.slot] = sequence
         self._placed[sequence.id] = sequence
         self.prompts.add(sequence)
+        self.adapters.started(sequence.request.adapter)
         self.work += sequence.remaining_work
         self.promised_tokens += sequence.max_length + 1
         return True
@@ -247,6 +249,7 @@ class ReplicaScheduler:
 
     def _vacate(self, sequence: ScheduledSequence, state: State) -> None:
         self.cache.free(sequence)
+        self.adapters.ended(sequence.request.adapter)
         self._slots[sequence.slot] = None
         self._free_slots.append(sequence.slot)
         self.promised_tokens -= sequence.max_length + 1
@@ -294,14 +297,12 @@ class ReplicaScheduler:
     def _update_prefills(self, output: StepOutput) -> int:
         served = 0
         for slot, chunk in output.prefilled:
-            sequence = self._slots[slot]
-            if sequence is not None and slot not in output.failed:
+            if (sequence := self._slots[slot]) is not None and slot not in output.failed:
                 served += self._prefilled(sequence, chunk)
         if self.spec.self_scheduling:
             # Such an engine has its own prefix cache, and need not report prefill before the first token.
             for slot in output.slots:
-                sequence = self._slots[slot]
-                if sequence is not None and sequence in self.prompts:
+                if (sequence := self._slots[slot]) is not None and sequence in self.prompts:
                     served += self._prefilled(sequence, sequence.prefill_length - sequence.num_computed_tokens)
         return served
 
@@ -394,8 +395,7 @@ class ReplicaScheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError unless slots, blocks, prompts and counters agree with the sequences."""
         held = {each for each in self._slots if each is not None}
-        placed = {each for each in held if each.state is State.PLACED}
-        running = {each for each in held if each.state is State.RUNNING}
+        placed, running = ({each for each in held if each.state is state} for state in (State.PLACED, State.RUNNING))
         assert (placed, running) == (set(self._placed.values()), set(self._running.values()))
         assert len(running) + len(placed) <= self._policy.max_batch_size
         assert sorted([each.slot for each in held] + self._free_slots) == list(range(self.spec.num_slots))

@@ -27,6 +27,7 @@ Pure: no clock, no socket, no log, no task, no randomness. The same calls give t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -90,6 +91,8 @@ class Scheduler:
         self.replicas: dict[int, ReplicaScheduler | None] = {}
         """By number; None if it does not serve."""
         self._capacity = Capacity()
+        self._versions = Counter[str]()
+        """Of the LoRA adapters: how often each was loaded or unloaded."""
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
         self.replays = Replays(self.replicas, self.draining)
@@ -113,14 +116,21 @@ class Scheduler:
         """The LoRA adapters that a replica holds, serving or lost."""
         return self._capacity.adapters
 
+    def set_adapter(self, name: str, replicas: Collection[int]) -> None:
+        """Note that these replicas hold a LoRA adapter, newly loaded, and no others do."""
+        self._versions[name] += 1
+        for number, spec in self._capacity.set_adapter(name, replicas).items():
+            if (replica := self.replicas.get(number)) is not None:
+                replica.spec = spec
+        self._dispatcher.unskip_all()
+
     def submit(self, request: Request, now: float, progress: RequestProgress | None = None) -> Deliveries:
         """Queue a new request, which must fit, or with `progress` one that another scheduler had accepted; this may fail."""
         assert request.id not in self._sequences, "a request is submitted once"
-        assert progress or self.fits(len(request.prompt), request.max_new_tokens, request.adapter), (
-            "a request must be able to run alone"
-        )
+        fits = self.fits(len(request.prompt), request.max_new_tokens, request.adapter)
+        assert progress or fits, "a request must be able to run alone"
         expected = self._lengths.expected(request.max_new_tokens)
-        sequence = ScheduledSequence(request, next(self._arrivals), now, expected)
+        sequence = ScheduledSequence(request, next(self._arrivals), now, expected, self._versions[request.adapter])
         if progress is not None:
             sequence.resume(progress)
         self._sequences[request.id] = sequence
@@ -133,8 +143,7 @@ class Scheduler:
 
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
         """Cancel a request: its client left, or a stop string was found (`satisfied`). No-op if unknown or finished."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.state is State.CANCELLED:
+        if (sequence := self._sequences.get(request_id)) is None or sequence.state is State.CANCELLED:
             return
         self._cancellations += 1
         if satisfied:
@@ -170,8 +179,8 @@ class Scheduler:
     @property
     def next_expiry(self) -> float | None:
         """The time of the next deadline; None if there is none."""
-        sequence = self._deadlines.first()
-        return None if sequence is None or sequence.deadline[0] == math.inf else sequence.deadline[0]
+        due = math.inf if (sequence := self._deadlines.first()) is None else sequence.deadline[0]
+        return None if due == math.inf else due
 
     def dispatch(self) -> list[int]:
         """Place queued sequences on replicas with room. Return the replicas that got some."""
@@ -192,13 +201,11 @@ class Scheduler:
 
     def may_have_orders(self, replica: int) -> bool:
         """Return False if `schedule` would return None. Cheap."""
-        scheduler = self.replicas[replica]
-        return scheduler is not None and scheduler.may_have_orders
+        return (scheduler := self.replicas[replica]) is not None and scheduler.may_have_orders
 
     def update(self, replica: int, output: StepOutput, now: float) -> Deliveries:
         """Record the results of a step."""
-        deliveries = Deliveries()
-        scheduler = self.replicas[replica]
+        deliveries, scheduler = Deliveries(), self.replicas[replica]
         assert scheduler is not None, "a lost replica makes no steps"
         measured = not self.replays or not self.replays.computed_in(replica, output)
         served, left = scheduler.update(output, deliveries, measured=measured)
@@ -279,14 +286,14 @@ class Scheduler:
 
     def lose(self, replica: int) -> Deliveries:
         """Stop using a replica. Its sequences are requeued; those that cannot continue or lost too many replicas fail."""
-        deliveries = Deliveries()
         if (lost := self.replicas[replica]) is None:
-            return deliveries
+            return Deliveries()
         self.replicas[replica] = None
         self._dispatcher.changed(replica)
         self._lost_preemptions += lost.preemptions
         self._lost_prompt_tokens += lost.prompt_tokens
         self._lost_hit_tokens += lost.hit_tokens
+        deliveries = Deliveries()
         for sequence in self.replays.forget(lost.close()):
             if sequence.state is State.CANCELLED:
                 self._forget(sequence)
@@ -312,8 +319,7 @@ class Scheduler:
 
     def _work(self, sequence: ScheduledSequence) -> int:
         """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""
-        cached = self._dispatcher.cached_tokens(sequence)
-        return max(1, sequence.expected_length - cached)
+        return max(1, sequence.expected_length - self._dispatcher.cached_tokens(sequence))
 
     def estimated_wait(self, tenant: TenantId, *, for_permit: bool = False) -> float | None:
         """Return the seconds that a new request of `tenant` would wait (`Retry-After`); None if unknown.
@@ -321,15 +327,13 @@ class Scheduler:
         The work before it over the measured throughput: the work of the whole queue, or of its tenant over that tenant's
         share, whichever is less. `for_permit`: a sequence must end first, even if a replica has room.
         """
-        serving = self.serving
-        tenants = self.queue.tenants
+        serving, tenants = self.serving, self.queue.tenants
         if queued := self.queue.work:
             work = min(queued, tenants.work(tenant) / tenants.share(tenant))
         elif not for_permit and self._dispatcher.has_room(1):
             return 0.0
         else:  # the wait for one sequence to end
-            running = sum(replica.occupied_slots for replica in serving)
-            work = sum(replica.work for replica in serving) / max(1, running)
+            work = sum(each.work for each in serving) / max(1, sum(each.occupied_slots for each in serving))
         return self._throughputs.wait(work, [replica.replica for replica in serving])
 
     def exceeds_queue_limit(self, request: Request) -> bool:
@@ -340,8 +344,7 @@ class Scheduler:
 
     def request_in(self, replica: int, slot: int) -> RequestId | None:
         """Return the request in a slot; None if it is free or its request was cancelled."""
-        scheduler = self.replicas[replica]
-        return None if scheduler is None else scheduler.request_in(slot)
+        return None if (scheduler := self.replicas[replica]) is None else scheduler.request_in(slot)
 
     @property
     def requests(self) -> Mapping[RequestId, ScheduledSequence]:
@@ -388,10 +391,9 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state is inconsistent: blocks, slots, locks, budgets, queue, accounts. For tests."""
-        sequences = self._sequences.values()
-        assert set(self.queue) == {each for each in sequences if each.state is State.WAITING}
+        assert set(self.queue) == {each for each in self._sequences.values() if each.state is State.WAITING}
         on_replicas = sum(replica.occupied_slots for replica in self.serving)
-        assert len(sequences) + len(self.replays) == len(self.queue) + on_replicas, "each waits or has one slot"
+        assert len(self._sequences) + len(self.replays) == len(self.queue) + on_replicas, "each waits or has one slot"
         self._dispatcher.check_invariants()
         self.queue.check_invariants()
         for replica in self.serving:

@@ -52,6 +52,8 @@ class ScheduledSequence:
     arrived_at: float
     """Seconds of the caller's clock."""
     expected_new_tokens: int
+    version: int = 0
+    """Of its adapter: another one may have had the name before."""
     state: State = State.WAITING
     generated: list[TokenId] = field(default_factory=list)
 
@@ -125,7 +127,7 @@ class ScheduledSequence:
         self.expected_length = self.length + self.expected_new_tokens
         self.max_length = self.length + self.request.max_new_tokens - 1
         # The name of an adapter contains no NUL, so no two pairs have the same key.
-        self.salt = f"{self.request.adapter}\0{self.request.qos.salt}"
+        self.salt = f"{self.request.adapter}\0{self.version}\0{self.request.qos.salt}"
         self.prompt_key = array("I", self.request.prompt).tobytes()
 
     def resume(self, progress: RequestProgress) -> None:

@@ -22,9 +22,10 @@ import structlog
 from text_generation_common.heartbeat import HANG_TIMEOUT_S
 from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.values import WarmUpLimits
-from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
+from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ModelNotFound, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
+from text_generation_router.shards.adapters import ReplicaAdapters
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Listeners, Receiver
 from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
@@ -86,8 +87,9 @@ class Cluster(Generic[Receiver]):
         """Features, and replicas, that are not used any more after audits."""
         listeners = cast("Delivery[Receiver]", Listeners(partial(self.cancel, satisfied=True)))
         self._listeners = listeners if delivery is None else delivery
+        self._adapters = ReplicaAdapters(scheduler, self._on_unloaded)
         self._context = ClusterContext(
-            scheduler, self._listeners, observer, self.dispatch, self._on_opened, hang_timeout_s
+            scheduler, self._adapters, self._listeners, observer, self.dispatch, self._on_opened, hang_timeout_s
         )
         self._members: dict[str, ShardMember] = {}
         """By address."""
@@ -132,6 +134,8 @@ class Cluster(Generic[Receiver]):
         if any(by is not None and by <= now for by in (qos.queue_by, qos.end_by)):
             self.scheduler.expired += 1
             raise DeadlineExceeded("its time was over before it was queued")
+        if request.adapter and request.adapter not in self.adapters:
+            raise ModelNotFound(f"The adapter `{request.adapter}` does not exist")
         if not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter):
             raise GenerationFailed("no replica can hold this request now")
         self._refuse_overload(request, now)
@@ -180,7 +184,13 @@ class Cluster(Generic[Receiver]):
 
     @property
     def adapters(self) -> Collection[str]:
-        return self.scheduler.adapters
+        return self._adapters.names
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.unload(name)
 
     @property
     def connected(self) -> bool:
@@ -276,6 +286,7 @@ class Cluster(Generic[Receiver]):
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._expire_requests())
+                tasks.create_task(self._adapters.run())
 
                 def reconcile() -> None:
                     known = self._wanted
@@ -304,6 +315,10 @@ class Cluster(Generic[Receiver]):
         self._listeners.failures(self.scheduler.remove(member.number).failed)
         self.dispatch()
         self._reconcile()  # it may be a member again
+
+    def _on_unloaded(self, adapter: str) -> None:
+        if self.watcher is not None:
+            self.watcher.on_unloaded(adapter)
 
     def _on_opened(self) -> None:
         self._without_replica_since = None

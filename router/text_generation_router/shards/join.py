@@ -45,6 +45,7 @@ class ReplicaInfo:
             reserves_max_length=self.info.reserves_max_length,
             keeps_states=self.info.keeps_states,
             adapters=tuple(self.info.adapters),
+            max_loras=self.info.max_loras,
             scores_generated=self.info.scores_generated,
             tokens_per_step=max(1, self.info.max_tokens_per_step),
             further_groups=tuple(

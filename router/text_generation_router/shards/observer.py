@@ -39,6 +39,10 @@ class RequestWatcher(Protocol):
         """Handle that a request is cancelled; `satisfied`: its text is complete."""
         ...
 
+    def on_unloaded(self, adapter: str) -> None:
+        """Handle that a LoRA adapter is gone: another one may get its name."""
+        ...
+
 
 class StepObserver(Protocol):
     """Observes the end of sessions, orders and reports of all replicas. Called on the event loop; must neither block nor raise."""

@@ -25,6 +25,7 @@ from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.parts import BadParts, Joiner, most_report, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.adapters import ReplicaAdapters
 from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, step_output_from_pb
 from text_generation_router.shards.join import ReplicaInfo, ShardTaken
 from text_generation_router.shards.listeners import Delivery
@@ -57,6 +58,7 @@ class ClusterContext:
     """The parts of the cluster that sessions use."""
 
     scheduler: Scheduler
+    adapters: ReplicaAdapters
     listeners: Delivery[Any]
     observer: StepObserver
     dispatch: Callable[[], None]
@@ -138,6 +140,7 @@ class ReplicaConnection:
         opened = False
         try:
             await client.opened(call)
+            info = await context.adapters.equip(self._number, client, info)
             context.listeners.failures(context.scheduler.open(self._number, info.spec).failed)
             opened = True
             self.sessions, self.since = self.sessions + 1, time.monotonic()
@@ -163,6 +166,7 @@ class ReplicaConnection:
             raise next((each for each in losses if isinstance(each, ShardStopped)), losses[0]) from error
         finally:
             call.cancel()
+            context.adapters.lost(self._number)
             context.observer.on_loss(self._number)
             if opened:
                 deliveries = context.scheduler.lose(self._number)

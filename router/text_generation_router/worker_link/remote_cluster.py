@@ -16,9 +16,11 @@ from itertools import accumulate, chain, count, repeat
 from pathlib import Path
 from typing import cast
 
+import orjson
 import structlog
 
 from text_generation_proto import convert
+from text_generation_proto.client import LOAD_S
 from text_generation_proto.values import FinishReason
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.cluster_interface import ClusterInterface
@@ -28,7 +30,14 @@ from text_generation_router.shards.cluster import ClusterInfo
 from text_generation_router.shards.convert import logprobs_to_json, top_tokens
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.waiting import holds_for
-from text_generation_router.worker_link.convert import INFO, info_from_json, refusal_from_pb, request_to_pb
+from text_generation_router.worker_link.convert import (
+    INFO,
+    LOAD_ADAPTER,
+    UNLOAD_ADAPTER,
+    info_from_json,
+    refusal_from_pb,
+    request_to_pb,
+)
 from text_generation_router.worker_link.rpc import Handlers
 from text_generation_router.worker_link.scheduler_link import NO_ANSWER, WITHOUT_LINK_S, SchedulerLink
 from text_generation_router.worker_link.unfinished import UnfinishedRequest
@@ -91,6 +100,12 @@ class RemoteCluster(ClusterInterface):
 
     async def info(self) -> ClusterInfo:
         return info_from_json(await self.link.call(INFO))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self.link.call(LOAD_ADAPTER, orjson.dumps([name, path]), LOAD_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.link.call(UNLOAD_ADAPTER, orjson.dumps([name]))
 
     @property
     def adapters(self) -> Collection[str]:

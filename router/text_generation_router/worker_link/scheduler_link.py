@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from google.protobuf.message import Message
@@ -127,14 +128,15 @@ class SchedulerLink:
         else:
             raise LinkBroken("an unknown message")
 
-    async def call(self, method: str, body: bytes = b"") -> bytes:
+    async def call(self, method: str, body: bytes = b"", timeout_s: float = WITHOUT_LINK_S) -> bytes:
         """Return the scheduler process's reply to a call. Raises ServingError."""
-        return await self.request(lambda number: pb.FromWorker(call=pb.Call(number=number, method=method, body=body)))
+        call = partial(pb.Call, method=method, body=body)
+        return await self.request(lambda number: pb.FromWorker(call=call(number=number)), timeout_s)
 
-    async def request(self, message: Callable[[int], pb.FromWorker]) -> bytes:
+    async def request(self, message: Callable[[int], pb.FromWorker], timeout_s: float = WITHOUT_LINK_S) -> bytes:
         """Send a message with a number, and return the reply; after a loss send it again. Raises ServingError."""
         try:
-            async with asyncio.timeout(WITHOUT_LINK_S):
+            async with asyncio.timeout(timeout_s):
                 while True:
                     if not self.up.is_set():
                         async with asyncio.timeout_at(self.lost_at + WITHOUT_LINK_S):

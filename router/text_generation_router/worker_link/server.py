@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+import orjson
 import structlog
 
 from text_generation_common.sockets import claim_socket, remove_socket
@@ -20,6 +22,8 @@ from text_generation_router.waiting import background
 from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink, send_report
 from text_generation_router.worker_link.convert import (
     INFO,
+    LOAD_ADAPTER,
+    UNLOAD_ADAPTER,
     info_to_json,
     progress_from_pb,
     refusal_to_pb,
@@ -53,7 +57,11 @@ class WorkerLinkServer:
         self.model = model
         self.connections: dict[int, WorkerConnection] = {}
         """By number of the worker."""
-        self.handlers: dict[str, Handler] = {INFO: self._info}
+        self.handlers: dict[str, Handler] = {
+            INFO: self._info,
+            LOAD_ADAPTER: partial(self._adapter, cluster.load_adapter),
+            UNLOAD_ADAPTER: partial(self._adapter, cluster.unload_adapter),
+        }
         """Handlers of the calls of workers; more may be added before `listening`."""
         self._max_unread_bytes = max_unread_bytes
 
@@ -81,8 +89,11 @@ class WorkerLinkServer:
             await asyncio.sleep(STATE_EVERY_S)
             if (state := self.state()) != last:
                 last = state
-                for connection in self.connections.values():
-                    connection.link.send(pb.FromScheduler(state=state))
+                self._send_state()
+
+    def _send_state(self) -> None:
+        for connection in self.connections.values():
+            connection.link.send(pb.FromScheduler(state=self.state()))
 
     def state(self) -> pb.State:
         cluster = self.cluster
@@ -96,6 +107,11 @@ class WorkerLinkServer:
 
     async def _info(self, body: bytes) -> bytes:
         return info_to_json(await self.cluster.info())
+
+    async def _adapter(self, change: Callable[..., Awaitable[None]], body: bytes) -> bytes:
+        await change(*orjson.loads(body))
+        self._send_state()  # before the reply: whoever reads it may use the new names
+        return b""
 
 
 class WorkerConnection:

@@ -67,7 +67,7 @@ class CodeChoice:
 def choose_code(config: ShardConfig) -> CodeChoice:
     """Return the code that runs the model in the torch engine. Imports no PyTorch to refuse one. Raises EngineError."""
     choice = _choose_code(config)
-    if config.lora_adapters and choice.model is None:
+    if config.lora_slots and choice.model is None:
         raise EngineError(f"--lora-adapters: only the native decoder serves LoRA adapters; {choice.reason}")
     return choice
 

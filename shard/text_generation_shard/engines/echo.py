@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -18,6 +19,7 @@ import numpy as np
 from text_generation_common.lora import parse_adapters
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
+from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
@@ -73,6 +75,7 @@ class EchoEngine(SynchronousEngine):
             max_top_n_tokens=20,
             grammar_kinds=grammars.kinds if grammars is not None else (),
             adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
+            max_loras=config.lora_slots,
             scores_generated=True,
         )
         return cls(
@@ -121,6 +124,11 @@ class EchoEngine(SynchronousEngine):
         self._add_top_tokens(rows, result)
         result.forward_ns = int((time.perf_counter() - started) * 1e9)
         return result
+
+    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
+        self.info = self.table.set_adapter(name, held=adapter is not None)
+        while adapter is None and self.table.uses(name):
+            yield
 
     @property
     def running(self) -> int:

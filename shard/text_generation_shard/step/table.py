@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode
@@ -89,6 +89,16 @@ class SequenceTable:
         """Prompt tokens that the last step waits for: its own, and those of the step before if steps run ahead."""
         before, last = self._prefilled
         return before + last if self.runs_ahead else last
+
+    def uses(self, adapter: str) -> bool:
+        """Return True if a sequence has this LoRA adapter."""
+        return any(sequence.adapter == adapter for sequence in self.sequences.values())
+
+    def set_adapter(self, name: str, *, held: bool) -> EngineInfo:
+        """Take sequences with a LoRA adapter, or no more of them; return the new description of the engine."""
+        others = tuple(each for each in self.info.adapters if each != name)
+        self.info = replace(self.info, adapters=(*others, name) if held else others)
+        return self.info
 
     def clear(self) -> None:
         """Drop every sequence."""
@@ -370,6 +380,12 @@ class SequenceTable:
     def _new_sequence_problem(self, new: NewSequence) -> str | None:
         if new.slot in self.sequences:
             return f"slot {new.slot} is taken"
+        if (
+            new.adapter
+            and 0 < self.info.max_loras < len(self.info.adapters)
+            and (len({each.adapter for each in self.sequences.values()} - {"", new.adapter}) >= self.info.max_loras)
+        ):
+            return f"more LoRA adapters at a time than the {self.info.max_loras} of --max-loras"
         if problem := sequence_problem(new, self.info) or self._blocks_problem(0, new.blocks):
             return problem
         if len(new.further_blocks) != len(self.groups) - 1:

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from text_generation_common.lora import is_adapter_name
 from text_generation_router.admission_queue import PendingWork
 from text_generation_router.api.core.admission import RequestPreparer
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.http.caller import QosFields, quality_of_service, read_caller
-from text_generation_router.api.http.keys import HOLDER
+from text_generation_router.api.http.keys import HOLDER, Forbidden
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.errors import InvalidRequest, ModelNotFound, ServingError
@@ -170,6 +171,30 @@ class Serving:
         if not self.settings.serves(model):
             raise _not_found("model", model, self.model_names)
         return adapter or ""
+
+    def check_operator(self, request: web.Request) -> None:
+        """Raise Forbidden if the caller may not change the server."""
+        if self.settings.api_keys and not request[HOLDER].trusted:
+            raise Forbidden
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter on all replicas. Raises ServingError."""
+        if name in self.settings.model_names:
+            raise InvalidRequest(f"`lora_name` is the name of the model itself: {name}")
+        if not is_adapter_name(name):
+            raise InvalidRequest("`lora_name` must be printable, without comma, `=` and `@`")
+        await self.cluster.load_adapter(name, path)
+
+    async def load_named(self, request: web.Request, name: str | None, path: str | None) -> None:
+        """Load the adapter of a request to trtllm-serve, if it names a new one with its folder. Raises ServingError."""
+        if not (name and path) or name in self.cluster.adapters:
+            return
+        self.check_operator(request)
+        try:
+            await self.load_adapter(name, path)
+        except InvalidRequest:
+            if name not in self.cluster.adapters:  # else another request has loaded it
+                raise
 
     @property
     def model_names(self) -> Collection[str]:

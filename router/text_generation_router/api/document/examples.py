@@ -19,6 +19,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "chat_tokenize": {"messages": _MESSAGES},
     "chat_completions": _CHAT,
     "completions": {"model": "tgi", "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 6},
+    "load_lora_adapter": {"lora_name": "sql", "lora_path": "sql-v2"},
+    "unload_lora_adapter": {"lora_name": "sql"},
     "create_response": {"model": "tgi", "input": _MESSAGES, "temperature": 0, "max_output_tokens": 32},
     "create_message": _CHAT,
     "count_message_tokens": {"model": "tgi", "messages": _MESSAGES},

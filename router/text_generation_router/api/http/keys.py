@@ -32,7 +32,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from text_generation_common.model_files import read_file
 from text_generation_router.config import RouterSettings
-from text_generation_router.errors import InvalidRequest, Unauthorized
+from text_generation_router.error_attributes import Operation
+from text_generation_router.errors import ClientError, InvalidRequest, Unauthorized
 from text_generation_router.rate_limits import RateCounter, RateLimits, Rates
 from text_generation_router.request import DEFAULT_TENANT, Priority, TenantId
 
@@ -224,6 +225,17 @@ class ApiKeys:
 
 
 HOLDER = web.RequestKey("holder", KeyHolder)
+
+
+class Forbidden(ClientError):
+    """The key of the request is not that of an operator."""
+
+    status = 403
+    error_type = "forbidden"
+    message = "This needs an API key with `trust_headers`"
+    openai_code = "permission_denied"
+    anthropic_type = "permission_error"
+    operations = Operation.OPERATE
 
 
 def tenant_of(request: web.Request) -> TenantId:

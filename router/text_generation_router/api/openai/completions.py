@@ -62,6 +62,7 @@ class CompletionRoutes:
         """Answer a body that another route parsed."""
         prompts = _prompts(body)
         records = self._serving.start(request, min(len(prompts), self._limit) * (body.n or 1))
+        await self._serving.load_named(request, body.lora_name, body.lora_path)
         self._check(body, prompts)
         async with self._serving.take_permits(records, len(records), body):
             qos = self._serving.qos(records[0], body)

@@ -75,11 +75,11 @@ class LoraRequest(Body):
     """The adapter of a request to trtllm-serve."""
 
     lora_name: Annotated[Name, Field(min_length=1)]
-    """One of --lora-adapters. Any other is rejected."""
+    """An adapter that is loaded, or is to be: see `lora_path`. Any other is rejected."""
     lora_int_id: Int64 | None = None
     """Accepted; not used."""
-    lora_path: str | None = None
-    """Accepted; not used: adapters are loaded at the start."""
+    lora_path: Annotated[str, Field(max_length=1024)] | None = None
+    """Folder below --lora-modules-dir that a new name is loaded from, as by /v1/load_lora_adapter."""
 
 
 class OpenAIBody(ConstraintFields, OpenFields):
@@ -129,6 +129,11 @@ class OpenAIBody(ConstraintFields, OpenFields):
     """vLLM's: keep this number of tokens at the end of the prompt."""
     user: Name | None = None
     """Accepted; not used."""
+
+    @property
+    def lora_path(self) -> str | None:
+        """The folder of that adapter."""
+        return None if self.lora_request is None else self.lora_request.lora_path
 
     @property
     def lora_name(self) -> str | None:

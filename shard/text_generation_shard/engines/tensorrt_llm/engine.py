@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +21,7 @@ import structlog
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
+from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.engine import (
     NO_BLOCKS,
     Drafting,
@@ -133,6 +134,9 @@ class TensorRTEngine:
         failed = [failure for sequence in orders.placements if (failure := self._place(sequence)) is not None]
         failed += [self._refuse(slot, problem) for slot, problem in meant_for_steps(orders) if slot in self._streams]
         return failed
+
+    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
+        raise EngineError("TensorRT-LLM")
 
     def step(self) -> StepResult | None:
         if self._broken is None and not self._streams:

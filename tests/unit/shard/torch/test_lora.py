@@ -193,7 +193,7 @@ def test_changes_are_added_to_quantized_products() -> None:
     step = StepAdapters(2)
     linear = AdaptedLinear(base, parts, 5, step, device, torch.float32)
     a, b, x = (torch.randn(*shape, generator=draw) for shape in ((5, 32), (96, 5), (3, 32)))
-    linear.fill(1, {"qkv": (a, b)})
+    linear.place(1, *linear.packed({"qkv": (a, b)}))
     step.begin(torch.tensor([0, 2, 1], dtype=torch.int32), LoopedRows)
     change = linear(x) - base(x)
     rows = torch.cat([b[first + 16 : first + 32] for first in (0, 32, 64)])

@@ -19,6 +19,7 @@ from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.runner import Model, Runner
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.worker import TPWorker
+from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
 from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.ops import Ops
@@ -42,6 +43,8 @@ class EngineBuilder:
         self._config = config
         self._grammars = prepared.grammars
         self.info = prepared.info
+        self.adapters: AdapterStore | None = None
+        """The LoRA adapters of the model, if it may have any."""
         self.device, self.dtype = prepared.target.device, prepared.dtype
         # torch counts the cores of its affinity only, not the quota of a container.
         torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), usable_cpus()))
@@ -80,18 +83,18 @@ class EngineBuilder:
             shape, scales, self.info.vocab_size, self.info.max_slots, narrow=hidden_size <= MAX_NARROW_HIDDEN_SIZE
         )
         model = model_with(DeviceOps(kernels, self.group, self.dtype))
-        return DeviceRunner(model, kernels, group, shape, *sizes, has_adapters=bool(self.info.adapters))
+        return DeviceRunner(model, kernels, group, shape, *sizes, has_adapters=bool(self.info.max_loras))
 
     def executor(self, runner: Runner, group: ParallelGroup | None = None) -> Executor:
         """Return the executor of rank 0 of a group."""
         runs_ahead = self.device.type == "cuda"
-        group, adapters = group or self.group, self.info.adapters
-        return Executor(runner, self._memory, group, runs_ahead=runs_ahead, adapters=adapters)
+        store, places = self.adapters, self.info.max_loras
+        return Executor(runner, self._memory, group or self.group, store, places, runs_ahead=runs_ahead)
 
     def engine(self, runner: Runner) -> Engine:
         """Return the engine of rank 0, or of a follower."""
         if self._config.rank > 0:
-            execute = TPWorker(runner, self._memory, self.device).execute
+            execute = TPWorker(runner, self._memory, self.device, self.adapters).execute
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
         trace = StepTrace(self._config.trace_steps) if self._config.trace_steps else None
         drafter = Drafter.of(self.info, runs_ahead=self.device.type == "cuda")

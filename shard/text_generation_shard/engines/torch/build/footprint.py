@@ -11,7 +11,7 @@ import torch
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
-from text_generation_shard.adapters import read_adapters
+from text_generation_shard.adapters import LoraRoom, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.kv_cache import FP8_DTYPES, CacheShape, Fp8Cache, LayerShape
@@ -77,7 +77,8 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     tp = TensorParallelRank(config.rank, config.world_size)
     with torch.inference_mode():
         on_cpu = prepared.target.device.type == "cpu"
-        weights = empty_weights(model, tp, META, dtype, read_adapters(config), on_cpu=on_cpu)
+        adapters = read_adapters(config)
+        weights = empty_weights(model, tp, META, dtype, adapters, LoraRoom.of(config, adapters), on_cpu=on_cpu)
     parameters = weights.named_parameters()
     if config.load_format != "dummy":
         plan_loading(Path(config.model_path), parameters, model.quantization)
@@ -140,6 +141,6 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
     else:
         memory = int(target.memory * fraction) - margin_of(target.memory)
         graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(num_layers + 1) // PIECES_PER_GRAPH)
-        graphs *= 2 if info.adapters else 1
+        graphs *= 2 if info.max_loras else 1
         step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES
     return Footprint(info, memory, weights, shape if layers else None, step, slot_states)

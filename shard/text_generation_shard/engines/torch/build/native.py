@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from text_generation_shard.adapters import read_adapters
+from text_generation_shard.adapters import LoraRoom, read_adapter, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
@@ -38,7 +40,11 @@ def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[E
     builder = EngineBuilder(config, prepared)
     on_cpu, group = builder.device.type == "cpu", builder.group
     adapters = read_adapters(config)
-    weights = empty_weights(model_config, group.tp, builder.device, builder.dtype, adapters, on_cpu=on_cpu)
+    room = LoraRoom.of(config, adapters)
+    weights = empty_weights(model_config, group.tp, builder.device, builder.dtype, adapters, room, on_cpu=on_cpu)
+    if weights.adapters is not None:
+        weights.adapters.read = partial(read_adapter, config=config)
+        builder.adapters = weights.adapters
     kv_heads = {
         index: group.tp.kv_heads(model_config.layers[index].num_kv_heads)
         for index, layer in enumerate(weights.layers)

@@ -150,6 +150,7 @@ def engine_info(
         kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         max_tokens_per_step=1 + (AUTO_DRAFTS if config.speculate == "auto" else int(config.speculate)),
         adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
+        max_loras=config.lora_slots,
     )
 
 

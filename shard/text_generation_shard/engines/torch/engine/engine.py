@@ -16,7 +16,7 @@ A step with drafts (step.drafts) begins only once the step before is recorded, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from text_generation_common.one_line import typed_line
 from text_generation_common.progress import phase
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
+from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
@@ -137,7 +138,7 @@ class TorchEngine(SynchronousEngine):
             self._table.apply(orders)
             rows = self._table.rows()
             with torch.inference_mode(), phase("computing the largest step and compiling its kernels"):
-                self._record(self._sample(self._launch(rows)))
+                self._record(self._sample(self._launch(rows, adapted=bool(self.info.max_loras))))
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)
@@ -151,7 +152,19 @@ class TorchEngine(SynchronousEngine):
         return groups
 
     def apply(self, orders: Orders) -> list[Failure]:
-        return self._table.apply(orders)
+        failed = self._table.apply(orders)
+        if any(new.adapter for new in orders.placements):
+            self._executor.use_adapters({each.adapter for each in self._table.sequences.values()} - {""})
+        return failed
+
+    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
+        if adapter is not None:
+            yield from self._executor.load_adapter(name, str(adapter.folder))
+        self.info = self._table.set_adapter(name, held=adapter is not None)
+        if adapter is None:
+            while self._table.uses(name):
+                yield
+            self._executor.drop_adapter(name)
 
     @torch.inference_mode()
     def step(self) -> StepResult | None:
@@ -241,12 +254,12 @@ class TorchEngine(SynchronousEngine):
                 raise
             return self._table.fail(rows, f"the step failed: {typed_line(error)}")
 
-    def _launch(self, rows: StepRows, began_ahead: bool = False) -> _Step:  # noqa: FBT001, FBT002 – a value of the step
+    def _launch(self, rows: StepRows, *, began_ahead: bool = False, adapted: bool = False) -> _Step:
         ahead = self._executor.runs_ahead
         # On a CPU the masks are computed during the forward pass; on a GPU they depend on tokens not read yet.
         masking = None if ahead else self._start_masks(rows)
         greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
-        launched = self._executor.launch(rows, greedy=greedy)
+        launched = self._executor.launch(rows, greedy=greedy, adapted=adapted)
         self._table.begin(rows)
         return _Step(rows, launched.started, launched.computed, launched, masking, began_ahead=began_ahead)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.step_plan import (
     Ints,
     StepPlan,
@@ -21,7 +23,8 @@ from text_generation_shard.engines.torch.batch.step_plan import (
 from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers, upload
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.runner import Runner
-from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, spare_bytes
+from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, call_store, spare_bytes
+from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
 from text_generation_shard.step.sequence import StepRow, StepRows
@@ -56,13 +59,17 @@ class Executor:
         runner: Runner,
         memory: DeviceMemory,
         group: ParallelGroup,
+        adapters: AdapterStore | None = None,
+        places: int = 0,
         *,
         runs_ahead: bool,
-        adapters: Sequence[str] = (),
     ) -> None:
+        """`places`: LoRA adapters on the device at a time."""
         self.runs_ahead = runs_ahead
-        self._adapters = {name: number for number, name in enumerate(("", *adapters))} if adapters else {}
-        """The number of each LoRA adapter; 0 for none. Empty if the model has none."""
+        self._adapters = adapters
+        self._places: dict[str, int] = {}
+        """The place of each LoRA adapter on the device, from 1 on; the one used least recently first."""
+        self._free_places = list(range(places, 0, -1))
         self._runner = runner
         self._memory = memory
         self._group = group
@@ -82,9 +89,13 @@ class Executor:
 
         return ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
 
-    def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
-        """Launch the forward pass of some rows; `greedy` if every row takes its most probable token."""
+    def launch(self, rows: StepRows, *, greedy: bool, adapted: bool = False) -> Launched:
+        """Launch the forward pass of some rows; `greedy` if every row takes its most probable token.
+
+        `adapted`: with the kernels of LoRA adapters, also if no row has one.
+        """
         plan = self._plan(rows, greedy=greedy)
+        plan = plan.with_adapters() if adapted else plan
         self._broadcast(WorkerCommand.STEP, plan.numbers.data.cast("B"))
         started = self._events.record()
         output = self._runner.start(plan)
@@ -160,7 +171,7 @@ class Executor:
         del self._runner
 
     def _plan(self, rows: StepRows, *, greedy: bool) -> StepPlan:
-        updates = self._adapter_updates(rows) if self._adapters else []
+        updates = [] if self._adapters is None else self._adapter_updates(rows)
         if self.has_states and rows.prefills:
             chunks = (row.sequence for row in rows.others if row.prefills)
             updates += [(self._runner.state_cell(each.slot), each.state_write) for each in chunks]
@@ -170,13 +181,53 @@ class Executor:
         else:
             padding = self._runner.padding(rows.tokens, len(updates))
             plan = plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
-        adapted = bool(self._adapters) and any(sequence.adapter for sequence in rows.sequences)
+        adapted = bool(self._places) and any(sequence.adapter for sequence in rows.sequences)
         return plan.with_adapters() if adapted else plan
 
     def _adapter_updates(self, rows: StepRows) -> list[TableUpdate]:
         """Return the updates that give the slots of new sequences their adapters."""
         new = [row.sequence for row in rows.others if not row.sequence.synced[0]]
-        return [(self._runner.adapter_cell(each.slot), self._adapters[each.adapter]) for each in new]
+        return [(self._runner.adapter_cell(each.slot), self._places.get(each.adapter, 0)) for each in new]
+
+    def load_adapter(self, name: str, folder: str) -> Iterator[None]:
+        """Load a LoRA adapter on all ranks; yields while one of them reads it. Raises EngineError."""
+        assert self._adapters is not None, "the shard has room for adapters"
+        self._on_all_ranks(WorkerCommand.START_ADAPTER, name, folder)
+        try:
+            while min(states := self._on_all_ranks(WorkerCommand.IS_ADAPTER_LOADED, name)) < 0:
+                yield
+            if (problem := self._adapters.problem(name)) is not None:
+                raise problem
+            if not all(states):
+                raise EngineError(f"rank {states.index(0)} cannot load the LoRA adapter {name}: its log says why")
+        except BaseException:
+            self.drop_adapter(name)
+            raise
+
+    def use_adapters(self, names: Collection[str]) -> None:
+        """Give these LoRA adapters, all that sequences have, places on the device."""
+        for name in names:
+            if (place := self._places.pop(name, None)) is None:
+                if not self._free_places:
+                    self._free_places.append(self._places.pop(next(each for each in self._places if each not in names)))
+                place = self._free_places.pop()
+                self._on_all_ranks(WorkerCommand.PLACE_ADAPTER, name, place - 1)
+            self._places[name] = place
+
+    def drop_adapter(self, name: str) -> None:
+        """Free a LoRA adapter that no sequence has."""
+        if (place := self._places.pop(name, None)) is not None:
+            self._free_places.append(place)
+        self._on_all_ranks(WorkerCommand.DROP_ADAPTER, name)
+
+    def _on_all_ranks(self, command: WorkerCommand, name: str, argument: str | int = "") -> list[int]:
+        """Return the replies of all ranks, if there are any."""
+        assert self._adapters is not None
+        self._broadcast(command, json.dumps([name, argument]).encode())
+        own = call_store(self._adapters, command, name, argument)
+        if own is None:
+            return []
+        return [own, *(self._group.leader.gather() if self._group.tp.world_size > 1 else [])]
 
     def _pinned_memory(self, length: int) -> Ints:
         numbers: Ints = self._pinned.take(length).numpy()

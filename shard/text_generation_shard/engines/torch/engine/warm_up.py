@@ -67,7 +67,6 @@ def worst_step(
                 sampling=HARDEST_SAMPLING if slot < hardest_rows else Sampling(),
                 blocks=blocks,
                 further_blocks=tuple((0, (0,) if kind.is_state else blocks) for kind in kinds[1:]),
-                adapter=info.adapters[0] if info.adapters else "",
             )
         )
         num_blocks += count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from enum import IntEnum
 
@@ -12,6 +13,7 @@ from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.device.copies import PinnedBuffers
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.runner import Runner
+from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
 
 GRAPH_BYTES = 4 << 20
 """Driver memory of a graph, besides its tensors."""
@@ -30,15 +32,23 @@ class WorkerCommand(IntEnum):
     READY = 20
     LOGITS = 21
     SAMPLED = 22
+    START_ADAPTER = 23
+    IS_ADAPTER_LOADED = 24
+    PLACE_ADAPTER = 25
+    DROP_ADAPTER = 26
+    """The payload of the last four is JSON: the arguments of a method of `AdapterStore`."""
 
 
 class TPWorker:
     """Executes the commands on this rank's device."""
 
-    def __init__(self, runner: Runner, memory: DeviceMemory, device: torch.device) -> None:
+    def __init__(
+        self, runner: Runner, memory: DeviceMemory, device: torch.device, adapters: AdapterStore | None
+    ) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._runner = runner
         self._memory = memory
+        self._adapters = adapters
         self._pinned = PinnedBuffers(device)
         self._hidden = torch.empty(0)
         """Hidden states of the last step."""
@@ -69,9 +79,26 @@ class TPWorker:
             case WorkerCommand.LOGITS:
                 first, end = ROW_RANGE.unpack(payload)
                 self._runner.logits(self._hidden[first:end])
+            case _ if self._adapters is not None and kind >= WorkerCommand.START_ADAPTER:
+                return call_store(self._adapters, WorkerCommand(kind), *json.loads(bytes(payload)))
             case _:
                 raise ValueError(f"unknown command {kind}")
         return None
+
+
+def call_store(store: AdapterStore, command: WorkerCommand, name: str, argument: str | int = "") -> int | None:
+    """Execute a command that concerns LoRA adapters; the reply is 1, 0, or -1 while an adapter is read."""
+    match command:
+        case WorkerCommand.START_ADAPTER:
+            store.start(name, str(argument))
+        case WorkerCommand.PLACE_ADAPTER:
+            store.place(name, int(argument))
+        case WorkerCommand.DROP_ADAPTER:
+            store.drop(name)
+        case _:
+            loaded = store.is_loaded(name)
+            return -1 if loaded is None else int(loaded)
+    return None
 
 
 def spare_bytes(runner: Runner, memory: DeviceMemory) -> int:

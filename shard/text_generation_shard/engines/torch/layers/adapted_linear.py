@@ -34,7 +34,7 @@ class AdapterRows(Protocol):
 
 
 class StepAdapters:
-    """The adapters of the step in progress, for all adapted layers of a model; `count` is the number of all adapters."""
+    """The adapters of the step in progress, for all adapted layers of a model; `count` is the number of places for adapters."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -46,8 +46,29 @@ class StepAdapters:
         self.rows = None if indices is None else rows_of(indices, self.count)
 
 
+class AdapterStore(Protocol):
+    """The adapters of a rank: held in host memory, and copied to numbered places on the device."""
+
+    def start(self, name: str, folder: str) -> None:
+        """Start to read an adapter, beside the steps."""
+
+    def is_loaded(self, name: str) -> bool | None:
+        """Return False if it cannot be loaded; None while it is read."""
+        ...
+
+    def problem(self, name: str) -> BaseException | None:
+        """Return the reason why it cannot be loaded."""
+        ...
+
+    def place(self, name: str, place: int) -> None:
+        """Copy it to a place on the device, after the steps that were launched."""
+
+    def drop(self, name: str) -> None:
+        """Forget it, also while it is read."""
+
+
 class AdaptedLinear:
-    """Implements `Linear`. Load `base`, then call `fill` for each adapter."""
+    """Implements `Linear`. Load `base`, then `place` adapters that `packed` has prepared."""
 
     def __init__(
         self,
@@ -70,7 +91,7 @@ class AdaptedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices of all adapters."""
+        """Bytes of all places."""
         return self._stack.down.nbytes + self._stack.up.nbytes
 
     @property
@@ -104,7 +125,7 @@ class AdaptedLinear:
         return self.base.named_parameters()
 
     def process_weights_after_loading(self, order: Tensor | None = None) -> None:
-        """Prepare the loaded weights of the base: see `ParallelLinear`; before `fill`."""
+        """Prepare the loaded weights of the base: see `ParallelLinear`; before `packed`."""
         if order is not None:
             self._order = order.cpu()
             self._stack = AdapterStack(self._stack.down, self._stack.up, self._parts[self._order].tolist())
@@ -113,9 +134,16 @@ class AdaptedLinear:
     def pack(self) -> None:
         self.base.pack()
 
-    def fill(self, adapter: int, changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Set the matrices of an adapter, from A and scale · B by module; those without a change stay zero."""
-        down, up = self._stack.down[adapter], self._stack.up[adapter]
+    def packed(self, changes: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return the matrices of an adapter as the stack has them, in host memory, from A and scale · B by module.
+
+        Those of a module without a change are zero.
+        """
+        pinned = self._stack.down.is_cuda
+        down, up = (
+            torch.zeros(each.shape[1:], dtype=each.dtype, pin_memory=pinned)
+            for each in (self._stack.down, self._stack.up)
+        )
         first = 0
         for part, each in enumerate(self.projections):
             end, start = first + each.outputs.length, each.outputs.start
@@ -125,7 +153,13 @@ class AdaptedLinear:
                 down[part * self._rank : part * self._rank + rank] = a[:, columns].to(down)
                 up[first:end, :rank] = b[start : start + each.outputs.length].to(up)
             first = end
-        up.copy_(up[self._order.to(up.device)])
+        up.copy_(up[self._order])
+        return down, up
+
+    def place(self, place: int, down: Tensor, up: Tensor) -> None:
+        """Copy the matrices of an adapter to a place on the device, after the steps that were launched."""
+        self._stack.down[place].copy_(down, non_blocking=True)
+        self._stack.up[place].copy_(up, non_blocking=True)
 
 
 class LoopedRows:

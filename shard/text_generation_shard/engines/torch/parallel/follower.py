@@ -7,13 +7,14 @@ engine reports it, and the shard exits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import structlog
 
 from text_generation_common.one_line import typed_line
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.engine import EngineError, EngineInfo, Failure, Orders, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
 from text_generation_shard.threads import daemon_thread
@@ -54,6 +55,9 @@ class FollowerEngine(SynchronousEngine):
         raise EngineError(f"rank {self._rank} follows: call rank 0")
 
     def apply(self, orders: Orders) -> list[Failure]:
+        raise EngineError(f"rank {self._rank} follows: call rank 0")
+
+    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
         raise EngineError(f"rank {self._rank} follows: call rank 0")
 
     def step(self) -> StepResult | None:

@@ -1,84 +1,130 @@
-"""The LoRA adapters of a native model: finds the layers that they change, and loads their matrices, or one rank's part of them."""
+"""The LoRA adapters of a native model: finds the layers that they change, and loads their matrices, or one rank's part of them.
+
+All adapters are held in host memory, pinned for a GPU; those in use have places in the stacks on the device. An adapter that comes
+while the model serves is read in a thread of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from text_generation_common.lora import AdapterSource
 from text_generation_common.one_line import one_line
-from text_generation_shard.adapters import WEIGHTS, LoraAdapter
+from text_generation_shard.adapters import WEIGHTS, LoraAdapter, LoraRoom
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear, StepAdapters
+from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear, AdapterStore, StepAdapters
 from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Projection
 from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear
 from text_generation_shard.engines.torch.weights.checkpoint import text_name
 
 MAX_SERVED_RANK = 256
 """Limit of the rank: PEFT's adapters have 4 to 256."""
+Matrices = list[tuple[Tensor, Tensor]]
+"""The packed matrices of an adapter for each layer that adapters change."""
 
 
-class ModelAdapters(StepAdapters):
+class ModelAdapters(StepAdapters, AdapterStore):
     """The adapters of a model, in `dtype`. Give its linear layers to `adapt`, call `check`, load the model, then call `load`."""
 
-    def __init__(self, adapters: Sequence[LoraAdapter], dtype: torch.dtype) -> None:
-        super().__init__(len(adapters))
-        self._dtype = dtype
+    def __init__(self, adapters: Sequence[LoraAdapter], dtype: torch.dtype, room: LoraRoom) -> None:
+        super().__init__(room.slots)
+        self._dtype, self._room = dtype, room
         self._adapters = adapters
-        self._changes = [{text_name(name): each for name, each in adapter.changes.items()} for adapter in adapters]
+        self._changed = {text_name(name) for adapter in adapters for name in adapter.changes}
+        self._held: dict[str, Future[Matrices]] = {}
+        """The adapters that are loaded, or being read."""
+        self._reader = ThreadPoolExecutor(1, "adapters")
+        self.read: Callable[[AdapterSource], LoraAdapter]
+        """Reads and checks the description of an adapter that comes while the model serves."""
         self._linears: list[AdaptedLinear] = []
         self._served: dict[str, tuple[int, int]] = {}
         """Shapes of the projections that adapters may change."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices of all adapters, on this rank."""
+        """Bytes of the places for adapters, on this rank."""
         return sum(linear.nbytes for linear in self._linears)
 
     def adapt(
         self, linear: ParallelLinear | QuantizedLinear, projections: Sequence[Projection], device: torch.device
     ) -> ParallelLinear | QuantizedLinear | AdaptedLinear:
-        """Return a linear layer with the changes of the adapters; the same one if none changes it."""
+        """Return a linear layer with places for adapters; the same one if no adapter changes it."""
         shapes = {each.name: each.shape for each in projections}
         self._served |= shapes
-        ranks = [changes[name].rank for changes in self._changes for name in shapes if name in changes]
-        if not ranks:
+        if not (self._room.takes_others or self._changed & shapes.keys()):
             return linear
-        self._linears.append(AdaptedLinear(linear, projections, max(ranks), self, device, self._dtype))
+        self._linears.append(AdaptedLinear(linear, projections, self._room.rank, self, device, self._dtype))
         return self._linears[-1]
 
     def check(self) -> None:
-        """Raise EngineError for an adapter that does not fit the layers given to `adapt`."""
-        for adapter, changes in zip(self._adapters, self._changes, strict=True):
-            for name, change in changes.items():
-                problem, own = None, (change.outputs, change.inputs)
-                if name not in self._served:
-                    kinds = sorted({served.rpartition(".")[2] for served in self._served})
-                    problem = f"changes {name}, and adapters of this model may change {', '.join(kinds)} of a layer"
-                elif self._served[name] != own:
-                    problem = (
-                        f"changes a {name} of {_by(own)} values, and that of this model has {_by(self._served[name])}"
-                    )
-                elif change.rank > MAX_SERVED_RANK:
-                    problem = f"has rank {change.rank}, and the torch engine serves ranks up to {MAX_SERVED_RANK}"
-                if problem is not None:
-                    raise EngineError(f"the LoRA adapter {adapter.name} {problem}")
+        """Raise EngineError for an adapter of the start that does not fit the layers given to `adapt`."""
+        for adapter in self._adapters:
+            self._check(adapter)
+
+    def _check(self, adapter: LoraAdapter) -> None:
+        limit = min(self._room.rank, MAX_SERVED_RANK)
+        for key, change in adapter.changes.items():
+            name, problem, own = text_name(key), None, (change.outputs, change.inputs)
+            if name not in self._served:
+                kinds = sorted({served.rpartition(".")[2] for served in self._served})
+                problem = f"changes {name}, and adapters of this model may change {', '.join(kinds)} of a layer"
+            elif self._served[name] != own:
+                problem = f"changes a {name} of {_by(own)} values, and that of this model has {_by(self._served[name])}"
+            elif change.rank > limit:
+                serves = (
+                    f"--max-lora-rank is {limit}"
+                    if limit < MAX_SERVED_RANK
+                    else f"the torch engine serves ranks up to {limit}"
+                )
+                problem = f"has rank {change.rank}, and {serves}"
+            if problem is not None:
+                raise EngineError(f"the LoRA adapter {adapter.name} {problem}")
 
     def load(self) -> None:
-        """Load the matrices of all adapters. Raises EngineError."""
-        for number, (adapter, changes) in enumerate(zip(self._adapters, self._changes, strict=True)):
-            path, matrices = adapter.folder / WEIGHTS, dict[str, tuple[Tensor, Tensor]]()
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name, change in changes.items():
-                        a, b = (file.get_tensor(f"{change.key}.lora_{side}.weight").float() for side in "AB")
-                        matrices[name] = a, b * change.scale
-            except (OSError, RuntimeError, SafetensorError) as error:
-                raise EngineError(f"{path} cannot be read: {one_line(error)}") from None
-            for linear in self._linears:
-                linear.fill(number, matrices)
+        """Load the adapters of the start into host memory. Raises EngineError."""
+        for adapter in self._adapters:
+            self._held[adapter.name] = self._reader.submit(self._load, adapter)
+        for loading in self._held.values():
+            loading.result()
+
+    def _load(self, adapter: LoraAdapter) -> Matrices:
+        path, matrices = adapter.folder / WEIGHTS, dict[str, tuple[Tensor, Tensor]]()
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name, change in adapter.changes.items():
+                    a, b = (file.get_tensor(f"{change.key}.lora_{side}.weight").float() for side in "AB")
+                    matrices[text_name(name)] = a, b * change.scale
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise EngineError(f"{path} cannot be read: {one_line(error)}") from None
+        return [linear.packed(matrices) for linear in self._linears]
+
+    def _read(self, name: str, folder: str) -> Matrices:
+        adapter = self.read(AdapterSource(name, folder))
+        self._check(adapter)
+        return self._load(adapter)
+
+    def start(self, name: str, folder: str) -> None:
+        self._held[name] = self._reader.submit(self._read, name, folder)
+
+    def is_loaded(self, name: str) -> bool | None:
+        held = self._held[name]
+        return (held.exception() is None) if held.done() else None
+
+    def problem(self, name: str) -> BaseException | None:
+        return self._held[name].exception()
+
+    @torch.inference_mode()
+    def place(self, name: str, place: int) -> None:
+        for linear, matrices in zip(self._linears, self._held[name].result(), strict=True):
+            linear.place(place, *matrices)
+
+    def drop(self, name: str) -> None:
+        self._held.pop(name).cancel()
 
 
 def _by(shape: tuple[int, int]) -> str:

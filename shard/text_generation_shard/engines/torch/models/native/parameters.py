@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from text_generation_shard.adapters import LoraAdapter
+from text_generation_shard.adapters import LoraAdapter, LoraRoom
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.linear import DenseLinear
@@ -178,14 +178,19 @@ def empty_weights(
     device: torch.device,
     dtype: torch.dtype,
     adapters: Sequence[LoraAdapter] = (),
+    room: LoraRoom | None = None,
     *,
     on_cpu: bool,
 ) -> ModelWeights:
-    """Return the empty weights of a rank, with the precision of a CPU or a GPU. Raises EngineError for adapters of other models."""
-    if adapters and config.multipliers is not None:
+    """Return the empty weights of a rank, with the precision of a CPU or a GPU. Raises EngineError for adapters of other models.
+
+    Without `room` there are places for these adapters alone.
+    """
+    room = room or LoraRoom(len(adapters), max((each.rank for each in adapters), default=0), takes_others=False)
+    if room.slots and config.multipliers is not None:
         raise EngineError(f"LoRA adapters of {config.model_type} models are not served: their projections have factors")
     # On a CPU, small products in bfloat16 take many times as long as in float32.
-    found = ModelAdapters(adapters, torch.float32 if on_cpu else dtype) if adapters else None
+    found = ModelAdapters(adapters, torch.float32 if on_cpu else dtype, room) if room.slots else None
     if on_cpu:
         # A CPU has no quantized products: weights are dequantized while they load.
         return ModelWeights(replace(config, quantization=None), tp, device, Precision.uniform(dtype), found)

@@ -1,0 +1,149 @@
+"""ReplicaAdapters: LoRA adapters that are loaded and unloaded while the server runs, on all replicas alike.
+
+A load that fails on one replica is undone on the others. Replicas that join later, or again, get the adapters that were loaded,
+and lose those that were unloaded, before they serve. An unloaded adapter takes no new requests at once; replicas drop it after its
+last request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import replace
+
+import grpc
+import structlog
+
+from text_generation_proto.client import ShardClient
+from text_generation_router.errors import InvalidRequest, NotFound, ServingError, Unhealthy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.join import ReplicaInfo
+
+LOOK_S = 0.05
+"""Seconds between two looks at the requests of adapters that are unloaded."""
+_ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.UNIMPLEMENTED: NotFound,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
+}
+
+log = structlog.get_logger()
+
+
+class ReplicaAdapters:
+    """The adapters of all replicas. `on_unloaded` gets the name of each that was unloaded."""
+
+    def __init__(self, scheduler: Scheduler, on_unloaded: Callable[[str], None]) -> None:
+        self._scheduler = scheduler
+        self._on_unloaded = on_unloaded
+        self._clients: dict[int, ShardClient] = {}
+        """Of the replicas that have a session."""
+        self._paths: dict[str, str] = {}
+        """Folders of the adapters that were loaded, by name."""
+        self._unloaded: set[str] = set()
+        """Names that replicas may still have from their start."""
+        self._leaving: dict[str, None] = {}
+        """Adapters that are unloaded after their last request."""
+        self._permitted = False
+        """Replicas load and unload adapters."""
+        self._changing = asyncio.Lock()
+        self._look = asyncio.Event()
+
+    @property
+    def names(self) -> Collection[str]:
+        """The adapters that requests may name."""
+        return [name for name in self._scheduler.adapters if name not in self._leaving]
+
+    async def equip(self, number: int, client: ShardClient, info: ReplicaInfo) -> ReplicaInfo:
+        """Give a replica that joins the same adapters as the others, as far as it can; return its new description."""
+        async with self._changing:
+            self._permitted, had = info.info.loads_adapters, set(info.info.adapters)
+            for each in info.info.loaded_adapters:  # another router had them loaded, or this one before its restart
+                if each.name not in self._unloaded:
+                    self._paths.setdefault(each.name, each.path)
+            calls = [client.unload_adapter(name) for name in had & self._unloaded]
+            calls += [client.load_adapter(name, path) for name, path in self._paths.items() if name not in had]
+            for error in await _errors(calls):
+                log.warning("a replica has other LoRA adapters", replica=number, reason=error.details())
+            if calls:
+                info = replace(info, info=await client.info())
+            self._clients[number] = client
+            return info
+
+    def lost(self, number: int) -> None:
+        """Forget the session of a replica."""
+        self._clients.pop(number, None)
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter on all replicas, or on none. Raises ServingError."""
+        self._check_permission()
+        async with self._changing:
+            if name in self._leaving:
+                raise InvalidRequest(f"The lora adapter '{name}' is being unloaded.", param="lora_name")
+            if name in self._scheduler.adapters:
+                raise InvalidRequest(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
+            if not self._clients:
+                raise Unhealthy("no shard serves now")
+            clients = dict(self._clients)
+            errors = await _errors([each.load_adapter(name, path) for each in clients.values()])
+            if errors:
+                await _errors([each.unload_adapter(name) for each in clients.values()])
+                error = next((each for each in errors if each.code() in _ERRORS), errors[0])
+                raise _ERRORS.get(error.code(), Unhealthy)(error.details(), param="lora_path")
+            self._paths[name] = path
+            self._unloaded.discard(name)
+            self._scheduler.set_adapter(name, self._clients.keys() & clients.keys())
+        log.info("LoRA adapter loaded", adapter=name, path=path, replicas=len(clients))
+
+    def unload(self, name: str) -> None:
+        """Take no new requests with an adapter, and drop it after its last one. Raises NotFound."""
+        self._check_permission()
+        if name not in self.names:
+            raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+        self._paths.pop(name, None)
+        self._unloaded.add(name)
+        self._leaving[name] = None
+        self._look.set()
+
+    def _check_permission(self) -> None:
+        if not self._permitted:
+            raise NotFound(
+                "This server loads and unloads no LoRA adapters: the operator has not set --lora-modules-dir"
+            )
+
+    async def run(self) -> None:
+        """Drop adapters after their last request, until cancelled."""
+        while True:
+            await self._look.wait()
+            used = {each.request.adapter for each in self._scheduler.requests.values()}
+            for name in [each for each in self._leaving if each not in used]:
+                async with self._changing:
+                    for error in await _errors([each.unload_adapter(name) for each in self._clients.values()]):
+                        if error.code() is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
+                            log.warning("a replica did not unload an adapter", adapter=name, reason=error.details())
+                    self._scheduler.set_adapter(name, ())
+                    self._on_unloaded(name)
+                    del self._leaving[name]
+                log.info("LoRA adapter unloaded", adapter=name)
+            if self._leaving:
+                await asyncio.sleep(LOOK_S)
+            else:
+                self._look.clear()
+
+
+async def _errors(calls: Collection[Coroutine[None, None, None]]) -> list[grpc.aio.AioRpcError]:
+    """Make calls at once; return their errors."""
+    errors: list[grpc.aio.AioRpcError] = []
+
+    async def make(call: Coroutine[None, None, None]) -> None:
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            errors.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for call in calls:
+            tasks.create_task(make(call))
+    return errors
