@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from reference_ops import rms_norm
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.adapters import LoraRoom, read_adapters
+from text_generation_shard.adapters import LoraRoom, read_adapter, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
@@ -355,6 +356,8 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
     with torch.inference_mode():
         adapters = read_adapters(config)
         weights = empty_weights(model, ALONE.tp, CPU, dtype, adapters, LoraRoom.of(config, adapters), on_cpu=False)
+        if weights.adapters is not None:
+            weights.adapters.read = partial(read_adapter, config=config)
         load(config, weights.named_parameters(), model.quantization)
         weights.process_weights_after_loading()
         kernels, decoder = reference_decoder(model, weights, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from reference_kernels import reference_engine
 from tiny_transformers import SHAPE as TINY_SHAPE
 from tiny_transformers import random_model, save
 
+from text_generation_common.lora import AdapterSource
 from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.adapters import module_folder, read_adapter
 from text_generation_shard.check import check as describe
 from text_generation_shard.config import ShardCheckConfig, ShardConfig
 from text_generation_shard.engine import Engine, EngineError
@@ -147,6 +149,50 @@ def test_the_operations_of_a_gpu(served: Served) -> None:
         assert [stream.tokens for stream in streams] == [each.tokens for each in served.expected[: len(names)]]
 
 
+def load(engine: Engine, config: ShardConfig, name: str) -> Iterator[None]:
+    """Return the loading of an adapter that lies beside the model."""
+    source = AdapterSource(name, str(module_folder(config, name)))
+    return engine.set_adapter(name, read_adapter(source, config))
+
+
+def test_adapters_that_come_while_others_run_take_turns_on_the_device(served: Served) -> None:
+    """Twelve adapters would fit host memory, and two the device."""
+    settings = {"lora_adapters": "", "lora_modules_dir": served.config.model_path, "max_loras": 2, "max_cpu_loras": 12}
+    config = served.config.model_copy(update=settings | {"max_lora_rank": 17})
+    for engine in (build_engine(config), reference_engine(config)):
+        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+        streams: list[Stream] = []
+        for first in range(0, len(NAMES), 2):
+            for name in filter(None, NAMES[first : first + 2]):
+                loading = load(engine, config, name)
+                assert name not in engine.info.adapters
+                for _ in loading:
+                    driver.step()
+            driver.run()  # those before, whose places the new ones get
+            streams += [
+                driver.admit(PROMPTS[number], NEW_TOKENS, chunk=25, adapter=NAMES[number], prompt_logprobs=True)
+                for number in range(first, min(first + 2, len(NAMES)))
+            ]
+            driver.step()
+            if first == 4:
+                third = driver.admit(PROMPTS[0], 1, adapter="a0")
+                driver.run()
+                assert third.failure is not None
+                assert third.failure.message == "more LoRA adapters at a time than the 2 of --max-loras"
+        driver.run()
+        check(streams, served.expected)
+        # The one used least recently, which has no place any more, and one that is unloaded while it runs.
+        again = [driver.admit(PROMPTS[number], NEW_TOKENS, adapter=NAMES[number]) for number in (1, 8)]
+        driver.step()
+        leaving = engine.set_adapter(NAMES[8], None)
+        next(leaving)
+        assert NAMES[8] not in engine.info.adapters
+        driver.run()
+        assert [stream.tokens for stream in again] == [served.expected[number].tokens for number in (1, 8)]
+        assert list(leaving) == []
+        engine.close()
+
+
 LAYER = "model.layers.0."
 SHAPES = {f"{LAYER}self_attn.q_proj": (48, 48), f"{LAYER}mlp.down_proj": (48, 80)}
 
@@ -170,6 +216,31 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
     for refused in (build_engine, describe):
         with pytest.raises(EngineError, match=refusal):
             refused(config)
+
+
+def test_an_adapter_that_cannot_be_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = save(random_model(CONFIGS["llama"]), tmp_path / "model")
+    for name, shapes, rank in (("fits", SHAPES, 8), ("large", SHAPES, 17), ("other", {"lm_head": (331, 48)}, 8)):
+        random_adapter(tmp_path / name, shapes, 0, rank=rank)
+    config = ShardConfig(model_path=folder, device="cpu", lora_modules_dir=str(tmp_path))
+    engine = build_engine(config)
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
+    before = driver.alone(PROMPTS[0])
+    for name, problem in (("large", "has rank 17, and --max-lora-rank is 16"), ("other", "changes lm_head, and")):
+        with pytest.raises(EngineError, match=problem):
+            list(load(engine, config, name))
+        assert name not in engine.info.adapters
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(
+            (tmp_path / "fits/adapter_model.safetensors").read_bytes()
+        )
+        (tmp_path / name / "adapter_config.json").write_bytes((tmp_path / "fits/adapter_config.json").read_bytes())
+        list(load(engine, config, name))
+    damaged = load(engine, config, "fits")
+    (tmp_path / "fits/adapter_model.safetensors").write_bytes(b"0")
+    with pytest.raises(EngineError, match="is not a safetensors file"):
+        list(damaged)
+    assert (engine.info.adapters, driver.alone(PROMPTS[0])) == (("large", "other"), before)
+    engine.close()
 
 
 def test_the_check_counts_the_memory_of_adapters(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from native_families import native_configs
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig
 
+from text_generation_common.lora import AdapterSource
 from text_generation_proto.values import Sampling, WarmUpLimits
+from text_generation_shard.adapters import read_adapter
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
@@ -60,10 +62,18 @@ def settings_of(folder: Path, model_impl: str) -> dict[str, object]:
 
 
 @contextmanager
-def two_ranks(folder: Path, tmp_path: Path, *program: str, model_impl: str = "native") -> Iterator[Engine]:
-    """Run rank 0's engine here and rank 1 as a shard process, whose program may be replaced."""
-    settings = settings_of(folder, model_impl) | {"world_size": 2, "group_address": f"unix://{tmp_path}/group"}
-    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+def two_ranks(
+    folder: Path,
+    tmp_path: Path,
+    *program: str,
+    model_impl: str = "native",
+    second: dict[str, object] | None = None,
+    **more: object,
+) -> Iterator[Engine]:
+    """Run rank 0's engine here and rank 1 as a shard process, whose program may be replaced, with settings of the `second`."""
+    settings = settings_of(folder, model_impl) | {"world_size": 2, "group_address": f"unix://{tmp_path}/group"} | more
+    given = settings | (second or {})
+    flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     follower = subprocess.Popen(
         [sys.executable, *program, *flags, "--rank", "1", "--address", f"unix://{tmp_path}/one"],
         stdout=subprocess.DEVNULL,
@@ -111,6 +121,38 @@ def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> 
     for seed in range(0 if "falcon" in family else 2):
         random_adapter(folder / f"adapter-{seed}", projections_of(model), seed)
     check_division(folder, tmp_path, "native")
+
+
+def test_an_adapter_is_loaded_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    model = random_model(LlamaConfig(**SHAPE | {"tie_word_embeddings": False}))
+    folder = Path(save(model, tmp_path / "checkpoint"))
+    for seed, name in enumerate(("adapter-0", "adapter-1", "large")):
+        random_adapter(folder / name, projections_of(model), seed, rank=8 if name == "large" else 4)
+    whole = build_engine(ShardConfig(**settings_of(folder, "native")))  # type: ignore[arg-type]
+    expected = answers(whole)
+    whole.close()
+    more = {"lora_adapters": "", "lora_modules_dir": str(folder), "max_lora_rank": 8}
+
+    def load(engine: Engine, name: str) -> None:
+        source = AdapterSource(name, str(folder / name))
+        for _ in engine.set_adapter(name, read_adapter(source, ShardConfig(model_path=str(folder)))):
+            pass
+
+    second = {"max_lora_rank": 4}
+    with two_ranks(folder, tmp_path, "-m", "text_generation_shard", second=second, **more) as engine:
+        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
+        load(engine, "adapter-0")
+        driver.admit(range(3, 9), 3, adapter="adapter-0")
+        driver.run()
+        with pytest.raises(EngineError, match="rank 1 cannot load the LoRA adapter large: its log says why"):
+            load(engine, "large")
+        load(engine, "adapter-1")
+        found = answers(engine)
+        assert [stream.tokens for stream in found] == [stream.tokens for stream in expected]
+        for _ in engine.set_adapter("adapter-0", None):
+            raise AssertionError("nobody uses it")
+        load(engine, "adapter-0")
+        assert engine.info.adapters == ("adapter-1", "adapter-0")
 
 
 @pytest.mark.parametrize(
