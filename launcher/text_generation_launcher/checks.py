@@ -17,7 +17,8 @@ from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.counts import PlanError, count_processes
 from text_generation_launcher.devices import Devices
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.options import adapt_options, check_options, read_options, split_ranks
+from text_generation_shard.engines.tensorrt_llm.options import FLAG, adapt_options, check_options, split_ranks
+from text_generation_shard.yaml_options import read_options
 
 LAST_PORT = 65535
 PROGRAMS = {"mpirun": "it comes with Open MPI (openmpi-bin)", "trtllm-llmapi-launch": "it comes with TensorRT-LLM"}
@@ -44,7 +45,7 @@ def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
         raise PlanError("the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it")
     if config.trtllm_options:
         try:
-            options = adapt_options(read_options(config.trtllm_options))
+            options = adapt_options(read_options(config.trtllm_options, FLAG))
             check_options(options, None)
             if config.num_shard is not None:
                 split_ranks(config.num_shard, options)
@@ -59,7 +60,7 @@ def sized_by_options(config: LauncherConfig) -> LauncherConfig:
     if config.engine != "tensorrt-llm" or not config.trtllm_options or config.sharded or config.num_shard is not None:
         return config
     try:
-        gpus = math.prod(split_ranks(None, read_options(config.trtllm_options)))
+        gpus = math.prod(split_ranks(None, read_options(config.trtllm_options, FLAG)))
     except EngineError as error:
         raise PlanError(str(error)) from error
     return config.model_copy(update={"num_shard": gpus}) if gpus > 1 else config

@@ -13,7 +13,8 @@ from text_generation_launcher.config import LauncherConfig
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.build import read_model
-from text_generation_shard.engines.tensorrt_llm.options import RESERVED, check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.options import FLAG, RESERVED, check_options
+from text_generation_shard.yaml_options import read_options
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "tensorrt-llm.md").read_text(encoding="utf-8")
@@ -45,13 +46,13 @@ def known_options(version: str) -> dict[str, Collection[str] | None]:
 def test_example_options_exist_in_both_versions(version: str) -> None:
     example = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     assert example is not None
-    options = read_options(example[1])
+    options = read_options(example[1], FLAG)
     assert len(options) > 5
     check_options(options, known_options(version))
 
 
 def test_options_in_example_command_lines() -> None:
-    options = [read_options(text) for text in re.findall(r"--trtllm-options '([^']+)'", PAGE)]
+    options = [read_options(text, FLAG) for text in re.findall(r"--trtllm-options '([^']+)'", PAGE)]
     without = {"guided_decoding_backend": None}
     assert options == [without, {"kv_cache_config": {"dtype": "fp8"}}, {"sampler_type": "TRTLLMSampler"}, without]
 

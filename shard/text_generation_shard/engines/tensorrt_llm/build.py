@@ -23,14 +23,15 @@ from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEngine, check_engine
 from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, inspect_folder, read_hugging_face_model
 from text_generation_shard.engines.tensorrt_llm.library import LLM, explain, installed_version, load_library
-from text_generation_shard.engines.tensorrt_llm.lora import lora_requests
+from text_generation_shard.engines.tensorrt_llm.lora import LoraRequests
 from text_generation_shard.engines.tensorrt_llm.options import (
+    FLAG,
     WITHOUT_EFFECT,
     adapt_options,
     check_options,
-    read_options,
 )
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
+from text_generation_shard.yaml_options import read_options
 
 log = structlog.get_logger()
 
@@ -52,7 +53,7 @@ def read_model(
     found = inspect_folder(path)
     if isinstance(found, CompiledEngine):
         check_engine(path, found, world_size=config.tensor_parallel, installed=installed_version())
-    given = read_options(config.trtllm_options)
+    given = read_options(config.trtllm_options, FLAG)
     for name in WITHOUT_EFFECT.keys() & given.keys():
         log.info("an option has no effect here", option=name, reason=WITHOUT_EFFECT[name])
     options = adapt_options(given)
@@ -74,7 +75,9 @@ def build(config: ShardConfig) -> TensorRTEngine:
     else:
         check_options(options, library.options)
         construction, kind = construct(config, library, model, options, adapters), library.llm
-    requests = lora_requests(adapters, library.lora_request)
+    requests = LoraRequests(library.lora_request, construction.keywords.get("lora_config", {}))
+    for adapter in adapters:
+        requests.add(adapter)
     parameters = Parameters(library, construction.capabilities, model.vocab_size, model.eos_token_ids, requests)
     llm = _build_llm(library.version, kind, construction.keywords)
     return TensorRTEngine(llm, library, parameters, construction, config.hang_timeout)

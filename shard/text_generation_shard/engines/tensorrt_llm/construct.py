@@ -107,7 +107,7 @@ def construct(
         "skip_tokenizer_init": grammar_backend is None,
         "dtype": config.dtype or "auto",
         **({NAME: speculation.argument} if speculation is not None else {}),
-        **lora_keywords(adapters, options),
+        **lora_keywords(config, adapters, options),
     }
     splits = keywords.get("enable_chunked_prefill") and keywords.get("attn_backend") != STAR_ATTENTION
     kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, *MORE_KINDS.get(str(grammar_backend), ()))
@@ -139,7 +139,7 @@ def construct(
 
 def construct_compiled(config: ShardConfig, built: CompiledEngine, options: Mapping[str, object]) -> Construction:
     """Return the construction for a folder of compiled engines, whose limits the build fixed. Raises EngineError."""
-    if config.lora_adapters:
+    if config.lora_slots:
         raise EngineError("--lora-adapters: compiled engines serve none: serve the Hugging Face checkpoint itself")
     if config.dtype not in (None, built.dtype):
         raise EngineError(f"--dtype {config.dtype}: the engines in {config.model_path} were built for {built.dtype}")

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -39,7 +40,7 @@ from text_generation_shard.engine import (
 from text_generation_shard.engines.tensorrt_llm.construct import Construction
 from text_generation_shard.engines.tensorrt_llm.library import LLM, Library, explain, is_healthy
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
-from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop
+from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop, probe_problem
 from text_generation_shard.engines.tensorrt_llm.statistics import POLLS, IterationStatistics
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
@@ -92,6 +93,8 @@ class TensorRTEngine:
         )
         self._reported = Counter[str]()
         """The part of the statistics' totals that is in reports."""
+        self._drafted = Counter[str]()
+        """Sums over responses, where the release has them: the fields of Drafting."""
         self._watchdog = Watchdog(partial(is_healthy, llm), self.activity, hang_timeout_s, self._set_broken)
         self._watchdog.watch(find_workers())
         self._watchdog.start()
@@ -136,7 +139,24 @@ class TensorRTEngine:
         return failed
 
     def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
-        raise EngineError("TensorRT-LLM")
+        others, loras = tuple(each for each in self._info.adapters if each != name), self._parameters.adapters
+        if adapter is None:
+            self._info = replace(self._info, adapters=others)
+            while any(stream.sequence.adapter == name for stream in self._streams.values()):
+                yield
+            del loras[name]  # the library drops the adapter that was used least recently
+            return
+        loras.add(adapter)
+        probe, deadline = self._requests.begin_probe(self._probe_arguments(name)), time.monotonic() + PROBE_TIMEOUT_S
+        while not probe.done() and time.monotonic() < deadline:
+            yield
+        if (
+            problem := probe_problem(probe) if probe.done() else f"no token within {PROBE_TIMEOUT_S:.0f} s"
+        ) is not None:
+            probe.cancel()
+            del loras[name]
+            raise EngineError(f"the LoRA adapter {name}: {problem}")
+        self._info = replace(self._info, adapters=(*others, name))
 
     def step(self) -> StepResult | None:
         if self._broken is None and not self._streams:
@@ -255,6 +275,7 @@ class TensorRTEngine:
                     result.logprobs += update.logprobs or [math.nan] * len(update.token_ids)
                 for index, (token_ids, logprobs) in enumerate(update.tops):
                     result.top_tokens.append(TopTokens(slot, index, token_ids, logprobs))
+            self._drafted.update(update.drafted)
             if update.cached_tokens:
                 result.cached.append((slot, update.cached_tokens))
             if update.prompt_scores is not None:
@@ -270,7 +291,8 @@ class TensorRTEngine:
 
     def _report_totals(self, result: StepResult) -> None:
         """Report the iterations whose statistics have come since the last report; they lag behind the tokens."""
-        totals = self._statistics.totals.copy()
+        # Responses of late releases tell what was drafted; then the statistics, which lag, are not counted, too.
+        totals = Counter({**self._statistics.totals, **self._drafted})
         new, self._reported = totals - self._reported, totals
         result.forward_ns = new["forward_ns"]
         if new["drafts"]:
@@ -307,14 +329,17 @@ class TensorRTEngine:
 
     def _probe(self, timeout_s: float, adapter: str = "") -> None:
         """Generate one token beside the running requests. Raises EngineBroken if it does not arrive in time."""
-        token = min(self._info.vocab_size - 1, 1)
-        sequence = NewSequence(0, (token,) * 4, Stopping(1), adapter=adapter)
         self._began_at = time.monotonic()
-        arguments = self._parameters.arguments(sequence)
-        if (problem := self._requests.probe(arguments, timeout_s, lambda: self._broken)) is not None:
+        if (
+            problem := self._requests.probe(self._probe_arguments(adapter), timeout_s, lambda: self._broken)
+        ) is not None:
             self._set_broken(f"with the LoRA adapter {adapter}: {problem}" if adapter else problem)
         if self._broken is not None:
             raise EngineBroken(self._broken)
+
+    def _probe_arguments(self, adapter: str) -> dict[str, Any]:
+        token = min(self._info.vocab_size - 1, 1)
+        return self._parameters.arguments(NewSequence(0, (token,) * 4, Stopping(1), adapter=adapter))
 
     def _measure_pool(self) -> int:
         """Return the KV blocks of the pool: those that are free after the probes. Raises EngineBroken."""

@@ -6,21 +6,14 @@ values. Their names are checked here, so that the error can suggest the nearest 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any
-
-import yaml
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.json_object import is_count
 
 FLAG = "--trtllm-options"
-MAX_BYTES = 1 << 20
-"""Largest file that is read."""
 _RESERVED: Mapping[str, str] = {
     "model": "use --model-id",
     "revision": "use --revision",
@@ -57,93 +50,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 """Options of NVIDIA's files for `trtllm-serve` that may be left out → the reason."""
 _NEUTRAL = {"backend": "pytorch", "generation_config": "trtllm", "context_parallel_size": 1}
 """Options of RESERVED with the value that the server sets."""
-
-
-def read_options(text: str) -> dict[str, object]:
-    """Return the options in `text`, or in the file that `text` names; empty if it is blank. Raises EngineError.
-
-    Text that begins with `{`, or contains a newline or `: `, is YAML or JSON itself; any other text is a path.
-    """
-    if not text.strip():
-        return {}
-    inline = text.lstrip().startswith("{") or "\n" in text or ": " in text
-    source = FLAG if inline else f"{FLAG}: {text if text.isprintable() else repr(text)}"
-    try:
-        options = _parse(text if inline else _read(Path(text)))
-    except yaml.MarkedYAMLError as error:
-        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
-        problem = where + ", ".join(filter(None, (error.context, error.problem)))
-    except (yaml.YAMLError, OSError, UnicodeDecodeError, _Malformed) as error:
-        problem = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
-        # Raised by PyYAML's constructors for values that do not fit their tag, such as `2026-02-30` or `!!int ''`.
-        problem = f"a value does not fit its type ({type(error).__name__}: {error})".partition("\n")[0]
-    except RecursionError:
-        problem = "is nested too deeply"
-    else:
-        return options
-    raise EngineError(f"{source}: {problem}")
-
-
-class _Malformed(Exception):
-    """The options cannot be used."""
-
-
-def _read(path: Path) -> str:
-    """Return the text of a file."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        example = "'{max_num_tokens: 4096}'"
-        raise _Malformed(f"there is no such file (options can also be given inline: {example})") from None
-    if len(data) > MAX_BYTES:
-        raise _Malformed(f"is longer than {MAX_BYTES} bytes")
-    return data.decode()
-
-
-def _parse(text: str) -> dict[str, object]:
-    """Return the names and values in `text`; empty if it has only comments."""
-    try:
-        # JSON is not always YAML: `1e-3` is a string in YAML 1.1, and tabs are refused.
-        options = json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError:
-        options = yaml.load(text, _StrictLoader)
-    if options is None:
-        return {}  # only comments
-    if not isinstance(options, dict):
-        raise _Malformed(f"must be names with values, as in `max_num_tokens: 4096`, not {shortened(options)}")
-    for name in options:
-        if not isinstance(name, str):
-            raise _Malformed(f"the name {shortened(name)} is not read as text: put it in quotes")
-    return options
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON without duplicate names, of which the parser would keep the last."""
-    names = [name for name, _ in pairs]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise _Malformed(f"{shortened(repeated)} is there twice")
-    return dict(pairs)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses duplicate names, and anchors: a few of these stand for a huge value, or for one that contains itself."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="anchors are not supported: repeat the value", problem_mark=mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for at, key in enumerate(keys):
-            if any(key.value == earlier.value for earlier in keys[:at]):
-                raise yaml.MarkedYAMLError(
-                    problem=f"{shortened(key.value)} is there twice", problem_mark=key.start_mark
-                )
-        return super().construct_mapping(node, deep)
 
 
 def adapt_options(options: Mapping[str, object]) -> dict[str, object]:

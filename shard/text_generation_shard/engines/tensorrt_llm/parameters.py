@@ -29,10 +29,8 @@ trace                        trace_headers; the engine makes spans if --trtllm-o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,6 +39,7 @@ from text_generation_common.grammar_options import JSON_OPTIONS
 from text_generation_proto.values import Grammar, GrammarKind, Sampling
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.library import Library
+from text_generation_shard.engines.tensorrt_llm.lora import LoraRequests
 from text_generation_shard.engines.tensorrt_llm.speculation import Speculation
 
 MAX_LOGPROBS = 20
@@ -121,14 +120,13 @@ class Parameters:
         capabilities: EngineCapabilities,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        adapters: Mapping[str, object] = MappingProxyType({}),
+        adapters: LoraRequests | None = None,
     ) -> None:
-        """`adapters`: the LoRARequest of each LoRA adapter."""
         self._library = library
         self._capabilities = capabilities
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._adapters = adapters
+        self.adapters = LoraRequests(library.lora_request, {}) if adapters is None else adapters
         self._salts = count()
 
     def problem(self, sequence: NewSequence) -> str | None:
@@ -188,7 +186,7 @@ class Parameters:
             headers = {"traceparent": sequence.trace.traceparent, "tracestate": sequence.trace.tracestate}
             arguments["trace_headers"] = {name: value for name, value in headers.items() if value}
         if sequence.adapter:
-            arguments["lora_request"] = self._adapters[sequence.adapter]
+            arguments["lora_request"] = self.adapters[sequence.adapter]
         return arguments
 
     def sampling(self, sequence: NewSequence) -> dict[str, Any]:

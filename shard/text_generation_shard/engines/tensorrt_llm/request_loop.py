@@ -19,7 +19,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import structlog
@@ -77,7 +77,7 @@ class RequestLoop:
 
         `broken` returns the reason once the engine is known to be broken, which ends the wait.
         """
-        future = asyncio.run_coroutine_threadsafe(self._count_tokens(arguments), self.loop)
+        future = self.begin_probe(arguments)
         deadline = time.monotonic() + timeout_s
         while not wait((future,), PROBE_POLL_S).done:
             reason = broken()
@@ -86,9 +86,11 @@ class RequestLoop:
             if reason is not None:
                 future.cancel()
                 return reason
-        if (error := future.exception()) is not None:
-            return f"{type(error).__name__}: {explain(error)}"
-        return None if future.result() else "a request ended without a token"
+        return probe_problem(future)
+
+    def begin_probe(self, arguments: Mapping[str, Any]) -> Future[int]:
+        """Begin a request whose tokens are counted."""
+        return asyncio.run_coroutine_threadsafe(self._count_tokens(arguments), self.loop)
 
     def collect(self, timeout_s: float) -> dict[Stream, StreamUpdate]:
         """Return the updates of each stream. Waits for an update, a call of `wake`, or the timeout."""
@@ -197,3 +199,10 @@ class RequestLoop:
                     earlier.extend(update)
             self._lock.notify()
         self._updates.clear()
+
+
+def probe_problem(probe: Future[int]) -> str | None:
+    """Return why a probe that is over has brought no token; None if it has."""
+    if (error := probe.exception()) is not None:
+        return f"{type(error).__name__}: {explain(error)}"
+    return None if probe.result() else "a request ended without a token"

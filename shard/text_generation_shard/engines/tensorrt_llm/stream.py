@@ -8,6 +8,7 @@ log-probabilities is not cut then; it has an entry for each token, {id: Logprob}
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -40,6 +41,8 @@ class StreamUpdate:
     prompt_scores: PromptScores | None = None
     cached_tokens: int = 0
     """Prompt tokens found in the engine's prefix cache; told with the first tokens."""
+    drafted: Counter[str] = field(default_factory=Counter)
+    """The fields of Drafting; empty unless responses have them."""
     finish: FinishReason | None = None
     failure: tuple[FailureCode, str] | None = None
 
@@ -50,6 +53,7 @@ class StreamUpdate:
         self.tops += later.tops
         self.prompt_scores = self.prompt_scores or later.prompt_scores
         self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
+        self.drafted += later.drafted
         self.finish, self.failure = later.finish, later.failure
 
     @property
@@ -77,6 +81,7 @@ class Stream:
     """No token has arrived yet."""
     _reported: int = 0
     _prompt_reported: bool = False
+    _drafted: Counter[str] = field(default_factory=Counter)
 
     def read(self, output: RequestOutput) -> StreamUpdate | None:
         """Return what is new in `output`; None if nothing is. Ends the stream at most once."""
@@ -104,6 +109,11 @@ class Stream:
             return None
         if first == 0:  # every output has them
             update.cached_tokens = getattr(output, "cached_tokens", 0) or 0
+        if (drafted := getattr(output, "spec_dec_totals", None)) is not None:
+            # Sums for the request: accepted and drafted tokens, and the drafts that had a token at each position.
+            drafts = next(iter(getattr(output, "per_pos_drafted", None) or ()), 0)
+            totals = Counter(drafts=int(drafts), draft_tokens=int(drafted[1]), accepted_tokens=int(drafted[0]))
+            update.drafted, self._drafted = totals - self._drafted, totals
         return update
 
     def fail(self, code: FailureCode, message: str) -> StreamUpdate | None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.options import MAX_BYTES, RESERVED, check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.options import FLAG, RESERVED, check_options
+from text_generation_shard.yaml_options import MAX_BYTES, read_options
 
 KNOWN: Mapping[str, Collection[str] | None] = {
     "model": None,
@@ -79,7 +80,7 @@ def refusal(refuse: Callable[[], object]) -> str:
 def test_yaml_and_json_in_a_file_and_inline(tmp_path: Path, text: str, options: dict[str, object]) -> None:
     path = tmp_path / "options.yaml"
     path.write_text(text)
-    assert read_options(text) == read_options(str(path)) == options
+    assert read_options(text, FLAG) == read_options(str(path), FLAG) == options
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,12 @@ def test_yaml_and_json_in_a_file_and_inline(tmp_path: Path, text: str, options: 
     ids=lambda value: None,
 )
 def test_malformed_text_is_refused_in_one_line(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
-    line = refusal(lambda: read_options(text))
+    line = refusal(lambda: read_options(text, FLAG))
     for word in words:
         assert word in line
     path = tmp_path / "options.yaml"
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
-    in_file = refusal(lambda: read_options(str(path)))
+    in_file = refusal(lambda: read_options(str(path), FLAG))
     assert str(path) in in_file
     if "\udc80" not in text:
         assert in_file.removeprefix(f"--trtllm-options: {path}: ") == line.removeprefix("--trtllm-options: ")
@@ -131,11 +132,11 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
         ("x" * 5000, ": File name too long"),
         (str(bad), f"{bad}: 'utf-8' codec can't decode byte 0xff in position 16: invalid start byte"),
     ):
-        assert words in refusal(lambda text=text: read_options(text))  # type: ignore[misc]
+        assert words in refusal(lambda text=text: read_options(text, FLAG))  # type: ignore[misc]
     path.write_bytes(b"#" * MAX_BYTES)
-    assert read_options(str(path)) == {}
+    assert read_options(str(path), FLAG) == {}
     path.write_bytes(b"#" * (MAX_BYTES + 1))
-    assert f"{path}: is longer than {MAX_BYTES} bytes" in refusal(lambda: read_options(str(path)))
+    assert f"{path}: is longer than {MAX_BYTES} bytes" in refusal(lambda: read_options(str(path), FLAG))
 
 
 @given(
@@ -143,7 +144,7 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
 )
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        options = read_options(text)
+        options = read_options(text, FLAG)
     except EngineError as refused:
         assert len(str(refused).splitlines()) == 1
     else:
