@@ -39,6 +39,7 @@ class Engines:
         num_shard: int = 1,
         folder: Path | None = None,
         lora_adapters: str = "",
+        lora_modules_dir: str = "",
         **settings: object,
     ) -> TensorRTEngine:
         self._stack.enter_context(importable(self._version, self._monkeypatch, **{"stats_ms": 20} | settings))
@@ -50,6 +51,7 @@ class Engines:
             hang_timeout=hang_timeout,
             max_batch_size=max_batch_size,
             lora_adapters=lora_adapters,
+            lora_modules_dir=lora_modules_dir,
         )
         engine = build(config)
         self._stack.callback(_close, engine)

@@ -150,6 +150,7 @@ class Engine:
             except StepFault as fault:
                 return self._fail_step(fault)
             else:
+                response.drafted = sequence.drafted if self._settings.drafts_in_responses else None
                 self._items.append((sequence.result, response))
                 if response.finish is not None:
                     self._end(sequence, response.finish)
@@ -167,6 +168,8 @@ class Engine:
             self._drafting += 1
             self._drafted += self._speculation.draft_tokens
             self._accepted += count - 1
+            accepted, drafted, drafts = sequence.drafted
+            sequence.drafted = accepted + count - 1, drafted + self._speculation.draft_tokens, drafts + 1
         return count
 
     def _fetch(self) -> None:

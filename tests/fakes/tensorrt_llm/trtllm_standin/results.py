@@ -56,6 +56,8 @@ class Response:
     prompt_logprobs: TokenLogprobs | None = None
     finish: FinishReason | None = None
     cached_tokens: int = 0
+    drafted: tuple[int, int, int] | None = None
+    """Accepted and drafted tokens, and drafts, of the request so far; None before late 1.3."""
 
 
 @dataclass(slots=True)
@@ -130,6 +132,10 @@ class RequestOutput:
             self._fail(item)
         self.finished = item.finish is not None
         self.cached_tokens = item.cached_tokens
+        if item.drafted is not None:
+            # py_executor.py, _handle_responses: None without a draft, and then the number of drafts with a token at each position.
+            self.spec_dec_totals = item.drafted[:2] if item.drafted[2] else None
+            self.per_pos_drafted = [item.drafted[2], 0]
         self.outputs[0].extend(item, self._keeps_stop)
         # Checked after each item: the first reader gets the error of the engine.
         self._raise_background_error()

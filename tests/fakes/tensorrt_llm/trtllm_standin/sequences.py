@@ -59,6 +59,8 @@ class Sequence:
     cached: int = 0
     """Prompt tokens whose blocks were computed before."""
     generated: int = 0
+    drafted: tuple[int, int, int] = (0, 0, 0)
+    """Accepted and drafted tokens, and drafts."""
     prefilled: int = 0
     """Computed prompt tokens."""
     blocks: Mapping[int, int] = field(default_factory=dict)

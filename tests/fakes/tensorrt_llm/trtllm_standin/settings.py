@@ -41,6 +41,8 @@ class Settings(BaseSettings, env_prefix=PREFIX):
     """1.2: interval at which statistics are handed over."""
     tokens_per_step: int = 1
     """Tokens that arrive at once, as with speculative decoding."""
+    drafts_in_responses: bool = False
+    """Each output has the sums of its drafts, as in late 1.3 (LlmResult.spec_dec_totals, per_pos_drafted)."""
     hang_shutdown: bool = False
     """shutdown() never returns."""
     step_fail_ends: bool = False

@@ -107,6 +107,22 @@ def test_acceptance_is_reported(built: Engines) -> None:
     assert sum(result.forward_ns for result in results) > 0
 
 
+def test_acceptance_is_counted_from_responses_where_they_tell_it(built: Engines) -> None:
+    engine = built(options=options(**DRAFTERS["NGram"]), drafts_in_responses=True)
+    driver = SelfDriver(engine)
+    told: list[Drafting] = []
+    # While the second sequence runs, the statistics of the first come, which do not count again.
+    for number in (1, 2):
+        driver.admit(PROMPT, 400)
+        while driver.streams:
+            if (result := driver.step()) is not None:
+                told.append(drafting(result))
+        # Complete with the last tokens, which the statistics are not; the limit cuts the last step.
+        drafts = sum(one.drafts for one in told)
+        assert 0 <= sum(one.accepted_tokens for one in told) + drafts - number * 399 <= 3 * number
+        assert sum(one.draft_tokens for one in told) == 3 * drafts
+
+
 def test_the_pool_has_room_for_the_drafts_of_a_sequence(built: Engines) -> None:
     """The engine would never start a sequence without it."""
     text = json.dumps({"speculative_config": DRAFTERS["NGram"], "kv_cache_config": {"max_tokens": 512}})
