@@ -68,6 +68,8 @@ def server(
     folder = tmp_path_factory.mktemp("standin")
     log = folder / "log"
     flags = ("--max-batch-size", str(MAX_BATCH_SIZE), f"--lora-adapters=sql={an_adapter(folder / 'sql', q_proj=576)}")
+    an_adapter(folder / "modules-french", q_proj=576)
+    flags += ("--lora-modules-dir", str(folder))
     with serving(demo_model, request.param, *flags, log=log, step_ms=2) as stack:
         yield Server(request.param, stack, log, str(demo_model))
 
@@ -98,6 +100,18 @@ async def test_adapters_and_cached_tokens(server: Server, session: aiohttp.Clien
         assert (await server.post(session, route, {"model": "other", "prompt": "a", **body}))[0] == 404
     async with session.get(f"{server.url}/v1/models") as response:
         assert [each["parent"] for each in (await response.json())["data"]][-2:] == [None, server.model]
+
+
+async def test_a_request_loads_its_adapter_until_it_is_unloaded(server: Server, session: aiohttp.ClientSession) -> None:
+    folder = server.log.parent / "modules-french"
+    asked = {"lora_name": "french", "lora_int_id": 9, "lora_path": str(folder)}
+    body = {"model": "tgi", "prompt": WORDS, "max_tokens": 4, "lora_request": asked}
+    assert (await server.post(session, "/v1/completions", body))[0] == 200  # after a request that tries the adapter
+    assert (await server.arrival(session, "/v1/completions", body))["lora"] == ["french", 2, str(folder)]
+    assert (await server.post(session, "/v1/completions", body | {"model": "french", "lora_request": None}))[0] == 200
+    async with session.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "french"}) as response:
+        assert response.status == 200
+    assert (await server.post(session, "/v1/completions", body | {"model": "french", "lora_request": None}))[0] == 404
 
 
 async def test_a_grammar_constrains_the_text(server: Server, session: aiohttp.ClientSession) -> None:
