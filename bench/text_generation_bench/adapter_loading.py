@@ -31,7 +31,7 @@ PROMPT = 16
 
 
 @dataclass
-class Load:
+class LoadedEngine:
     """An engine with running sequences, and the times of its steps."""
 
     engine: Engine
@@ -103,7 +103,7 @@ def main() -> None:
                 adapter = read_adapter(AdapterSource(source.name, source.source), config)
                 yield source.name, engine.set_adapter(source.name, adapter)
 
-        load = Load(engine, args.streams, args.new)
+        load = LoadedEngine(engine, args.streams, args.new)
         load.run(loads())
         for phase, gaps in load.gaps.items():
             if phase != "start":

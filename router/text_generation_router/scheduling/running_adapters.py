@@ -40,7 +40,7 @@ class RunningAdapters:
 
     def started(self, adapter: str) -> None:
         if adapter:
-            if not self._running[adapter]:  # nobody needs to make way for it any more
+            if not self._running[adapter]:  # no other has to make way for it any more
                 self._closed = {each: waiter for each, waiter in self._closed.items() if waiter != adapter}
             self._running[adapter] += 1
 

@@ -92,7 +92,7 @@ class Scheduler:
         """By number; None if it does not serve."""
         self._capacity = Capacity()
         self._versions = Counter[str]()
-        """Of the LoRA adapters: how often each was loaded or unloaded."""
+        """The number of times that each LoRA adapter was loaded or unloaded."""
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
         self.replays = Replays(self.replicas, self.draining)

@@ -53,7 +53,7 @@ class ScheduledSequence:
     """Seconds of the caller's clock."""
     expected_new_tokens: int
     version: int = 0
-    """Of its adapter: another one may have had the name before."""
+    """The version of its adapter: another one may have had the name before."""
     state: State = State.WAITING
     generated: list[TokenId] = field(default_factory=list)
 

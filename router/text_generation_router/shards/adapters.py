@@ -39,7 +39,7 @@ class ReplicaAdapters:
         self._scheduler = scheduler
         self._on_unloaded = on_unloaded
         self._clients: dict[int, ShardClient] = {}
-        """Of the replicas that have a session."""
+        """The clients of the replicas that have a session."""
         self._paths: dict[str, str] = {}
         """Folders of the adapters that were loaded, by name."""
         self._unloaded: set[str] = set()

@@ -110,7 +110,7 @@ class WorkerLinkServer:
 
     async def _adapter(self, change: Callable[..., Awaitable[None]], body: bytes) -> bytes:
         await change(*orjson.loads(body))
-        self._send_state()  # before the reply: whoever reads it may use the new names
+        self._send_state()  # before the reply, whose reader may use the new names
         return b""
 
 

@@ -150,7 +150,7 @@ def test_an_adapter_is_loaded_on_all_ranks_or_on_none(tmp_path: Path) -> None:
         found = answers(engine)
         assert [stream.tokens for stream in found] == [stream.tokens for stream in expected]
         for _ in engine.set_adapter("adapter-0", None):
-            raise AssertionError("nobody uses it")
+            raise AssertionError("no sequence uses it")
         load(engine, "adapter-0")
         assert engine.info.adapters == ("adapter-1", "adapter-0")
 
