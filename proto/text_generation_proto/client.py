@@ -96,15 +96,14 @@ class ShardClient:
         """Warm the engine up and allocate the KV pool. `limits`: fields of WarmUpRequest; the engine chooses the others."""
         return await self._stub.WarmUp(pb.WarmUpRequest(**limits), timeout=timeout, metadata=self._metadata)
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a folder below the shard's --lora-modules-dir."""
-        request = pb.LoadAdapterRequest(name=name, path=path)
-        await self._stub.LoadAdapter(request, timeout=LOAD_S, metadata=self._metadata)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter after its last sequence."""
-        request = pb.UnloadAdapterRequest(name=name)
-        await self._stub.UnloadAdapter(request, timeout=LOAD_S, metadata=self._metadata)
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        """Load a LoRA adapter from a folder below the shard's --lora-modules-dir; None: unload it after its last sequence."""
+        if path is None:
+            unload = pb.UnloadAdapterRequest(name=name)
+            await self._stub.UnloadAdapter(unload, timeout=LOAD_S, metadata=self._metadata)
+        else:
+            load = pb.LoadAdapterRequest(name=name, path=path)
+            await self._stub.LoadAdapter(load, timeout=LOAD_S, metadata=self._metadata)
 
     def run(self) -> RunCall:
         """Open the stream of a session. A shard serves one at a time."""

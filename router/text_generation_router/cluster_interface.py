@@ -34,11 +34,11 @@ class ClusterInterface(Protocol):
     async def info(self) -> ClusterInfo:
         """Return the state of the replicas. Raises Unhealthy."""
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter on all replicas, or on none. Raises ServingError."""
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        """Load a LoRA adapter on all replicas, or on none; None: take no new requests with it, and drop it after its last one.
 
-    async def unload_adapter(self, name: str) -> None:
-        """Take no new requests with a LoRA adapter; replicas drop it after its last one. Raises ServingError."""
+        Raises ServingError.
+        """
 
     async def opened(self) -> None:
         """Wait until there may be something to serve with."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from typing import Any
 
 import grpc
@@ -17,7 +16,7 @@ from text_generation_proto.parts import BadParts, Joiner, most_orders, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_proto.values import WarmUpLimits
-from text_generation_shard.adapter_changes import AdapterChanges, Refused
+from text_generation_shard.adapter_changes import AdapterChanges
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, pool_to_pb, report_to_pb
 from text_generation_shard.engine import Engine, EngineError, InsufficientMemory, StepResult
@@ -56,24 +55,22 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
     async def LoadAdapter(  # noqa: N802 - gRPC's name
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.LoadAdapterResponse:
-        await self._change(context, self._adapters.load(await self._loaded(context), request))
+        await self._change(context, request.name, request.path)
         return pb.LoadAdapterResponse()
 
     async def UnloadAdapter(  # noqa: N802 - gRPC's name
         self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.UnloadAdapterResponse:
-        await self._change(context, self._adapters.unload(await self._loaded(context), request.name))
+        await self._change(context, request.name, None)
         return pb.UnloadAdapterResponse()
 
-    async def _change(self, context: grpc.aio.ServicerContext[Any, Any], change: Coroutine[None, None, None]) -> None:
-        """Make a change to its end, also if the caller does not wait for it."""
+    async def _change(self, context: grpc.aio.ServicerContext[Any, Any], name: str, path: str | None) -> None:
+        engine = await self._loaded(context)
         if self._rank:
-            change.close()
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
-        try:
-            await asyncio.shield(change)
-        except Refused as error:
-            await context.abort(error.code, str(error))
+        # Made to its end, also if the caller does not wait for it.
+        if (refusal := await asyncio.shield(self._adapters.change(engine, name, path))) is not None:
+            await context.abort(*refusal)
 
     async def WarmUp(  # noqa: N802 - gRPC's name
         self, request: pb.WarmUpRequest, context: grpc.aio.ServicerContext[pb.WarmUpRequest, pb.WarmUpResponse]

@@ -221,11 +221,17 @@ async def test_all_replicas_hold_an_adapter_or_none(tmp_path: Path) -> None:
         router = await shards.cluster(a, b)
         await router.until({a: "serving", b: "serving"})
         with pytest.raises(NotFound, match="there is no folder fr below --lora-modules-dir"):
-            await router.cluster.load_adapter("fr", "fr")
+            await router.cluster.set_adapter("fr", "fr")
         assert [each.info.adapters for each in shards.engines.values()] == [(), ()]
         with pytest.raises(ModelNotFound):
             submit(router, "fr")
-        await router.cluster.load_adapter("sql", "sql")
+        # The client that asks leaves at once: the change is made to its end.
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(router.cluster.set_adapter("sql", "sql"))
+            await asyncio.sleep(0)
+            asking.cancel()
+        assert asking.cancelled()
+        await until(lambda: "sql" in router.cluster.adapters)
         assert [each.info.adapters for each in shards.engines.values()] == [("sql",), ("sql",)]
 
         # A replica that joins gets it, one without it serves the rest, and a lost one has it again.
@@ -256,12 +262,12 @@ async def test_all_replicas_hold_an_adapter_or_none(tmp_path: Path) -> None:
         # A replica that was away while it was unloaded loses it when it is back.
         second.set(a)
         await second.until({a: "serving"})
-        await second.cluster.unload_adapter("sql")
+        await second.cluster.set_adapter("sql", None)
         second.set(a, e)
         await second.until({a: "serving", e: "serving"})
         await until(lambda: not shards.engines[a].info.adapters)
         assert not shards.engines[e].info.adapters
         with pytest.raises(NotFound):
-            await second.cluster.unload_adapter("sql")
+            await second.cluster.set_adapter("sql", None)
         with pytest.raises(InvalidRequest):
-            await second.cluster.load_adapter("sql", "../sql")
+            await second.cluster.set_adapter("sql", "../sql")

@@ -36,6 +36,7 @@ class ReplicaSetup:
     max_batch_size: int = 8
     max_batch_prefill_tokens: int = 64
     adapters: str = ""
+    max_loras: int = 0
     further_groups: tuple[CacheGroup, ...] = ()
 
 
@@ -49,6 +50,7 @@ class ReplicaWorld:
             engine="echo",
             max_batch_size=setup.slots,
             lora_adapters=setup.adapters,
+            max_loras=setup.max_loras,
         )
         faults = {"fail_token": FAILING_TOKEN, "fail_step_token": FAILING_STEP_TOKEN}
         self.engine: shard.Engine = engine or (
@@ -66,6 +68,7 @@ class ReplicaWorld:
             setup.self_scheduling,
             setup.reserves_max_length,
             adapters=self.engine.info.adapters,
+            max_loras=self.engine.info.max_loras,
             further_groups=tuple(further),
         )
         self.sent: deque[SchedulerOutput] = deque()

@@ -102,7 +102,7 @@ def load_for_cuda(
     load_weights(folder, weights.named_parameters(), config.quantization)
     weights.process_weights_after_loading()
     for place, adapter in enumerate(adapters):
-        weights.adapters.place(adapter.name, place)  # type: ignore[union-attr]
+        weights.adapters.change("place", adapter.name, place)  # type: ignore[union-attr]
     return weights
 
 

@@ -51,7 +51,8 @@ def draw_world(draw: Random) -> SchedulerWorld:
             tokens_per_report=draw.choice([1, 3, 8]),
             max_batch_size=batch,
             max_batch_prefill_tokens=budget,
-            adapters=draw.choice(["", "sql", "sql,french"]),
+            adapters=draw.choice(["", "sql", "sql,french", "sql,french,code"]),
+            max_loras=draw.choice([0, 1, 2]),
             further_groups=() if self_scheduling else draw_groups(draw),
         )
         for _ in range(draw.randint(1, 3))
@@ -91,7 +92,7 @@ def draw_request(world: SchedulerWorld, draw: Random) -> Request:
         logprobs=LogprobOptions(prompt=draw.choice([False] * 7 + [True])),
         ignore_eos=draw.choice([True, False]),
         grammar=draw.choice([Grammar(GrammarKind.REGEX, "a+"), None, None]),
-        adapter=draw.choice(["", "", "", "sql", "french"]),
+        adapter=draw.choice(["", "", "", "sql", "french", "code"]),
         qos=QualityOfService(
             TenantId(draw.choice(["", "a", "b"])),
             draw.choice([Priority.DEFAULT, *Priority]),

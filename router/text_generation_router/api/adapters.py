@@ -37,7 +37,7 @@ class AdapterRoutes:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def load(self, request: web.Request) -> web.StreamResponse:
+    async def load_lora_adapter(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/load_lora_adapter: load an adapter on all replicas, or on none.
 
         Needs --lora-modules-dir and, if there are API keys, one with `trust_headers`.
@@ -47,12 +47,12 @@ class AdapterRoutes:
         await self._serving.load_adapter(body.lora_name, body.lora_path)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    async def unload(self, request: web.Request) -> web.StreamResponse:
+    async def unload_lora_adapter(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/unload_lora_adapter: take no new requests with an adapter; it is freed after the last one.
 
         Needs what /v1/load_lora_adapter needs.
         """
         self._serving.check_operator(request)
         body = await parse_body(request, UnloadAdapterBody)
-        await self._serving.cluster.unload_adapter(body.lora_name)
+        await self._serving.cluster.set_adapter(body.lora_name, None)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -141,23 +141,11 @@ def openai_routes(
 
 def adapter_routes(adapters: AdapterRoutes) -> list[Route]:
     """vLLM's routes that load and unload LoRA adapters."""
-    post = partial(Route, "POST", tag="Adapters", answer=str, content_type="text/plain")
     operations = Operation.OPERATE | Operation.FIND
+    post = partial(Route, "POST", tag="Adapters", answer=str, content_type="text/plain", operations=operations)
     return [
-        post(
-            "/v1/load_lora_adapter",
-            adapters.load,
-            body=LoadAdapterBody,
-            name="load_lora_adapter",
-            operations=operations,
-        ),
-        post(
-            "/v1/unload_lora_adapter",
-            adapters.unload,
-            body=UnloadAdapterBody,
-            name="unload_lora_adapter",
-            operations=operations,
-        ),
+        post("/v1/load_lora_adapter", adapters.load_lora_adapter, body=LoadAdapterBody),
+        post("/v1/unload_lora_adapter", adapters.unload_lora_adapter, body=UnloadAdapterBody),
     ]
 
 

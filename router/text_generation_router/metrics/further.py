@@ -134,6 +134,7 @@ class _FurtherCounters:
         )
         if not (held := len(self._scheduler.adapters)):
             return ""
-        labels = {"max_lora": str(held), "waiting_lora_adapters": waiting, "running_lora_adapters": running}
+        places = max((each.spec.max_loras for each in self._scheduler.serving), default=0)
+        labels = {"max_lora": str(places or held), "waiting_lora_adapters": waiting, "running_lora_adapters": running}
         name = "vllm:lora_requests_info"
         return reading_text(name, "LoRA adapters in use", "gauge", time.time_ns() / 1e9, labels_text(labels))

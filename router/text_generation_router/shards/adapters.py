@@ -49,6 +49,8 @@ class ReplicaAdapters:
         self._permitted = False
         """Replicas load and unload adapters."""
         self._changing = asyncio.Lock()
+        self._tasks: asyncio.TaskGroup
+        """The loads under way."""
         self._look = asyncio.Event()
 
     @property
@@ -63,8 +65,8 @@ class ReplicaAdapters:
             for each in info.info.loaded_adapters:  # another router had them loaded, or this one before its restart
                 if each.name not in self._unloaded:
                     self._paths.setdefault(each.name, each.path)
-            calls = [client.unload_adapter(name) for name in had & self._unloaded]
-            calls += [client.load_adapter(name, path) for name, path in self._paths.items() if name not in had]
+            calls = [client.set_adapter(name, None) for name in had & self._unloaded]
+            calls += [client.set_adapter(name, path) for name, path in self._paths.items() if name not in had]
             for error in await _errors(calls):
                 log.warning("a replica has other LoRA adapters", replica=number, reason=error.details())
             if calls:
@@ -76,30 +78,19 @@ class ReplicaAdapters:
         """Forget the session of a replica."""
         self._clients.pop(number, None)
 
-    async def load(self, name: str, path: str) -> None:
-        """Load an adapter on all replicas, or on none. Raises ServingError."""
-        self._check_permission()
-        async with self._changing:
-            if name in self._leaving:
-                raise InvalidRequest(f"The lora adapter '{name}' is being unloaded.", param="lora_name")
-            if name in self._scheduler.adapters:
-                raise InvalidRequest(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
-            if not self._clients:
-                raise Unhealthy("no shard serves now")
-            clients = dict(self._clients)
-            errors = await _errors([each.load_adapter(name, path) for each in clients.values()])
-            if errors:
-                await _errors([each.unload_adapter(name) for each in clients.values()])
-                error = next((each for each in errors if each.code() in _ERRORS), errors[0])
-                raise _ERRORS.get(error.code(), Unhealthy)(error.details(), param="lora_path")
-            self._paths[name] = path
-            self._unloaded.discard(name)
-            self._scheduler.set_adapter(name, self._clients.keys() & clients.keys())
-        log.info("LoRA adapter loaded", adapter=name, path=path, replicas=len(clients))
+    async def change(self, name: str, path: str | None) -> None:
+        """Load an adapter on all replicas, or on none; None: unload it after its last request. Raises ServingError."""
+        if not self._permitted:
+            raise NotFound(
+                "This server loads and unloads no LoRA adapters: the operator has not set --lora-modules-dir"
+            )
+        if path is None:
+            self._unload(name)
+        # A change is made to its end, also if the client that asked leaves.
+        elif (error := await asyncio.shield(self._tasks.create_task(self._load(name, path)))) is not None:
+            raise error
 
-    def unload(self, name: str) -> None:
-        """Take no new requests with an adapter, and drop it after its last one. Raises NotFound."""
-        self._check_permission()
+    def _unload(self, name: str) -> None:
         if name not in self.names:
             raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
         self._paths.pop(name, None)
@@ -107,30 +98,47 @@ class ReplicaAdapters:
         self._leaving[name] = None
         self._look.set()
 
-    def _check_permission(self) -> None:
-        if not self._permitted:
-            raise NotFound(
-                "This server loads and unloads no LoRA adapters: the operator has not set --lora-modules-dir"
-            )
+    async def _load(self, name: str, path: str) -> ServingError | None:
+        """Return the error of a load that failed."""
+        async with self._changing:
+            if name in self._leaving:
+                return InvalidRequest(f"The lora adapter '{name}' is being unloaded.", param="lora_name")
+            if name in self._scheduler.adapters:
+                return InvalidRequest(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
+            if not self._clients:
+                return Unhealthy("no shard serves now")
+            clients = dict(self._clients)
+            if errors := await _errors([each.set_adapter(name, path) for each in clients.values()]):
+                await _errors([each.set_adapter(name, None) for each in clients.values()])
+                error = next((each for each in errors if each.code() in _ERRORS), errors[0])
+                return _ERRORS.get(error.code(), Unhealthy)(error.details(), param="lora_path")
+            self._paths[name] = path
+            self._unloaded.discard(name)
+            self._scheduler.set_adapter(name, self._clients.keys() & clients.keys())
+        log.info("LoRA adapter loaded", adapter=name, path=path, replicas=len(clients))
+        return None
 
     async def run(self) -> None:
-        """Drop adapters after their last request, until cancelled."""
-        while True:
-            await self._look.wait()
-            used = {each.request.adapter for each in self._scheduler.requests.values()}
-            for name in [each for each in self._leaving if each not in used]:
-                async with self._changing:
-                    for error in await _errors([each.unload_adapter(name) for each in self._clients.values()]):
-                        if error.code() is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
-                            log.warning("a replica did not unload an adapter", adapter=name, reason=error.details())
-                    self._scheduler.set_adapter(name, ())
-                    self._on_unloaded(name)
-                    del self._leaving[name]
-                log.info("LoRA adapter unloaded", adapter=name)
-            if self._leaving:
+        """Make the changes, until cancelled."""
+        async with asyncio.TaskGroup() as self._tasks:
+            while True:
+                await self._look.wait()
+                used = {each.request.adapter for each in self._scheduler.requests.values()}
+                for name in [each for each in self._leaving if each not in used]:
+                    await self._drop(name)
                 await asyncio.sleep(LOOK_S)
-            else:
-                self._look.clear()
+                if not self._leaving:
+                    self._look.clear()
+
+    async def _drop(self, name: str) -> None:
+        async with self._changing:
+            for error in await _errors([each.set_adapter(name, None) for each in self._clients.values()]):
+                if error.code() is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
+                    log.warning("a replica did not unload an adapter", adapter=name, reason=error.details())
+            self._scheduler.set_adapter(name, ())
+            self._on_unloaded(name)
+            del self._leaving[name]
+        log.info("LoRA adapter unloaded", adapter=name)
 
 
 async def _errors(calls: Collection[Coroutine[None, None, None]]) -> list[grpc.aio.AioRpcError]:

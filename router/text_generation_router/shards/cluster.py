@@ -186,11 +186,8 @@ class Cluster(Generic[Receiver]):
     def adapters(self) -> Collection[str]:
         return self._adapters.names
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        await self._adapters.load(name, path)
-
-    async def unload_adapter(self, name: str) -> None:
-        self._adapters.unload(name)
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        await self._adapters.change(name, path)
 
     @property
     def connected(self) -> bool:

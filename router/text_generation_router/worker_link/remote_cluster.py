@@ -32,8 +32,7 @@ from text_generation_router.shards.listeners import Listeners
 from text_generation_router.waiting import holds_for
 from text_generation_router.worker_link.convert import (
     INFO,
-    LOAD_ADAPTER,
-    UNLOAD_ADAPTER,
+    SET_ADAPTER,
     info_from_json,
     refusal_from_pb,
     request_to_pb,
@@ -101,11 +100,8 @@ class RemoteCluster(ClusterInterface):
     async def info(self) -> ClusterInfo:
         return info_from_json(await self.link.call(INFO))
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        await self.link.call(LOAD_ADAPTER, orjson.dumps([name, path]), LOAD_S)
-
-    async def unload_adapter(self, name: str) -> None:
-        await self.link.call(UNLOAD_ADAPTER, orjson.dumps([name]))
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        await self.link.call(SET_ADAPTER, orjson.dumps([name, path]), LOAD_S)
 
     @property
     def adapters(self) -> Collection[str]:

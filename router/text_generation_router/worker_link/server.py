@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import orjson
@@ -22,8 +21,7 @@ from text_generation_router.waiting import background
 from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink, send_report
 from text_generation_router.worker_link.convert import (
     INFO,
-    LOAD_ADAPTER,
-    UNLOAD_ADAPTER,
+    SET_ADAPTER,
     info_to_json,
     progress_from_pb,
     refusal_to_pb,
@@ -57,11 +55,7 @@ class WorkerLinkServer:
         self.model = model
         self.connections: dict[int, WorkerConnection] = {}
         """By number of the worker."""
-        self.handlers: dict[str, Handler] = {
-            INFO: self._info,
-            LOAD_ADAPTER: partial(self._adapter, cluster.load_adapter),
-            UNLOAD_ADAPTER: partial(self._adapter, cluster.unload_adapter),
-        }
+        self.handlers: dict[str, Handler] = {INFO: self._info, SET_ADAPTER: self._set_adapter}
         """Handlers of the calls of workers; more may be added before `listening`."""
         self._max_unread_bytes = max_unread_bytes
 
@@ -108,8 +102,8 @@ class WorkerLinkServer:
     async def _info(self, body: bytes) -> bytes:
         return info_to_json(await self.cluster.info())
 
-    async def _adapter(self, change: Callable[..., Awaitable[None]], body: bytes) -> bytes:
-        await change(*orjson.loads(body))
+    async def _set_adapter(self, body: bytes) -> bytes:
+        await self.cluster.set_adapter(*orjson.loads(body))
         self._send_state()  # before the reply, whose reader may use the new names
         return b""
 

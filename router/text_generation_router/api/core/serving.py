@@ -183,7 +183,7 @@ class Serving:
             raise InvalidRequest(f"`lora_name` is the name of the model itself: {name}")
         if not is_adapter_name(name):
             raise InvalidRequest("`lora_name` must be printable, without comma, `=` and `@`")
-        await self.cluster.load_adapter(name, path)
+        await self.cluster.set_adapter(name, path)
 
     async def load_named(self, request: web.Request, name: str | None, path: str | None) -> None:
         """Load the adapter of a request to trtllm-serve, if it names a new one with its folder. Raises ServingError."""

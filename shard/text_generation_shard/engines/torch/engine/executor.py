@@ -23,7 +23,7 @@ from text_generation_shard.engines.torch.batch.step_plan import (
 from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers, upload
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.runner import Runner
-from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, call_store, spare_bytes
+from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, spare_bytes
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
@@ -192,9 +192,9 @@ class Executor:
     def load_adapter(self, name: str, folder: str) -> Iterator[None]:
         """Load a LoRA adapter on all ranks; yields while one of them reads it. Raises EngineError."""
         assert self._adapters is not None, "the shard has room for adapters"
-        self._on_all_ranks(WorkerCommand.START_ADAPTER, name, folder)
+        self._on_all_ranks("read", name, folder)
         try:
-            while min(states := self._on_all_ranks(WorkerCommand.IS_ADAPTER_LOADED, name)) < 0:
+            while min(states := self._on_all_ranks("loaded", name)) < 0:
                 yield
             if (problem := self._adapters.problem(name)) is not None:
                 raise problem
@@ -211,21 +211,20 @@ class Executor:
                 if not self._free_places:
                     self._free_places.append(self._places.pop(next(each for each in self._places if each not in names)))
                 place = self._free_places.pop()
-                self._on_all_ranks(WorkerCommand.PLACE_ADAPTER, name, place - 1)
+                self._on_all_ranks("place", name, place - 1)
             self._places[name] = place
 
     def drop_adapter(self, name: str) -> None:
         """Free a LoRA adapter that no sequence has."""
         if (place := self._places.pop(name, None)) is not None:
             self._free_places.append(place)
-        self._on_all_ranks(WorkerCommand.DROP_ADAPTER, name)
+        self._on_all_ranks("drop", name)
 
-    def _on_all_ranks(self, command: WorkerCommand, name: str, argument: str | int = "") -> list[int]:
+    def _on_all_ranks(self, command: str, name: str, argument: str | int = "") -> list[int]:
         """Return the replies of all ranks, if there are any."""
         assert self._adapters is not None
-        self._broadcast(command, json.dumps([name, argument]).encode())
-        own = call_store(self._adapters, command, name, argument)
-        if own is None:
+        self._broadcast(WorkerCommand.ADAPTER, json.dumps([command, name, argument]).encode())
+        if (own := self._adapters.change(command, name, argument)) is None:
             return []
         return [own, *(self._group.leader.gather() if self._group.tp.world_size > 1 else [])]
 

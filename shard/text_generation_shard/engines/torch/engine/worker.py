@@ -32,11 +32,8 @@ class WorkerCommand(IntEnum):
     READY = 20
     LOGITS = 21
     SAMPLED = 22
-    START_ADAPTER = 23
-    IS_ADAPTER_LOADED = 24
-    PLACE_ADAPTER = 25
-    DROP_ADAPTER = 26
-    """The payload of the last four is JSON: the arguments of a method of `AdapterStore`."""
+    ADAPTER = 23
+    """The payload is JSON: the arguments of `AdapterStore.change`."""
 
 
 class TPWorker:
@@ -79,26 +76,11 @@ class TPWorker:
             case WorkerCommand.LOGITS:
                 first, end = ROW_RANGE.unpack(payload)
                 self._runner.logits(self._hidden[first:end])
-            case _ if self._adapters is not None and kind >= WorkerCommand.START_ADAPTER:
-                return call_store(self._adapters, WorkerCommand(kind), *json.loads(bytes(payload)))
+            case WorkerCommand.ADAPTER if self._adapters is not None:
+                return self._adapters.change(*json.loads(bytes(payload)))
             case _:
                 raise ValueError(f"unknown command {kind}")
         return None
-
-
-def call_store(store: AdapterStore, command: WorkerCommand, name: str, argument: str | int = "") -> int | None:
-    """Execute a command that concerns LoRA adapters; the reply is 1, 0, or -1 while an adapter is read."""
-    match command:
-        case WorkerCommand.START_ADAPTER:
-            store.start(name, str(argument))
-        case WorkerCommand.PLACE_ADAPTER:
-            store.place(name, int(argument))
-        case WorkerCommand.DROP_ADAPTER:
-            store.drop(name)
-        case _:
-            loaded = store.is_loaded(name)
-            return -1 if loaded is None else int(loaded)
-    return None
 
 
 def spare_bytes(runner: Runner, memory: DeviceMemory) -> int:

@@ -49,22 +49,17 @@ class StepAdapters:
 class AdapterStore(Protocol):
     """The adapters of a rank: held in host memory, and copied to numbered places on the device."""
 
-    def start(self, name: str, folder: str) -> None:
-        """Start to read an adapter, beside the steps."""
+    def change(self, command: str, name: str, argument: str | int) -> int | None:
+        """Execute a command about an adapter.
 
-    def is_loaded(self, name: str) -> bool | None:
-        """Return False if it cannot be loaded; None while it is read."""
+        read (folder): start to read it, beside the steps; loaded: return 1 if it is, 0 if it cannot be, -1 while it is read; place
+        (number): copy it to a place on the device, after the steps that were launched; drop: forget it, also while it is read.
+        """
         ...
 
     def problem(self, name: str) -> BaseException | None:
-        """Return the reason why it cannot be loaded."""
+        """Return the reason why an adapter cannot be loaded."""
         ...
-
-    def place(self, name: str, place: int) -> None:
-        """Copy it to a place on the device, after the steps that were launched."""
-
-    def drop(self, name: str) -> None:
-        """Forget it, also while it is read."""
 
 
 class AdaptedLinear:

@@ -108,23 +108,23 @@ class ModelAdapters(StepAdapters, AdapterStore):
         self._check(adapter)
         return self._load(adapter)
 
-    def start(self, name: str, folder: str) -> None:
-        self._held[name] = self._reader.submit(self._read, name, folder)
-
-    def is_loaded(self, name: str) -> bool | None:
-        held = self._held[name]
-        return (held.exception() is None) if held.done() else None
+    @torch.inference_mode()
+    def change(self, command: str, name: str, argument: str | int) -> int | None:
+        match command, argument:
+            case "read", str(folder):
+                self._held[name] = self._reader.submit(self._read, name, folder)
+            case "loaded", _:
+                held = self._held[name]
+                return (held.exception() is None) if held.done() else -1
+            case "place", int(place):
+                for linear, matrices in zip(self._linears, self._held[name].result(), strict=True):
+                    linear.place(place, *matrices)
+            case "drop", _:
+                self._held.pop(name).cancel()
+        return None
 
     def problem(self, name: str) -> BaseException | None:
         return self._held[name].exception()
-
-    @torch.inference_mode()
-    def place(self, name: str, place: int) -> None:
-        for linear, matrices in zip(self._linears, self._held[name].result(), strict=True):
-            linear.place(place, *matrices)
-
-    def drop(self, name: str) -> None:
-        self._held.pop(name).cancel()
 
 
 def _by(shape: tuple[int, int]) -> str:
