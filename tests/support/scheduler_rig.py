@@ -59,6 +59,8 @@ class Rig:
     """LoRA adapters of replicas that are opened from now on."""
     windows: tuple[CacheGroup, ...] = ()
     """The groups of the cache after the first."""
+    max_loras: int = 0
+    """Most different ones of their sequences."""
     orders: list[tuple[int, SchedulerOutput]] = field(default_factory=list)
     """(replica, orders), all so far."""
     tokens: dict[int, int] = field(default_factory=dict)
@@ -89,6 +91,7 @@ class Rig:
             self_scheduling=self.self_scheduling,
             adapters=self.adapters,
             further_groups=self.windows,
+            max_loras=self.max_loras,
         )
 
     def open_again(self, replica: int) -> None:

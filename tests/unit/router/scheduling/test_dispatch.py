@@ -183,3 +183,47 @@ def test_requests_of_an_adapter_wait_for_its_replica_and_fail_once_it_has_gone()
     assert (rig.failed, rig.finished) == ({running: FailureCode.LOST}, [moved])
     assert not rig.scheduler.fits(40, 300, "sql")
     assert_idle(rig.scheduler)
+
+
+def test_an_adapter_without_a_place_gets_that_of_the_one_that_had_it_longest() -> None:
+    rig = a_rig()
+    rig.adapters, rig.max_loras = ("a", "b", "c"), 2
+    rig.open_again(0)
+
+    def running() -> list[int]:
+        return [number for number in range(rig.submitted) if rig.tokens.get(number) and number not in rig.finished]
+
+    first, second = rig.submit(new=30, adapter="a"), rig.submit(new=60, adapter="b")
+    rig.turns(2)
+    waiting = rig.submit(new=10, adapter="c")
+    rig.turns(2)
+    later = [rig.submit(new=5, adapter="a"), rig.submit(new=5, adapter="b"), rig.submit(new=5)]
+    rig.turns(3)
+    assert running() == [first, second, *later[1:]], "only the place of a is emptied, and the model alone needs none"
+    rig.until_idle()
+    assert rig.finished.index(first) < rig.finished.index(waiting) < rig.finished.index(later[0])
+
+    # One that waits no more leaves the others alone.
+    first, second = rig.submit(new=40, adapter="a"), rig.submit(new=10, adapter="b")
+    rig.turns(2)
+    waiting = rig.submit(new=90, adapter="c")
+    rig.turns(12)
+    assert waiting in running(), "it has the place of b, which ended"
+    again = rig.submit(new=5, adapter="a")
+    rig.turns(3)
+    assert again in running(), "a is not to make way any more"
+    rig.until_idle()
+    assert_idle(rig.scheduler)
+
+
+def test_requests_of_an_adapter_that_comes_run_and_share_nothing_with_another_of_its_name() -> None:
+    rig = a_rig()
+    rig.open_again(0)
+    rig.scheduler.set_adapter("a", (0,))
+    prompt = words(1, 40)
+    hits = [rig.cached(rig.serve(prompt, adapter="a")) for _ in range(2)]
+    rig.scheduler.set_adapter("a", ())
+    assert not rig.scheduler.fits(40, 10, "a")
+    rig.scheduler.set_adapter("a", (0,))
+    hits.append(rig.cached(rig.serve(prompt, adapter="a")))
+    assert [bool(each) for each in hits] == [False, True, False]
