@@ -4,7 +4,7 @@ python -m text_generation_bench.scheduler [--profile]
 
 * A decision (`apply` of a step, `dispatch`, `decide`) with 256 running and 1,000 queued requests, 10 tenants and shared
   prefixes. The budget is 100 µs.
-* The same with 1 running request and an empty queue, with 8 replicas, and with window groups of 128 and 1,024 tokens.
+* The same with 1 running request and an empty queue, with 8 replicas, with window groups of 128 and 1,024 tokens, and with states.
 * A prefix hit (peek, acquire, release) of 1,000 and of 8,000 tokens in a tree of 200,000 tokens.
 """
 
@@ -43,6 +43,7 @@ class SchedulerLoad:
         replicas: int,
         target_itl_s: float | None = None,
         windows: tuple[int, ...] = (),
+        states: int = 0,
     ) -> None:
         policy = Policy(4096, running, target_itl_s=target_itl_s)
         self._scheduler = Scheduler(policy, replicas)
@@ -58,6 +59,8 @@ class SchedulerLoad:
         self._number = [0] * replicas
         for replica in range(replicas):
             groups = tuple(CacheGroup(running * 100, window) for window in windows)
+            if states:
+                groups += (CacheGroup(states, is_state=True),)
             self._scheduler.open(replica, ReplicaSpec(running + 64, running * 100, BLOCK, further_groups=groups))
         for _ in range(replicas * running + queued):
             self._submit()
@@ -178,6 +181,9 @@ def main() -> None:
             "the same with three groups of KV blocks",
             SchedulerLoad(running=256, queued=1000, replicas=1, windows=(128, 1024)),
             2000,
+        ),
+        lambda: decisions(
+            "the same with states", SchedulerLoad(running=256, queued=1000, replicas=1, states=1024), 2000
         ),
         lambda: decisions("the same with 8 replicas", SchedulerLoad(running=256, queued=1000, replicas=8), 300),
         lambda: hits(1_000),

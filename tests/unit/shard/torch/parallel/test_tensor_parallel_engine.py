@@ -95,9 +95,13 @@ def answers(engine: Engine) -> list[Stream]:
         driver.admit(range(3, 30), 9, chunk=10, prompt_logprobs=True, prompt_top_n=2, top_n=2, adapter=first),
         driver.admit(range(40, 95), 12, sampling=SAMPLED, chunk=16, prompt_logprobs=True),
     ]
-    for _ in range(3):
-        driver.step()
+    driver.step()
+    kept = driver.keep_state(streams[1]) if driver.has_states else None
+    driver.step()
+    driver.step()
     streams += [driver.admit(range(7, 9), 5, adapter=second), driver.admit(range(100, 140), 7, sampling=SAMPLED)]
+    reused = {"shared": streams[1].blocks[:1], "computed_tokens": 16, "checkpoint": kept}
+    streams.append(driver.admit(range(40, 70), 6, **reused))
     driver.run()
     return streams
 
