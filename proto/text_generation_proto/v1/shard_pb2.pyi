@@ -248,6 +248,7 @@ class InfoResponse(google.protobuf.message.Message):
     SCORES_GENERATED_FIELD_NUMBER: builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: builtins.int
     MAX_TOKENS_PER_STEP_FIELD_NUMBER: builtins.int
+    MAX_IMAGES_FIELD_NUMBER: builtins.int
     MAX_LORAS_FIELD_NUMBER: builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
     LOADS_ADAPTERS_FIELD_NUMBER: builtins.int
@@ -291,6 +292,8 @@ class InfoResponse(google.protobuf.message.Message):
     """"fp8_e4m3fn", "fp8_e5m2"; empty: dtype"""
     max_tokens_per_step: builtins.int
     """most new tokens of a sequence in a step, with speculative decoding; 0: one"""
+    max_images: builtins.int
+    """images that NewSequence.media may have; 0: the model takes none"""
     max_loras: builtins.int
     """Most different adapters of the sequences that the shard holds at a time; 0: no limit."""
     loads_adapters: builtins.bool
@@ -342,11 +345,12 @@ class InfoResponse(google.protobuf.message.Message):
         scores_generated: builtins.bool = ...,
         kv_cache_dtype: builtins.str = ...,
         max_tokens_per_step: builtins.int = ...,
+        max_images: builtins.int = ...,
         max_loras: builtins.int = ...,
         loaded_adapters: collections.abc.Iterable[Global___LoadAdapterRequest] | None = ...,
         loads_adapters: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "kv_cache_dtype", b"kv_cache_dtype", "loaded_adapters", b"loaded_adapters", "loads_adapters", b"loads_adapters", "max_loras", b"max_loras", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_tokens_per_step", b"max_tokens_per_step", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "kv_cache_dtype", b"kv_cache_dtype", "loaded_adapters", b"loaded_adapters", "loads_adapters", b"loads_adapters", "max_images", b"max_images", "max_loras", b"max_loras", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_tokens_per_step", b"max_tokens_per_step", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 
@@ -599,6 +603,7 @@ class NewSequence(google.protobuf.message.Message):
     TRACESTATE_FIELD_NUMBER: builtins.int
     PROMPT_OF_FIELD_NUMBER: builtins.int
     FURTHER_BLOCKS_FIELD_NUMBER: builtins.int
+    MEDIA_FIELD_NUMBER: builtins.int
     DRAFT_SCOPE_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
@@ -619,8 +624,8 @@ class NewSequence(google.protobuf.message.Message):
     """W3C Trace Context of a request whose trace is sampled, for the spans of the shard and of its engine; "" without."""
     tracestate: builtins.str
     prompt_of: builtins.int
-    """i > 0: the prompt is that of the i-th placement of these orders, an earlier one, and `prompt` is empty. So the answers of
-    one request bring their prompt once.
+    """i > 0: prompt and media are those of the i-th placement of these orders, an earlier one, and `prompt` and `media` are
+    empty. So the answers of one request bring their prompt once.
     """
     draft_scope: builtins.str
     """A digest of its tenant and of its cache salt: only sequences of the same scope are drafted from each other's outputs."""
@@ -651,6 +656,10 @@ class NewSequence(google.protobuf.message.Message):
     def further_blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
         """The blocks of each group after the first: at least those that the token at computed_tokens needs, and that are computed."""
 
+    @property
+    def media(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Media]:
+        """the images of the prompt, in order of offset; at most InfoResponse.max_images"""
+
     def __init__(
         self,
         *,
@@ -670,12 +679,43 @@ class NewSequence(google.protobuf.message.Message):
         tracestate: builtins.str = ...,
         prompt_of: builtins.int = ...,
         further_blocks: collections.abc.Iterable[Global___GroupBlocks] | None = ...,
+        media: collections.abc.Iterable[Global___Media] | None = ...,
         draft_scope: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "media", b"media", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
+
+@typing.final
+class Media(google.protobuf.message.Message):
+    """An image of a prompt. The prompt has the model's own placeholder ids at its positions."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    """the position in the prompt of its first token"""
+    tokens: builtins.int
+    """tokens of the prompt that stand for it, with those between its rows (break and end marks)"""
+    digest: builtins.bytes
+    """SHA-256 of data"""
+    data: builtins.bytes
+    """the file: PNG, JPEG, WebP or GIF (first frame)"""
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        tokens: builtins.int = ...,
+        digest: builtins.bytes = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "digest", b"digest", "offset", b"offset", "tokens", b"tokens"]) -> None: ...
+
+Global___Media: typing_extensions.TypeAlias = Media
 
 @typing.final
 class Grammar(google.protobuf.message.Message):

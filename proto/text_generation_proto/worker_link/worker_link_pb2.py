@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from text_generation_proto.v1 import shard_pb2 as text__generation__proto_dot_v1_dot_shard__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n3text_generation_proto/worker_link/worker_link.proto\x12\x1btext_generation.worker_link\x1a$text_generation_proto/v1/shard.proto\"\xa3\x03\n\nFromWorker\x12\x33\n\x05hello\x18\x01 \x01(\x0b\x32\".text_generation.worker_link.HelloH\x00\x12\x35\n\x06submit\x18\x02 \x01(\x0b\x32#.text_generation.worker_link.SubmitH\x00\x12\x35\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32#.text_generation.worker_link.CancelH\x00\x12@\n\x0ctake_permits\x18\x04 \x01(\x0b\x32(.text_generation.worker_link.TakePermitsH\x00\x12@\n\x0cgive_permits\x18\x05 \x01(\x0b\x32(.text_generation.worker_link.GivePermitsH\x00\x12\x31\n\x04\x63\x61ll\x18\x06 \x01(\x0b\x32!.text_generation.worker_link.CallH\x00\x12\x33\n\x05reply\x18\x07 \x01(\x0b\x32\".text_generation.worker_link.ReplyH\x00\x42\x06\n\x04kind\"\xeb\x01\n\rFromScheduler\x12\x33\n\x05state\x18\x01 \x01(\x0b\x32\".text_generation.worker_link.StateH\x00\x12\x35\n\x06report\x18\x02 \x01(\x0b\x32#.text_generation.worker_link.ReportH\x00\x12\x33\n\x05reply\x18\x03 \x01(\x0b\x32\".text_generation.worker_link.ReplyH\x00\x12\x31\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32!.text_generation.worker_link.CallH\x00\x42\x06\n\x04kind\"O\n\x05Hello\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x36\n\x04held\x18\x02 \x03(\x0b\x32(.text_generation.worker_link.TakePermits\"\xbe\x04\n\x06Submit\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x11\n\tgenerated\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.text_generation.v1.Sampling\x12.\n\x08stopping\x18\x05 \x01(\x0b\x32\x1c.text_generation.v1.Stopping\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x34\n\x08logprobs\x18\x07 \x01(\x0b\x32\".text_generation.v1.LogprobOptions\x12,\n\x07grammar\x18\x08 \x01(\x0b\x32\x1b.text_generation.v1.Grammar\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x0e\n\x06tenant\x18\n \x01(\x0c\x12\x10\n\x08priority\x18\x0b \x01(\r\x12\x0c\n\x04salt\x18\x0c \x01(\x0c\x12\x1b\n\x0e\x66irst_token_by\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08queue_by\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x06\x65nd_by\x18\x0f \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12\x12\n\ntracestate\x18\x11 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x12 \x01(\x08\x12\r\n\x05moves\x18\x13 \x01(\r\x12\x17\n\x0f\x66ruitless_moves\x18\x14 \x01(\r\x12\x10\n\x08turn_end\x18\x15 \x01(\rB\x11\n\x0f_first_token_byB\x0b\n\t_queue_byB\t\n\x07_end_by\",\n\x06\x43\x61ncel\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x11\n\tsatisfied\x18\x02 \x01(\x08\"<\n\x0bTakePermits\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\x0c\"\x1d\n\x0bGivePermits\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\xc4\x01\n\x05State\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08stopping\x18\x02 \x01(\x08\x12\x16\n\x0eshards_stopped\x18\x03 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x04 \x03(\t\x12\x0e\n\x06status\x18\x05 \x01(\t\x12.\n\x04info\x18\x06 \x01(\x0b\x32 .text_generation.v1.InfoResponse\x12\x30\n\x04pool\x18\x07 \x01(\x0b\x32\".text_generation.v1.WarmUpResponse\"\xce\x03\n\x06Report\x12:\n\nplacements\x18\x01 \x03(\x0b\x32&.text_generation.worker_link.Placement\x12\x0c\n\x04lost\x18\x02 \x03(\x06\x12\x44\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32+.text_generation.worker_link.PromptLogprobs\x12\x17\n\x0f\x63\x61\x63hed_requests\x18\x04 \x03(\x06\x12\x15\n\rcached_tokens\x18\x05 \x03(\r\x12\x10\n\x08requests\x18\x06 \x03(\x06\x12\x14\n\x0ctoken_counts\x18\x07 \x03(\r\x12\x11\n\ttoken_ids\x18\x08 \x03(\r\x12\x10\n\x08logprobs\x18\t \x03(\x02\x12\x10\n\x08\x66inished\x18\n \x03(\r\x12\x31\n\x07reasons\x18\x0b \x03(\x0e\x32 .text_generation.v1.FinishReason\x12:\n\ntop_tokens\x18\x0c \x03(\x0b\x32&.text_generation.worker_link.TopTokens\x12\x36\n\x08\x66\x61ilures\x18\r \x03(\x0b\x32$.text_generation.worker_link.Failure\"D\n\tPlacement\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07replica\x18\x03 \x01(\r\"U\n\x0ePromptLogprobs\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x32\n\x06scored\x18\x02 \x01(\x0b\x32\".text_generation.v1.PromptLogprobs\"?\n\tTopTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\"Q\n\x07\x46\x61ilure\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x35\n\x07refusal\x18\x02 \x01(\x0b\x32$.text_generation.worker_link.Refusal\"T\n\x07Refusal\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"4\n\x04\x43\x61ll\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\"\\\n\x05Reply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x35\n\x07refusal\x18\x03 \x01(\x0b\x32$.text_generation.worker_link.Refusalb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n3text_generation_proto/worker_link/worker_link.proto\x12\x1btext_generation.worker_link\x1a$text_generation_proto/v1/shard.proto\"\xa3\x03\n\nFromWorker\x12\x33\n\x05hello\x18\x01 \x01(\x0b\x32\".text_generation.worker_link.HelloH\x00\x12\x35\n\x06submit\x18\x02 \x01(\x0b\x32#.text_generation.worker_link.SubmitH\x00\x12\x35\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32#.text_generation.worker_link.CancelH\x00\x12@\n\x0ctake_permits\x18\x04 \x01(\x0b\x32(.text_generation.worker_link.TakePermitsH\x00\x12@\n\x0cgive_permits\x18\x05 \x01(\x0b\x32(.text_generation.worker_link.GivePermitsH\x00\x12\x31\n\x04\x63\x61ll\x18\x06 \x01(\x0b\x32!.text_generation.worker_link.CallH\x00\x12\x33\n\x05reply\x18\x07 \x01(\x0b\x32\".text_generation.worker_link.ReplyH\x00\x42\x06\n\x04kind\"\xeb\x01\n\rFromScheduler\x12\x33\n\x05state\x18\x01 \x01(\x0b\x32\".text_generation.worker_link.StateH\x00\x12\x35\n\x06report\x18\x02 \x01(\x0b\x32#.text_generation.worker_link.ReportH\x00\x12\x33\n\x05reply\x18\x03 \x01(\x0b\x32\".text_generation.worker_link.ReplyH\x00\x12\x31\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32!.text_generation.worker_link.CallH\x00\x42\x06\n\x04kind\"O\n\x05Hello\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x36\n\x04held\x18\x02 \x03(\x0b\x32(.text_generation.worker_link.TakePermits\"\xe8\x04\n\x06Submit\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x11\n\tgenerated\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.text_generation.v1.Sampling\x12.\n\x08stopping\x18\x05 \x01(\x0b\x32\x1c.text_generation.v1.Stopping\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x34\n\x08logprobs\x18\x07 \x01(\x0b\x32\".text_generation.v1.LogprobOptions\x12,\n\x07grammar\x18\x08 \x01(\x0b\x32\x1b.text_generation.v1.Grammar\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x0e\n\x06tenant\x18\n \x01(\x0c\x12\x10\n\x08priority\x18\x0b \x01(\r\x12\x0c\n\x04salt\x18\x0c \x01(\x0c\x12\x1b\n\x0e\x66irst_token_by\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08queue_by\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x06\x65nd_by\x18\x0f \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12\x12\n\ntracestate\x18\x11 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x12 \x01(\x08\x12\r\n\x05moves\x18\x13 \x01(\r\x12\x17\n\x0f\x66ruitless_moves\x18\x14 \x01(\r\x12\x10\n\x08turn_end\x18\x15 \x01(\r\x12(\n\x05media\x18\x16 \x03(\x0b\x32\x19.text_generation.v1.MediaB\x11\n\x0f_first_token_byB\x0b\n\t_queue_byB\t\n\x07_end_by\",\n\x06\x43\x61ncel\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x11\n\tsatisfied\x18\x02 \x01(\x08\"<\n\x0bTakePermits\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\x0c\"\x1d\n\x0bGivePermits\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\xc4\x01\n\x05State\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08stopping\x18\x02 \x01(\x08\x12\x16\n\x0eshards_stopped\x18\x03 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x04 \x03(\t\x12\x0e\n\x06status\x18\x05 \x01(\t\x12.\n\x04info\x18\x06 \x01(\x0b\x32 .text_generation.v1.InfoResponse\x12\x30\n\x04pool\x18\x07 \x01(\x0b\x32\".text_generation.v1.WarmUpResponse\"\xce\x03\n\x06Report\x12:\n\nplacements\x18\x01 \x03(\x0b\x32&.text_generation.worker_link.Placement\x12\x0c\n\x04lost\x18\x02 \x03(\x06\x12\x44\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32+.text_generation.worker_link.PromptLogprobs\x12\x17\n\x0f\x63\x61\x63hed_requests\x18\x04 \x03(\x06\x12\x15\n\rcached_tokens\x18\x05 \x03(\r\x12\x10\n\x08requests\x18\x06 \x03(\x06\x12\x14\n\x0ctoken_counts\x18\x07 \x03(\r\x12\x11\n\ttoken_ids\x18\x08 \x03(\r\x12\x10\n\x08logprobs\x18\t \x03(\x02\x12\x10\n\x08\x66inished\x18\n \x03(\r\x12\x31\n\x07reasons\x18\x0b \x03(\x0e\x32 .text_generation.v1.FinishReason\x12:\n\ntop_tokens\x18\x0c \x03(\x0b\x32&.text_generation.worker_link.TopTokens\x12\x36\n\x08\x66\x61ilures\x18\r \x03(\x0b\x32$.text_generation.worker_link.Failure\"D\n\tPlacement\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07replica\x18\x03 \x01(\r\"U\n\x0ePromptLogprobs\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x32\n\x06scored\x18\x02 \x01(\x0b\x32\".text_generation.v1.PromptLogprobs\"?\n\tTopTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\"Q\n\x07\x46\x61ilure\x12\x0f\n\x07request\x18\x01 \x01(\x06\x12\x35\n\x07refusal\x18\x02 \x01(\x0b\x32$.text_generation.worker_link.Refusal\"T\n\x07Refusal\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"4\n\x04\x43\x61ll\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\"\\\n\x05Reply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x35\n\x07refusal\x18\x03 \x01(\x0b\x32$.text_generation.worker_link.Refusalb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,29 +39,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=782
   _globals['_HELLO']._serialized_end=861
   _globals['_SUBMIT']._serialized_start=864
-  _globals['_SUBMIT']._serialized_end=1438
-  _globals['_CANCEL']._serialized_start=1440
-  _globals['_CANCEL']._serialized_end=1484
-  _globals['_TAKEPERMITS']._serialized_start=1486
-  _globals['_TAKEPERMITS']._serialized_end=1546
-  _globals['_GIVEPERMITS']._serialized_start=1548
-  _globals['_GIVEPERMITS']._serialized_end=1577
-  _globals['_STATE']._serialized_start=1580
-  _globals['_STATE']._serialized_end=1776
-  _globals['_REPORT']._serialized_start=1779
-  _globals['_REPORT']._serialized_end=2241
-  _globals['_PLACEMENT']._serialized_start=2243
-  _globals['_PLACEMENT']._serialized_end=2311
-  _globals['_PROMPTLOGPROBS']._serialized_start=2313
-  _globals['_PROMPTLOGPROBS']._serialized_end=2398
-  _globals['_TOPTOKENS']._serialized_start=2400
-  _globals['_TOPTOKENS']._serialized_end=2463
-  _globals['_FAILURE']._serialized_start=2465
-  _globals['_FAILURE']._serialized_end=2546
-  _globals['_REFUSAL']._serialized_start=2548
-  _globals['_REFUSAL']._serialized_end=2632
-  _globals['_CALL']._serialized_start=2634
-  _globals['_CALL']._serialized_end=2686
-  _globals['_REPLY']._serialized_start=2688
-  _globals['_REPLY']._serialized_end=2780
+  _globals['_SUBMIT']._serialized_end=1480
+  _globals['_CANCEL']._serialized_start=1482
+  _globals['_CANCEL']._serialized_end=1526
+  _globals['_TAKEPERMITS']._serialized_start=1528
+  _globals['_TAKEPERMITS']._serialized_end=1588
+  _globals['_GIVEPERMITS']._serialized_start=1590
+  _globals['_GIVEPERMITS']._serialized_end=1619
+  _globals['_STATE']._serialized_start=1622
+  _globals['_STATE']._serialized_end=1818
+  _globals['_REPORT']._serialized_start=1821
+  _globals['_REPORT']._serialized_end=2283
+  _globals['_PLACEMENT']._serialized_start=2285
+  _globals['_PLACEMENT']._serialized_end=2353
+  _globals['_PROMPTLOGPROBS']._serialized_start=2355
+  _globals['_PROMPTLOGPROBS']._serialized_end=2440
+  _globals['_TOPTOKENS']._serialized_start=2442
+  _globals['_TOPTOKENS']._serialized_end=2505
+  _globals['_FAILURE']._serialized_start=2507
+  _globals['_FAILURE']._serialized_end=2588
+  _globals['_REFUSAL']._serialized_start=2590
+  _globals['_REFUSAL']._serialized_end=2674
+  _globals['_CALL']._serialized_start=2676
+  _globals['_CALL']._serialized_end=2728
+  _globals['_REPLY']._serialized_start=2730
+  _globals['_REPLY']._serialized_end=2822
 # @@protoc_insertion_point(module_scope)

@@ -150,6 +150,7 @@ class Submit(google.protobuf.message.Message):
     MOVES_FIELD_NUMBER: builtins.int
     FRUITLESS_MOVES_FIELD_NUMBER: builtins.int
     TURN_END_FIELD_NUMBER: builtins.int
+    MEDIA_FIELD_NUMBER: builtins.int
     request: builtins.int
     """unique over workers and their restarts"""
     ignore_eos: builtins.bool
@@ -186,6 +187,10 @@ class Submit(google.protobuf.message.Message):
     def logprobs(self) -> text_generation_proto.v1.shard_pb2.LogprobOptions: ...
     @property
     def grammar(self) -> text_generation_proto.v1.shard_pb2.Grammar: ...
+    @property
+    def media(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[text_generation_proto.v1.shard_pb2.Media]:
+        """the images of the prompt"""
+
     def __init__(
         self,
         *,
@@ -210,9 +215,10 @@ class Submit(google.protobuf.message.Message):
         moves: builtins.int = ...,
         fruitless_moves: builtins.int = ...,
         turn_end: builtins.int = ...,
+        media: collections.abc.Iterable[text_generation_proto.v1.shard_pb2.Media] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "end_by", b"end_by", "first_token_by", b"first_token_by", "grammar", b"grammar", "logprobs", b"logprobs", "queue_by", b"queue_by", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "moves", b"moves", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "turn_end", b"turn_end"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "media", b"media", "moves", b"moves", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "turn_end", b"turn_end"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end_by", b"_end_by"]) -> typing.Literal["end_by"] | None: ...
     @typing.overload
