@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from hashlib import blake2b
 from math import inf
 from typing import NamedTuple, NewType, Protocol
 
@@ -60,6 +63,36 @@ class QualityOfService:
         return "its time in the queue was over" if queued else f"its time was over after {new_tokens} new tokens"
 
 
+_IMAGE_KEY = os.urandom(16)
+"""The key of `ImageFile.words`, so that a client cannot make two images with equal ones."""
+_NO_TOKEN = 1 << 31
+"""Above all token ids."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class ImageFile:
+    """The file of an image: PNG, JPEG, WebP or GIF."""
+
+    digest: bytes
+    """Its SHA-256."""
+    data: bytes
+
+    @property
+    def words(self) -> array[int]:
+        """Numbers that stand for the image in the prefix tree, in place of its token ids, which are those of any image."""
+        words = array("I", blake2b(self.digest, digest_size=64, key=_IMAGE_KEY).digest())
+        return array("I", [word | _NO_TOKEN for word in words])
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image of a prompt: the `tokens` ids from `offset` on stand for it, marks between its rows included."""
+
+    offset: int
+    tokens: int
+    image: ImageFile
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One generation for a client, in token ids. Prompt and new tokens fit every limit."""
@@ -68,6 +101,8 @@ class Request:
     prompt: Sequence[TokenId]
     """Never changed. An array where it may be long: it takes a ninth of the memory of a tuple, and is copied at once."""
     max_new_tokens: int
+    media: tuple[PlacedImage, ...] = ()
+    """The images of the prompt, in order."""
     sampling: Sampling = Sampling()
     stop_sequences: tuple[str, ...] = ()
     keep_stop_text: bool = True

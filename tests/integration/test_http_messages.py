@@ -198,7 +198,7 @@ def said(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
 
-IMAGE = {"type": "image", "source": {}}
+IMAGE = {"type": "image", "source": {"type": "base64", "data": "AA=="}}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
 WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 
@@ -223,9 +223,11 @@ WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
         ({"messages": []}, "`messages` cannot be empty"),
         (said("user"), "`messages` have no content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "the role of a message must be one of"),
-        (said("user", IMAGE), "blocks of type 'image' are not supported in messages of role `user`"),
+        (said("user", IMAGE), "image modality is not supported: this model takes no images"),
+        (said("user", IMAGE | {"source": {"type": "file"}}), "the `source` of an image must have"),
+        (said("assistant", IMAGE), "blocks of type 'image' are not supported in messages of role `assistant`"),
         (said("user", {"type": "tool_result"}), "has no `tool_use_id`"),
-        (said("user", RESULT), "blocks of type 'image' are not supported"),
+        (said("user", RESULT), "image modality is not supported: this model takes no images"),
         (said("assistant", {"type": "tool_use"}), "needs `id` and `name`"),
         ({"system": [IMAGE]}, "blocks of type 'image' are not supported"),
         ({"tools": [WEB_SEARCH]}, "'web_search_20250305' are not supported"),

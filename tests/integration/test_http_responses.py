@@ -136,7 +136,10 @@ def called(**fields: object) -> dict[str, Any]:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input items of type 'item_reference' are not supported"),
         (called(name="f"), "needs `call_id` and `name`"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "has no `call_id`"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image modality is not supported"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "a content part of type `input_image` has no `image_url`",
+        ),
         # A value too deep to be written again.
         (called(call_id="c", name="f", arguments=json.dumps(DEEP)), ""),
     ],

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import structlog
+
 from text_generation_proto.values import GrammarKind
 from text_generation_router.admission_queue import MAX_WAITING_CHARACTERS, PendingWork
 from text_generation_router.api.core.admission import RequestPreparer
@@ -18,10 +20,14 @@ from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
+from text_generation_router.media.reader import MAX_HELD_BYTES, ImageReader
+from text_generation_router.media.tokens import ImageTokens
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
+
+log = structlog.get_logger()
 
 
 @asynccontextmanager
@@ -51,7 +57,10 @@ async def assemble(
         renderer = await running.enter_async_context(TemplateRenderer(templates, stage=stage))
         pool = TokenizerPool(tokenizer, config.validation_workers, stage)
         await running.enter_async_context(pool)
-        preparer = RequestPreparer(pool, settings.limits, metrics, cluster.ids, grammars, grammar_kinds)
+        reader = _image_reader(tokenizer, settings, stage)
+        if reader is not None:
+            await running.enter_async_context(reader)
+        preparer = RequestPreparer(pool, settings.limits, metrics, cluster.ids, grammars, grammar_kinds, reader)
         serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings, stage)
         call_format = find_call_format(config, templates, tokenizer)
         reasoning = detect_reasoning(*_marks(templates, tokenizer)) if config.split_reasoning else None
@@ -62,6 +71,21 @@ async def assemble(
                 await sandbox.ready()
 
         yield serving, ChatPreparer(serving, renderer, call_format=call_format, reasoning=reasoning), ready
+
+
+def _image_reader(tokenizer: Tokenizer, settings: Settings, stage: PendingWork) -> ImageReader | None:
+    """Return a reader of images; None if the model takes none, or its layouts are not known here."""
+    config, most = settings.config, settings.limits.max_images
+    if not most:
+        return None
+    try:
+        tokens = ImageTokens.load(Path(config.model_path), tokenizer)
+    except (KeyError, ValueError) as error:
+        log.warning("images are not served: the files of the model do not tell their tokens", reason=repr(error))
+        return None
+    if tokens is None:
+        return None
+    return ImageReader(tokens, most, config.allowed_media_domains, stage, MAX_HELD_BYTES // config.http_workers)
 
 
 def find_call_format(config: RouterConfig, templates: ChatTemplates, tokenizer: Tokenizer) -> str:

@@ -37,7 +37,7 @@ class BadRecord(Exception):
 
 
 def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.InfoResponse, suspect: str) -> bytes:
-    """Return a finding as JSON. It holds token ids, and the text of a grammar."""
+    """Return a finding as JSON. It holds token ids, images, and the text of a grammar."""
     request = served.replay(REPLAYED, info.max_sequence_length)
     orders = SchedulerOutput(1, placements=(Placement(0, request, (), ()),))
     (order,) = orders_to_pb(orders, info.eos_token_ids).placements

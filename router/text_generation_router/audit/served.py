@@ -74,7 +74,8 @@ class Served:
         listed = len(request.sampling.logit_bias_ids) * 2 + len(request.sampling.allowed_token_ids)
         listed += sum(map(len, request.sampling.bad_words)) + len(request.stop_token_ids)
         text = 0 if request.grammar is None else len(request.grammar.text)
-        return REQUEST_BYTES + 4 * (len(self.prompt) + 2 * len(self.tokens)) + 4 * text + 64 * listed
+        images = sum(len(media.image.data) for media in request.media)
+        return REQUEST_BYTES + images + 4 * (len(self.prompt) + 2 * len(self.tokens)) + 4 * text + 64 * listed
 
     @property
     def features(self) -> frozenset[str]:

@@ -24,6 +24,31 @@ def without_billing(text: str) -> str:
     return _BILLING.sub("", text)
 
 
+def image_part(source: str) -> Json:
+    """Return the part of a content that is an image: a URL or a `data:` URI."""
+    return {"type": "image", "image": source}
+
+
+def text_part(text: str) -> Json:
+    """Return the part of a content that is a text."""
+    return {"type": "text", "text": text}
+
+
+def join_parts(parts: Sequence[str | Json], between: str = "") -> str | list[Json]:
+    """Return a content: one text, or with images among `parts` a list, in which texts that follow each other are joined."""
+    joined: list[Json] = []
+    for part in parts:
+        if not isinstance(part, str):
+            joined.append(part)
+        elif joined and joined[-1]["type"] == "text":
+            joined[-1]["text"] += between + part
+        else:
+            joined.append(text_part(part))
+    if all(part["type"] == "text" for part in joined):
+        return joined[0]["text"] if joined else ""
+    return joined
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may call. `parameters` is a JSON schema of an object; empty if none were given."""
@@ -59,8 +84,8 @@ class Conversation:
     """The part of a request that determines the prompt and the form of the answer."""
 
     messages: Sequence[Json]
-    """Messages in the form of chat templates: role, content (text, or None with tool_calls), tool_calls with `arguments` as
-    an object, tool_call_id, name."""
+    """Messages in the form of chat templates: role, content (text, parts with images, or None with tool_calls), tool_calls with
+    `arguments` as an object, tool_call_id, name."""
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     tool_prompt: str | None = None
@@ -73,3 +98,15 @@ class Conversation:
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """More variables of the template (`enable_thinking`)."""
+
+    @property
+    def images(self) -> list[str]:
+        """The sources of all images, in order."""
+        contents = (message.get("content") for message in self.messages)
+        return [
+            part["image"]
+            for parts in contents
+            if isinstance(parts, list)
+            for part in parts
+            if part.get("type") == "image"
+        ]

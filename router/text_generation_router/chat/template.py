@@ -14,7 +14,7 @@ from typing import Any, Self
 import orjson
 
 from text_generation_router.admission_queue import PendingWork
-from text_generation_router.chat.conversation import Conversation, Json, Tool
+from text_generation_router.chat.conversation import Conversation, Json, Tool, join_parts, text_part
 from text_generation_router.chat.parsers.harmony import HARMONY_CHANNEL
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
 from text_generation_router.chat.template_job import TOO_LONG
@@ -188,6 +188,8 @@ def template_input(conversation: Conversation, templates: ChatTemplates) -> Temp
     if tools:
         appendix = tool_appendix(tools, conversation.tool_prompt, knows_tools=knows_tools)
         _append(messages[:-1] if continue_final else messages, appendix)
+    if name in templates.reading_parts:
+        messages = [_in_parts(message) for message in messages]
     variables: Json = {
         "documents": None,
         **templates.special_tokens,
@@ -226,10 +228,11 @@ def template_tool(tool: Tool, *, described: bool = False) -> Json:
 
 
 def plain_message(message: Json) -> Json:
-    """Return a message as transformers passes it: without keys that are None, the parts of a content joined."""
+    """Return a message as transformers passes it: without keys that are None, the texts of a content joined, and images without
+    their data."""
     plain = {key: value for key, value in message.items() if value is not None}
-    if isinstance(plain.get("content"), list):
-        plain["content"] = "".join(_text(part) for part in plain["content"])
+    if isinstance(parts := plain.get("content"), list):
+        plain["content"] = join_parts([_image_or_text(part) for part in parts])
     reasoning = next((plain[key] for key in REASONING_FIELDS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -242,6 +245,16 @@ def _with_one_text(message: Json) -> Json:
         return message
     thought = f"{message['thinking']}\n{message['content']}"
     return {**message, "content": "", "thinking": thought, "reasoning_content": thought}
+
+
+def _in_parts(message: Json) -> Json:
+    """Return a message whose content is a list."""
+    content = message.get("content")
+    return message | {"content": [text_part(content)]} if isinstance(content, str) else message
+
+
+def _image_or_text(part: object) -> str | Json:
+    return {"type": "image"} if isinstance(part, dict) and "image" in part else _text(part)
 
 
 def _text(part: object) -> str:
@@ -276,4 +289,5 @@ def _append(messages: Sequence[Json], appendix: str) -> None:
     with_text = [message for message in messages if "content" in message]
     of_user = [message for message in with_text if message.get("role") == "user"]
     for message in of_user[:1] or with_text[-1:]:
-        message["content"] += appendix
+        content = message["content"]
+        message["content"] = join_parts([*content, appendix]) if isinstance(content, list) else content + appendix

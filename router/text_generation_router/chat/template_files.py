@@ -21,7 +21,7 @@ from typing import Any
 
 import jinja2
 import orjson
-from jinja2.nodes import Name
+from jinja2.nodes import Const, For, Getattr, Getitem, Name, Node, Template, Test
 
 from text_generation_common.model_files import ModelFileError, find_file, read_file
 from text_generation_router.chat.template_job import template_environment
@@ -52,6 +52,8 @@ class ChatTemplates:
     """`bos_token` and other special tokens of the model."""
     using_tools: frozenset[str]
     """Names of the templates that read the variable `tools`."""
+    reading_parts: frozenset[str] = frozenset()
+    """Names of the templates that go through the content of messages, and do not ask if it is a text."""
 
     @classmethod
     def load(cls, folder: Path, *, tokenizer_config: Path | None = None, override: str | None = None) -> ChatTemplates:
@@ -67,8 +69,9 @@ class ChatTemplates:
         except ModelFileError as error:
             raise ChatTemplateError(str(error)) from error
         usable = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
-        using_tools = frozenset(name for name, text in usable.items() if _reads_tools(name, text))
-        return cls(sources, special_tokens, using_tools)
+        trees = {name: _parsed(name, text) for name, text in usable.items()}
+        using_tools = frozenset(name for name, tree in trees.items() if _reads_tools(tree))
+        return cls(sources, special_tokens, using_tools, frozenset(name for name in trees if _reads_parts(trees[name])))
 
     @property
     def default_text(self) -> str:
@@ -171,13 +174,27 @@ def _read_text(path: Path) -> str:
         raise ChatTemplateError(f"{path} is not UTF-8") from error
 
 
-def _reads_tools(name: str, text: str) -> bool:
+def _parsed(name: str, text: str) -> Template:
     if len(text) > MAX_TEMPLATE:
         raise ChatTemplateError(f"chat template {name!r} has more than {MAX_TEMPLATE} characters")
     try:
-        tree = template_environment().parse(text)
-        return any(node.name == "tools" and node.ctx == "load" for node in tree.find_all(Name))
+        return template_environment().parse(text)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise ChatTemplateError(f"chat template {name!r} is nested too deeply") from error
+
+
+def _reads_tools(tree: Template) -> bool:
+    return any(node.name == "tools" and node.ctx == "load" for node in tree.find_all(Name))
+
+
+def _reads_parts(tree: Template) -> bool:
+    def is_content(node: Node) -> bool:
+        match node:
+            case Name(name="content") | Getattr(attr="content") | Getitem(arg=Const(value="content")):
+                return True
+        return any(map(is_content, node.iter_child_nodes()))
+
+    loops = any(is_content(loop.iter) for loop in tree.find_all(For))
+    return loops and not any(test.name == "string" for test in tree.find_all(Test))

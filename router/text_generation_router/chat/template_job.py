@@ -96,9 +96,11 @@ def _render_for_continuation(template: jinja2.Template, variables: dict[str, Any
 
     A template that trims the message also trims the space of the tag; then the text before the tag is trimmed too.
     """
-    final = variables["messages"][-1]
-    content = final["content"]
-    final["content"] = content + TAG
+    final, place = variables["messages"][-1], "content"
+    if isinstance(final[place], list):  # for a template that reads parts
+        final, place = final[place][-1], "text"
+    content = final[place]
+    final[place] = content + TAG
     text = _render(template, variables, max_characters + len(TAG))
     end = text.rfind(TAG.rstrip())
     if end < 0 or content.strip() not in text:

@@ -115,7 +115,7 @@ class ScheduledSequence:
     salt: str = field(init=False)
     """The key of its root in the prefix tree: sequences share blocks only with the same adapter and cache salt."""
     prompt_key: bytes = field(init=False)
-    """The prompt as a key of the prefix tree."""
+    """The prompt as a key of the prefix tree; an image has words of its own in place of its tokens."""
     reusable_key: bytes = b""
     """Cache of `KVCache`: the whole blocks of its key, without the last token."""
     prefix_digests: Sequence[bytes] | None = None
@@ -128,7 +128,11 @@ class ScheduledSequence:
         self.max_length = self.length + self.request.max_new_tokens - 1
         # The name of an adapter contains no NUL, so no two pairs have the same key.
         self.salt = f"{self.request.adapter}\0{self.version}\0{self.request.qos.salt}"
-        self.prompt_key = array("I", self.request.prompt).tobytes()
+        words = array("I", self.request.prompt)
+        for media in self.request.media:
+            own = media.image.words
+            words[media.offset : media.offset + media.tokens] = (own * (media.tokens // len(own) + 1))[: media.tokens]
+        self.prompt_key = words.tobytes()
 
     def resume(self, progress: RequestProgress) -> None:
         """Go on where another scheduler was lost."""

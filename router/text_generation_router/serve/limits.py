@@ -33,6 +33,7 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
         max_input_tokens=longest,
         max_total_tokens=total,
         vocab_size=model.info.vocab_size,
+        max_images=model.info.max_images,
         unsupported=unsupported,
         always_logprobs=config.token_logprobs == "always",
         marks_turns=any(group.state for group in model.pool.further_groups),

@@ -13,7 +13,7 @@ import orjson
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, GrammarKind, Stopping, TraceContext
-from text_generation_router.request import LogprobJson, TenantId, TopToken
+from text_generation_router.request import LogprobJson, PlacedImage, TenantId, TopToken
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
 
 NO_TRACE = TraceContext("")
@@ -24,15 +24,15 @@ def orders_to_pb(
 ) -> pb.Orders:
     """Convert orders. `eos_token_ids` are the model's; `own_cache` is True if the engine keeps its own prefix cache.
 
-    With `shares_prompts`, a prompt of several sequences, which requests for several answers have, is sent once.
+    With `shares_prompts`, prompt and images of several sequences, which requests for several answers have, are sent once.
     """
     message = pb.Orders(number=orders.number, release=orders.release)
     eos = frozenset(eos_token_ids)
-    places: dict[int, int] = {}
+    places: dict[tuple[int, int], int] = {}
     for number, placement in enumerate(orders.placements, 1):
         first = number
         if shares_prompts and not placement.generated:
-            first = places.setdefault(id(placement.request.prompt), number)
+            first = places.setdefault((id(placement.request.prompt), id(placement.request.media)), number)
         prompt_of = 0 if first == number else first
         _add_sequence(message, placement, eos, own_cache=own_cache, prompt_of=prompt_of)
     for slot, blocks in orders.allocations:
@@ -69,6 +69,7 @@ def _add_sequence(
     message.placements.add(
         slot=placement.slot,
         prompt=() if prompt_of else known,
+        media=() if prompt_of else media_to_pb(request.media),
         prompt_of=prompt_of,
         generated_tokens=request.replayed or generated,
         blocks=placement.blocks,
@@ -90,6 +91,14 @@ def _add_sequence(
 @lru_cache(maxsize=1024)
 def _draft_scope(tenant: TenantId, salt: str) -> str:
     return hashed_salt(f"{tenant}\n{salt}") if tenant or salt else ""
+
+
+def media_to_pb(media: Sequence[PlacedImage]) -> list[pb.Media]:
+    """Convert the images of a prompt."""
+    return [
+        pb.Media(offset=each.offset, tokens=each.tokens, digest=each.image.digest, data=each.image.data)
+        for each in media
+    ]
 
 
 def grammar_kinds_from_pb(kinds: Sequence[pb.GrammarKind.ValueType]) -> frozenset[GrammarKind]:

@@ -13,7 +13,9 @@ from text_generation_proto.values import Stopping, TraceContext
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import GenerationFailed, ServingError, error_classes
 from text_generation_router.request import (
+    ImageFile,
     Moves,
+    PlacedImage,
     Priority,
     QualityOfService,
     Request,
@@ -24,6 +26,7 @@ from text_generation_router.request import (
 )
 from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster import ClusterInfo, MemberInfo
+from text_generation_router.shards.convert import media_to_pb
 from text_generation_router.worker_link.link import LinkBroken
 
 INFO = "info"
@@ -58,6 +61,7 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
     return pb.Submit(
         request=number,
         prompt=request.prompt,
+        media=media_to_pb(request.media),
         accepted=progress is not None,
         generated=() if progress is None else progress.generated,
         moves=0 if progress is None else progress.moves.total,
@@ -80,17 +84,20 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
     )
 
 
-def request_from_pb(message: pb.Submit, prompt_before: Sequence[TokenId] = ()) -> Request:
+def request_from_pb(message: pb.Submit, before: Request | None = None) -> Request:
     """Convert it back: the part of a request that scheduler and shards use. Raises LinkBroken.
 
-    A prompt equal to `prompt_before` is that object: those of a request for many answers are there once.
+    Prompt and images that are equal to those of the request `before` are these objects: a request for many answers has them once.
     """
     stopping = convert.stopping_from_pb(message.stopping)
     if not message.prompt or not stopping.max_new_tokens > 0 or not len(message.generated) < stopping.max_new_tokens:
         raise LinkBroken("a request without tokens")
     if message.priority not in _PRIORITIES:
         raise LinkBroken("a request of an unknown priority")
-    prompt = array("I", message.prompt)
+    prompt: Sequence[TokenId] = array("I", message.prompt)
+    media = tuple(PlacedImage(each.offset, each.tokens, ImageFile(each.digest, each.data)) for each in message.media)
+    if before is not None and (prompt, media) == (before.prompt, before.media):
+        prompt, media = before.prompt, before.media
     qos = QualityOfService(
         TenantId(text_from_pb(message.tenant)),
         _PRIORITIES[message.priority],
@@ -101,7 +108,8 @@ def request_from_pb(message: pb.Submit, prompt_before: Sequence[TokenId] = ()) -
     )
     return Request(
         id=RequestId(message.request),
-        prompt=prompt_before if prompt == prompt_before else prompt,
+        prompt=prompt,
+        media=media,
         max_new_tokens=stopping.max_new_tokens,
         sampling=convert.sampling_from_pb(message.sampling),
         stop_token_ids=stopping.stop_token_ids,

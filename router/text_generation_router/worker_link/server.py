@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from text_generation_common.sockets import claim_socket, remove_socket
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import Draining, ServingError
 from text_generation_router.permits import Permits
-from text_generation_router.request import RequestId, TenantId, TokenId
+from text_generation_router.request import Request, RequestId, TenantId
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import ReplicaInfo
 from text_generation_router.waiting import background
@@ -120,7 +120,7 @@ class WorkerConnection:
         """None before Hello."""
         self._permits: dict[int, tuple[int, TenantId]] = {}
         """By number of the TakePermits."""
-        self._last_prompt: Sequence[TokenId] = ()
+        self._last: Request | None = None
         self.rpc = RpcPeer(self.link.send, pb.FromScheduler, server.handlers)
         """Calls to the worker, and from it."""
 
@@ -161,8 +161,8 @@ class WorkerConnection:
 
     def _submit(self, message: pb.Submit) -> None:
         server, progress = self._server, progress_from_pb(message)
-        request, cluster = request_from_pb(message, self._last_prompt), server.cluster
-        self._last_prompt = request.prompt
+        request, cluster = request_from_pb(message, self._last), server.cluster
+        self._last = request
         if request.id in server.delivery:
             raise LinkBroken("a request was submitted twice")
         try:

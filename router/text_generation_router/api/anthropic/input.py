@@ -16,7 +16,17 @@ from text_generation_router.api.anthropic.schemas import (
 )
 from text_generation_router.api.core.chat import read_tool, tool_call
 from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
-from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode, without_billing
+from text_generation_router.chat.conversation import (
+    Conversation,
+    Json,
+    Tool,
+    ToolChoice,
+    ToolMode,
+    image_part,
+    join_parts,
+    text_part,
+    without_billing,
+)
 from text_generation_router.errors import InvalidRequest, ThreadNotSupported
 from text_generation_router.grammar.forms import response_format
 from text_generation_router.web.bodies import pop_each
@@ -45,7 +55,7 @@ def to_conversation(body: CountTokensBody) -> Conversation:
         raise ThreadNotSupported
     if not body.messages:
         raise InvalidRequest("`messages` cannot be empty")
-    system = _text(body.system, system=True)
+    system = _system(body.system)
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     names: dict[str, str] = {}
     for message in pop_each(body.messages):
@@ -89,21 +99,23 @@ def _messages(message: InputMessage, names: dict[str, str]) -> Iterator[Json]:
 
 
 def _texts_and_results(role: str, blocks: Sequence[ContentBlock], names: dict[str, str]) -> Iterator[Json]:
-    texts: list[str] = []
+    parts: list[str | Json] = []
     for block in blocks:
         match block.type:
             case "text":
                 text = _written(block)
-                texts.append(without_billing(text) if role == "system" else text)
+                parts.append(without_billing(text) if role == "system" else text)
+            case "image" if role == "user":
+                parts.append(_image(block))
             case "tool_result":
-                if texts:
-                    yield {"role": role, "content": BETWEEN_TEXTS.join(texts)}
-                    texts = []
+                if parts:
+                    yield {"role": role, "content": join_parts(parts, BETWEEN_TEXTS)}
+                    parts = []
                 yield _result(block, names)
             case _:
                 raise _not_supported(role, block.type)
-    if texts:
-        yield {"role": role, "content": BETWEEN_TEXTS.join(texts)}
+    if parts:
+        yield {"role": role, "content": join_parts(parts, BETWEEN_TEXTS)}
 
 
 def _assistant_message(blocks: Sequence[ContentBlock], names: dict[str, str]) -> Json:
@@ -136,26 +148,38 @@ def _assistant_message(blocks: Sequence[ContentBlock], names: dict[str, str]) ->
 def _result(block: ContentBlock, names: dict[str, str]) -> Json:
     if block.tool_use_id is None:
         raise InvalidRequest("a block of type `tool_result` has no `tool_use_id`")
-    text = _text(block.content)
-    if block.is_error:
-        text = f"Error: {text}"  # templates have no other place for it
-    message: Json = {"role": "tool", "content": text}
+    given = [block.content or ""] if isinstance(block.content, str | None) else block.content
+    content = join_parts([each if isinstance(each, str) else _text_or_image(each) for each in given], BETWEEN_TEXTS)
+    if block.is_error:  # templates have no other place for it
+        content = f"Error: {content}" if isinstance(content, str) else [text_part("Error: "), *content]
+    message: Json = {"role": "tool", "content": content}
     if block.tool_use_id in names:
         message["name"] = names[block.tool_use_id]
     return message | {"tool_call_id": block.tool_use_id}
 
 
-def _text(content: str | Sequence[TextBlock] | None, *, system: bool = False) -> str:
-    if content is None or isinstance(content, str):
-        texts = [content or ""]
-    else:
-        for block in content:
-            if block.type != "text":
-                raise InvalidRequest(f"blocks of type {block.type[:32]!r} are not supported")
-        texts = [_written(block) for block in content]
-    if system:
-        texts = list(filter(None, map(without_billing, texts)))
-    return BETWEEN_TEXTS.join(texts)
+def _system(content: str | Sequence[TextBlock] | None) -> str:
+    texts = [content or ""] if isinstance(content, str | None) else map(_text, content)
+    return BETWEEN_TEXTS.join(filter(None, map(without_billing, texts)))
+
+
+def _text(block: TextBlock) -> str:
+    if block.type != "text":
+        raise InvalidRequest(f"blocks of type {block.type[:32]!r} are not supported")
+    return _written(block)
+
+
+def _text_or_image(block: TextBlock) -> str | Json:
+    return _image(block) if block.type == "image" else _text(block)
+
+
+def _image(block: TextBlock | ContentBlock) -> Json:
+    source = block.source
+    if source is not None and source.type == "base64" and source.data:
+        return image_part(f"data:{source.media_type or 'image'};base64,{source.data}")
+    if source is not None and source.type == "url" and source.url:
+        return image_part(source.url)
+    raise InvalidRequest("the `source` of an image must have `data` and the type `base64`, or `url` and the type `url`")
 
 
 def _written(block: TextBlock | ContentBlock) -> str:

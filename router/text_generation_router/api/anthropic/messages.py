@@ -43,7 +43,6 @@ class MessagesRoutes(AnswerRoutes):
         tenant = tenant_of(request)
         body = await parse_body(request, CountTokensBody)
         self._serving.adapter_of(body.model)
-        prompt = await self._chats.prompt(await beside(request, lambda: to_conversation(body)), tenant)
-        ids = await self._serving.tokenizer_pool.encode_ids(prompt, add_special_tokens=False, tenant=tenant)
-        count: TokenCount = {"input_tokens": len(ids)}
+        conversation = await beside(request, lambda: to_conversation(body))
+        count: TokenCount = {"input_tokens": await self._chats.count_tokens(conversation, tenant)}
         return json_response(count)

@@ -21,13 +21,28 @@ MAX_BLOCKS = 10_000
 """Blocks of one message, system prompt or tool result."""
 
 
+class ImageSource(Body):
+    """The place of an image."""
+
+    type: Name
+    """`base64` or `url`; others are refused."""
+    media_type: Name | None = None
+    """Accepted; the content tells it."""
+    data: str | None = None
+    """The file in base64."""
+    url: str | None = None
+    """A `data:` URI, or a URL of a host that the operator allows."""
+
+
 class TextBlock(Body):
     """A block of a system prompt or of a tool result."""
 
     type: Name
-    """`text`; others are refused."""
+    """`text`; in tool results `image`, if the model takes images; others are refused."""
     text: str | None = None
     """The text."""
+    source: ImageSource | None = None
+    """The image."""
 
 
 TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
@@ -37,9 +52,12 @@ class ContentBlock(Body):
     """A block of a message. Its type decides which fields are read."""
 
     type: Name
-    """`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`; others are refused."""
+    """`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`; `image` in messages of users, if the model takes images;
+    others are refused."""
     text: str | None = None
     """The text."""
+    source: ImageSource | None = None
+    """The image."""
     thinking: str | None = None
     """The reasoning of the assistant."""
     id: Name | None = None

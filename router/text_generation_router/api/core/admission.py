@@ -19,12 +19,15 @@ from text_generation_router.api.core.parameters import (
     new_tokens,
 )
 from text_generation_router.api.core.settings import Limits
+from text_generation_router.chat.conversation import Json, join_parts
 from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.grammar.translate import TRANSLATED
+from text_generation_router.media.reader import ImageReader
+from text_generation_router.media.tokens import MARK
 from text_generation_router.metrics import HttpMetrics
-from text_generation_router.request import QualityOfService, Request, RequestId, TenantId, TokenId
+from text_generation_router.request import PlacedImage, QualityOfService, Request, RequestId, TenantId, TokenId
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 COUNTED_EXACTLY = 1 << 16
@@ -42,10 +45,13 @@ class RequestPreparer:
         ids: Iterator[RequestId],
         grammars: GrammarCompiler | None = None,
         grammar_kinds: Collection[GrammarKind] = tuple(GrammarKind),
+        images: ImageReader | None = None,
     ) -> None:
-        """`ids`: the numbers of requests. Without `grammars` no grammar is supported; with it, those of `grammar_kinds`."""
+        """`ids`: the numbers of requests. Without `grammars` no grammar is supported; with it, those of `grammar_kinds`. Without
+        `images` the model takes none."""
         self._grammars = grammars
         self._grammar_kinds = () if grammars is None else grammar_kinds
+        self._images = images
         self._tokenizer = tokenizer
         self._limits = limits
         self._metrics = metrics
@@ -62,15 +68,17 @@ class RequestPreparer:
         options: GenerationOptions,
         qos: QualityOfService = QualityOfService(),
         count: int = 1,
+        images: Sequence[str] = (),
     ) -> list[Request]:
-        """Return `count` equal requests, each with its own id and seed. `inputs` may be token ids.
+        """Return `count` equal requests, each with its own id and seed. `inputs` may be token ids. `images` are the sources of its
+        images, each with a place in `inputs`.
 
         The seeds follow from the first one, so that a client that sets it gets the same answers again.
         Raises InvalidRequest, Overloaded, CannotKeepUp, Unhealthy.
         """
         check_options(inputs, options, self._limits)
         began = time.monotonic()
-        prompt = await self._prompt(inputs, options, qos)
+        prompt, media = await self._prompt(inputs, options, qos, images, count)
         tokenized = began, time.monotonic()
         max_new_tokens = new_tokens(len(prompt), options, self._limits)
         for _ in range(count):
@@ -81,6 +89,7 @@ class RequestPreparer:
         request = Request(
             id=next(self._ids),
             prompt=prompt if isinstance(prompt, array) else array("I", prompt),
+            media=media,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop_sequences=options.stop_sequences,
@@ -126,19 +135,59 @@ class RequestPreparer:
         proven = await self._grammars.prove(grammar, tenant)
         return proven if is_translated else grammar
 
+    def check_images(self, images: Sequence[str]) -> None:
+        """Raise InvalidRequest if there are images and the model takes none."""
+        if images and self._images is None:
+            raise InvalidRequest(
+                "image modality is not supported: this model takes no images",
+                param="messages",
+                code="unsupported_value",
+            )
+
+    def split_images(self, text: str) -> tuple[str, Sequence[str]]:
+        """Return a text in which images in TGI's form are those of the model, and their sources."""
+        return (text, ()) if self._images is None else self._images.tokens.split(text)
+
+    def with_images(self, message: Json) -> Json:
+        """Return a message of a chat. In a user's text, images in TGI's form that can be read are parts of their own."""
+        text = message.get("content")
+        if self._images is None or message["role"] != "user" or not isinstance(text, str) or MARK not in text:
+            return message
+        return message | {"content": join_parts(self._images.parts_of(text))}
+
+    async def count_tokens(self, text: str, images: Sequence[str], tenant: TenantId) -> int:
+        """Return the number of tokens of the prompt of a chat. Raises as `prepare` does."""
+        if self._images is None:
+            return len(await self._tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant))
+        pictures, text = await self._images.read(images, tenant), self._images.tokens.spelled(text)
+        ids = await self._tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant)
+        return len(self._images.tokens.place(ids, pictures)[0])
+
     async def _prompt(
-        self, inputs: str | Sequence[TokenId], options: GenerationOptions, qos: QualityOfService
-    ) -> Sequence[TokenId]:
+        self,
+        inputs: str | Sequence[TokenId],
+        options: GenerationOptions,
+        qos: QualityOfService,
+        images: Sequence[str],
+        count: int,
+    ) -> tuple[Sequence[TokenId], tuple[PlacedImage, ...]]:
+        reader, media = self._images, tuple[PlacedImage, ...]()
+        pictures = [] if reader is None else await reader.read(images, qos.tenant, count)
         if isinstance(inputs, str):
-            ids: Sequence[TokenId] = await self._encode(inputs, options, qos)
+            text = inputs if reader is None else reader.tokens.spelled(inputs)
+            ids: Sequence[TokenId] = await self._encode(text, options, qos)
         else:
             check_token_ids("prompt", inputs, self._limits)
             ids = inputs
+        if reader is not None:
+            ids, media = reader.tokens.place(ids, pictures)
         if options.truncate is not None:
+            if media and len(ids) > options.truncate:
+                raise NotSupported("`truncate` is not supported for a prompt with images that is longer")
             ids = ids[-options.truncate :]
         if not ids:  # the tokenizer dropped the whole text and added nothing
             options.check_prompt(ids)
-        return ids
+        return ids, media
 
     async def with_bad_words(self, options: GenerationOptions, tenant: TenantId) -> GenerationOptions:
         """Return the options with the tokens of each bad word, and of the word after a space, as vLLM does.

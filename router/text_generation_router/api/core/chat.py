@@ -231,22 +231,36 @@ class ChatPreparer:
         """Calls of tools that the request does not have are calls."""
 
     async def prompt(self, conversation: Conversation, tenant: TenantId) -> str:
-        """Return the prompt text. Raises TemplateError, ToolError, Overloaded, CannotKeepUp."""
-        tools = _usable_tools(conversation)
-        return await self._renderer.render(replace(conversation, tools=tools), tenant)
+        """Return the prompt text, in which images have no tokens yet. Raises TemplateError, ToolError, Overloaded, CannotKeepUp."""
+        return (await self._rendered(conversation, _usable_tools(conversation), tenant))[0]
+
+    async def count_tokens(self, conversation: Conversation, tenant: TenantId) -> int:
+        """Return the number of tokens of the prompt. Raises as `prompt` does; InvalidRequest for its images."""
+        prompt, images = await self._rendered(conversation, _usable_tools(conversation), tenant)
+        return await self._serving.preparer.count_tokens(prompt, images, tenant)
+
+    async def _rendered(
+        self, conversation: Conversation, tools: Sequence[Tool], tenant: TenantId
+    ) -> tuple[str, Sequence[str]]:
+        """Return the prompt text, and the sources of its images."""
+        preparer = self._serving.preparer
+        shown = replace(conversation, tools=tools, messages=[*map(preparer.with_images, conversation.messages)])
+        images = shown.images
+        preparer.check_images(images)
+        return await self._renderer.render(shown, tenant), images
 
     async def prepare(
         self, conversation: Conversation, options: GenerationOptions, qos: QualityOfService, count: int = 1
     ) -> ChatRequest:
         """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
-        prompt = await self._renderer.render(replace(conversation, tools=tools), qos.tenant)
+        prompt, images = await self._rendered(conversation, tools, qos.tenant)
         form, grammar, continuation = await self._constrained(conversation, tools, prompt, qos.tenant)
         prompt += continuation
         options = replace(
             options, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
-        requests = await self._serving.preparer.prepare(prompt, options, qos, count)
+        requests = await self._serving.preparer.prepare(prompt, options, qos, count, images)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         if self._serving.settings.limits.marks_turns and conversation.add_generation_prompt:
             turn_end = await self._turn_end(conversation, requests[0].prompt, qos.tenant)

@@ -31,6 +31,8 @@ class Limits:
     """The limit of `top_n_tokens` for OpenAI's names of it."""
     vocab_size: int = 1 << 20
     """Token ids that clients name are below this."""
+    max_images: int = 0
+    """The limit of the engine; 0: the model takes none."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Parameters that the engine does not support: name on the wire → reason."""
     always_logprobs: bool = False

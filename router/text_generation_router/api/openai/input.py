@@ -22,7 +22,16 @@ from text_generation_router.api.openai.schemas import (
     NamedToolChoice,
     OpenAIBody,
 )
-from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode, without_billing
+from text_generation_router.chat.conversation import (
+    Conversation,
+    Json,
+    Tool,
+    ToolChoice,
+    ToolMode,
+    image_part,
+    join_parts,
+    without_billing,
+)
 from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.forms import guided, response_format
 from text_generation_router.request import TokenId
@@ -146,9 +155,9 @@ def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
 
 
 def new_message(role: str, content: str | Sequence[ContentPart] | None) -> Json:
-    """Return a message of templates. Raises InvalidRequest for a part that is not text."""
+    """Return a message of templates. Raises InvalidRequest for a part that is neither text nor an image."""
     role = _ROLES.get(role, role)
-    return {"role": role, "content": _text(content, system=role == "system")}
+    return {"role": role, "content": _content(content, role)}
 
 
 def _message(message: Message) -> Json:
@@ -174,19 +183,28 @@ def _message(message: Message) -> Json:
     return flat
 
 
-def _text(content: str | Sequence[ContentPart] | None, *, system: bool) -> str:
-    if content is None or isinstance(content, str):
-        texts = [content or ""]
-    else:
-        for part in content:
-            if part.type not in ("text", "input_text", "output_text", "refusal"):
-                said = f"{part.type.removesuffix('_url')[:32]} modality is not supported"
-                raise InvalidRequest(said, code="unsupported_value")
-            if part.text is None and part.type != "refusal":
-                said = f"a content part of type `{part.type}` has no `text`"
-                raise InvalidRequest(said, code="missing_required_parameter")
-        texts = [part.text or "" for part in content]
-    return "".join(map(without_billing, texts) if system else texts)
+def _content(content: str | Sequence[ContentPart] | None, role: str) -> str | list[Json]:
+    parts: list[str | Json]
+    parts = [content or ""] if content is None or isinstance(content, str) else [_part(part, role) for part in content]
+    if role == "system":
+        parts = [without_billing(part) if isinstance(part, str) else part for part in parts]
+    return join_parts(parts)
+
+
+def _part(part: ContentPart, role: str) -> str | Json:
+    if part.type in ("image_url", "input_image") and role in ("user", "tool"):
+        source = part.image_url if isinstance(part.image_url, str | None) else part.image_url.url
+        if not source:
+            said = f"a content part of type `{part.type}` has no `image_url`"
+            raise InvalidRequest(said, code="missing_required_parameter")
+        return image_part(source)
+    if part.type not in ("text", "input_text", "output_text", "refusal"):
+        said = f"{part.type.removesuffix('_url')[:32]} modality is not supported in messages of role `{role[:32]}`"
+        raise InvalidRequest(said, code="unsupported_value")
+    if part.text is None and part.type != "refusal":
+        said = f"a content part of type `{part.type}` has no `text`"
+        raise InvalidRequest(said, code="missing_required_parameter")
+    return part.text or ""
 
 
 def read_arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 - any JSON that the model wrote

@@ -202,13 +202,27 @@ class AllowedToolsChoice(Body):
     """The part."""
 
 
+class ImageUrl(Body):
+    """The place of an image."""
+
+    url: str
+    """A `data:` URI, or a URL of a host that the operator allows."""
+    detail: Name | None = None
+    """Accepted; not used: the model has one."""
+
+
 class ContentPart(Body):
     """A part of a message."""
 
     type: Name
-    """`text`, `input_text`, `output_text` or `refusal`; images and audio are refused."""
+    """`text`, `input_text`, `output_text` or `refusal`; `image_url` or `input_image` in messages of users and tools, if the model
+    takes images; others are refused."""
     text: str | None = None
     """The text."""
+    image_url: str | ImageUrl | None = None
+    """The image."""
+    detail: Name | None = None
+    """Accepted; not used."""
 
 
 ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]

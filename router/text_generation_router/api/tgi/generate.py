@@ -87,7 +87,8 @@ class GenerateRoutes:
         count = self.permits_needed(body.parameters)
         qos = serving.qos(record, body.parameters, body, *around)
         options = to_options(body.parameters)
-        requests = await serving.preparer.prepare(body.inputs, options, qos, count)
+        inputs, images = serving.preparer.split_images(body.inputs)
+        requests = await serving.preparer.prepare(inputs, options, qos, count, images)
         # One generation counts, however many sequences are tried for it.
         collectors = await serving.collect(
             requests, [record] * count, most_logprobs=MAX_LOGPROBS if options.logprobs.tokens else 0
@@ -105,7 +106,8 @@ class GenerateRoutes:
         async with serving.take_permits([record], 1, body.parameters, body):
             qos = serving.qos(record, body.parameters, body)
             options = to_options(body.parameters, shows_tokens=True)
-            requests = await serving.preparer.prepare(body.inputs, options, qos)
+            inputs, images = serving.preparer.split_images(body.inputs)
+            requests = await serving.preparer.prepare(inputs, options, qos, images=images)
             stream = serving.stream(request, serving.cost_headers(len(body.inputs)), tgi_error_event)
             events = TokenEvents(stream, body, serving.tokenizer, record)
             with serving.run(requests, [record], [events]):

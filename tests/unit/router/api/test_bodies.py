@@ -75,6 +75,7 @@ CONTENT = frozenset(
     (
         *("inputs", "prompt", "text", "content", "output", "summary", "arguments", "instructions", "thinking"),
         *("description", "parameters", "tool_prompt", "reasoning_content", "suffix", "data", "conversation"),
+        *("image_url", "url"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "system", "input"),
         *("json_schema", "regex", "ebnf", "structural_tag", "value", "choice"),
     )

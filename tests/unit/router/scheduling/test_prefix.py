@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from scheduler_checks import assert_idle
 from scheduler_rig import BLOCK, Rig, a_policy, words
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode
-from text_generation_router.request import RequestId
+from text_generation_router.request import ImageFile, PlacedImage, Request, RequestId
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 
 def a_rig(**changes: object) -> Rig:
@@ -27,6 +32,29 @@ def test_a_cached_prefix_is_shared() -> None:
     assert set(rig.placement(second).blocks[4:]).isdisjoint(rig.placement(first).blocks[:6])
     assert sum(tokens for _, tokens in rig.orders[-1][1].prefill) == 36
     assert (rig.scheduler.stats().prompt_tokens, rig.scheduler.stats().hit_tokens) == (200, 64)
+
+
+def test_an_image_is_a_hit_where_the_same_one_was_before_and_another_is_none() -> None:
+    red, blue = (ImageFile(digest, b"") for digest in (b"1", b"2"))
+    asked = Request(RequestId(1), array("I", words(1, 80)), 1, media=(PlacedImage(20, 40, red),))
+    keys = [
+        ScheduledSequence(request, 0, 0.0, 1).prompt_key
+        for request in (
+            asked,
+            replace(asked, prompt=array("I", [*words(1, 20), *[9] * 40, *words(1, 80)[60:]])),  # an image has any ids
+            replace(asked, media=(PlacedImage(20, 40, blue),)),
+            replace(asked, media=(PlacedImage(21, 40, red),)),
+        )
+    ]
+    shared = [
+        next((at for at in range(80) if a[4 * at : 4 * at + 4] != b[4 * at : 4 * at + 4]), 80)
+        for a, b in pairwise(keys)
+    ]
+    assert shared == [80, 20, 20]
+    image = array("I", keys[0][80:240])
+    assert min(image) > 2**31
+    assert len(set(image)) == 16
+    assert keys[0][:80] + keys[0][240:] == array("I", words(1, 80)[:20] + words(1, 80)[60:]).tobytes()
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(1, 0), (16, 0), (17, 16), (64, 48), (65, 64)])

@@ -9,7 +9,7 @@ import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_router.request import Priority, QualityOfService, Request, RequestId
+from text_generation_router.request import ImageFile, PlacedImage, Priority, QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_router.shards.convert import orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
@@ -76,6 +76,18 @@ def test_a_prompt_of_several_answers_is_sent_once_to_a_shard_that_knows_this(sha
     arrived = shard_convert.orders_from_pb(pb.Orders.FromString(orders.SerializeToString())).placements
     assert [each.prompt for each in arrived] == [(5, 6, 7), (8, 9), (5, 6, 7), (5, 6, 7, 4), (8, 9)]
     assert sum(len(each.prompt) for each in orders.placements) == (9 if shares_prompts else 14)
+
+
+def test_images_are_sent_with_their_prompt_and_again_when_a_request_moves() -> None:
+    red, blue = (PlacedImage(1, 2, ImageFile(digest, data)) for digest, data in ((b"1", b"red"), (b"2", b"blue")))
+    first, other = replace(PLAIN, media=(red,)), replace(PLAIN, media=(blue,))
+    placed = [(first, ()), (replace(first), ()), (other, ()), (first, (4,))]  # their prompts are one object
+    placements = tuple(Placement(slot, request, new, (slot,)) for slot, (request, new) in enumerate(placed))
+    orders = orders_to_pb(SchedulerOutput(1, placements=placements), [2], shares_prompts=True)
+    assert [each.prompt_of for each in orders.placements] == [0, 1, 0, 0]
+    assert [[media.data for media in each.media] for each in orders.placements] == [[b"red"], [], [b"blue"], [b"red"]]
+    media = orders.placements[2].media[0]
+    assert (media.offset, media.tokens, media.digest) == (1, 2, b"2")
 
 
 @pytest.mark.parametrize(("prompt_of", "prompt"), [(2, ()), (3, ()), (1, (5,))])

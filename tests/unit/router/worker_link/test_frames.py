@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +21,11 @@ from text_generation_proto.v1 import shard_pb2
 from text_generation_proto.values import FinishReason
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import ServingError, error_classes
-from text_generation_router.request import Request, RequestId
+from text_generation_router.request import ImageFile, PlacedImage, Request, RequestId
 from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.worker_link.columns import WorkerDelivery
-from text_generation_router.worker_link.convert import refusal_from_pb, refusal_to_pb
+from text_generation_router.worker_link.convert import refusal_from_pb, refusal_to_pb, request_from_pb, request_to_pb
 from text_generation_router.worker_link.link import MAX_FRAME_BYTES, Link
 from text_generation_router.worker_link.remote_cluster import RemoteCluster
 
@@ -79,6 +81,18 @@ def test_an_error_crosses_as_it_is(retry_after_s: float | None) -> None:
         sent = error("the text", retry_after_s=retry_after_s)
         got = refusal_from_pb(refusal_to_pb(sent))
         assert (type(got), str(got), got.retry_after_s) == (error, str(sent), sent.retry_after_s)
+
+
+def test_a_prompt_crosses_with_its_images_and_equal_ones_are_there_once() -> None:
+    image = PlacedImage(1, 2, ImageFile(b"1", b"red"))
+    request = Request(RequestId(7), array("I", [5, 6, 6, 7]), max_new_tokens=2, media=(image,))
+    first = request_from_pb(request_to_pb(request, RequestId(7)))
+    again = request_from_pb(request_to_pb(request, RequestId(8)), first)
+    blue = replace(request, media=(PlacedImage(1, 2, ImageFile(b"2", b"blue")),))
+    other = request_from_pb(request_to_pb(blue, RequestId(9)), first)
+    assert first.media == (image,)
+    assert again.media is first.media
+    assert other.media == blue.media
 
 
 class Worker:

@@ -1,0 +1,132 @@
+"""ImageReader: from the URLs of a request to its images, within limits of bytes, pixels and number, of the request and of tenants."""
+
+from __future__ import annotations
+
+import binascii
+import re
+import weakref
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
+from hashlib import sha256
+from typing import Self
+
+from text_generation_router.admission_queue import PendingWork
+from text_generation_router.chat.conversation import Json, image_part
+from text_generation_router.errors import InvalidRequest, Unhealthy
+from text_generation_router.large_inputs import run_in_thread_if_large
+from text_generation_router.media.fetch import Fetcher, too_large
+from text_generation_router.media.headers import SIZE, BadImage
+from text_generation_router.media.tokens import MARK, MARKDOWN, ImageTokens, Picture
+from text_generation_router.permits import Permits
+from text_generation_router.request import ImageFile, TenantId
+from text_generation_router.sandbox.pool import Sandbox, SandboxBroken, SandboxError
+
+MAX_BYTES = 20_000_000
+"""Bytes of the file of an image."""
+MAX_REQUEST_BYTES = 48_000_000
+"""Bytes of all images of a request, counted once for each of its answers."""
+MAX_PIXELS = 1 << 25
+"""Pixels of an image."""
+MAX_HELD_BYTES = 1 << 30
+"""Bytes of images of all requests. A tenant below its share of them may exceed the limit, up to twice its value."""
+INLINE_CHARACTERS = 1 << 17
+"""Characters of a `data:` URI that is decoded on the event loop: a fifth of a millisecond."""
+MEASURE_S = 1.0
+"""CPU time of a worker for one image."""
+WORKER_BYTES = 128 << 20
+"""Heap of a worker."""
+
+_DATA = re.compile(r"data:[\w.+/-]{0,100}(?:;[\w.+=/-]{1,100}){0,4},", re.ASCII)
+
+
+class ImageReader:
+    """Reads the images of requests for a model that takes some."""
+
+    def __init__(
+        self, tokens: ImageTokens, max_images: int, hosts: Collection[str], stage: PendingWork, max_held_bytes: int
+    ) -> None:
+        """`max_images`: of a request. `hosts`: those that images are fetched from. `stage`: the bound of waiting work."""
+        self.tokens = tokens
+        self._max_images = max_images
+        self._fetcher = Fetcher(hosts, MAX_BYTES)
+        self._held = Permits(max(max_held_bytes, MAX_REQUEST_BYTES))
+        """The bytes of images that are referred to, by tenant."""
+        self._sandbox = Sandbox(
+            "text_generation_router.media.headers:measure",
+            {"max_pixels": MAX_PIXELS},
+            workers=2,
+            timeout_s=MEASURE_S,
+            memory_bytes=WORKER_BYTES,
+            max_output=SIZE.size,
+            stage=stage,
+        )
+        self._running = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._running.enter_async_context(self._fetcher)
+        await self._running.enter_async_context(self._sandbox)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._running.aclose()
+
+    def parts_of(self, text: str) -> list[str | Json]:
+        """Return the parts of a text: images in TGI's form are parts, but for URLs that are not fetched."""
+        pieces: list[str | Json] = [*MARKDOWN.split(text)]
+        for number, source in enumerate(map(str, pieces[1::2])):
+            is_served = source.startswith("data:image/") or self._fetcher.allows(source)
+            pieces[2 * number + 1] = image_part(source) if is_served else f"{MARK}{source})"
+        return [piece for piece in pieces if piece]
+
+    async def read(self, sources: Sequence[str], tenant: TenantId, count: int = 1) -> list[Picture]:
+        """Return the images at these URLs or `data:` URIs, for `count` answers.
+
+        Raises InvalidRequest, Overloaded, CannotKeepUp, Unhealthy.
+        """
+        if len(sources) > self._max_images:
+            raise InvalidRequest(f"a request may have at most {self._max_images} images. Given: {len(sources)}")
+        pictures, size = list[Picture](), 0
+        for number, source in enumerate(sources, 1):
+            try:
+                picture = await self._read(source, tenant)
+                if (size := size + count * len(picture.image.data)) > MAX_REQUEST_BYTES:
+                    raise BadImage(f"with it, the images of all answers have more than {MAX_REQUEST_BYTES} bytes")
+            except BadImage as error:
+                raise InvalidRequest(f"image {number} cannot be read: {error}") from None
+            pictures.append(picture)
+        return pictures
+
+    async def _read(self, source: str, tenant: TenantId) -> Picture:
+        if source.startswith("data:"):
+            large = len(source) > INLINE_CHARACTERS
+            image = await run_in_thread_if_large(lambda: _image(_decoded(source)), large=large)
+        else:
+            data = await self._fetcher.fetch(source)
+            image = await run_in_thread_if_large(lambda: _image(data), large=len(data) > INLINE_CHARACTERS)
+        size = len(image.data)
+        self._held.acquire(size, tenant)
+        weakref.finalize(image, self._held.give_back, size, tenant).atexit = False
+        try:
+            width, height = SIZE.unpack(await self._sandbox.call(image.data, tenant))
+        except SandboxBroken as error:
+            raise Unhealthy("images cannot be read now") from error
+        except SandboxError as error:
+            raise BadImage(str(error)) from None
+        return Picture(image, (width, height))
+
+
+def _decoded(source: str) -> bytes:
+    """Return the content of a `data:` URI in base64. Raises BadImage."""
+    head = _DATA.match(source)
+    if head is None or not head[0].endswith(";base64,"):
+        raise BadImage("its `data:` URI is not in base64")
+    if (len(source) - head.end()) * 3 // 4 > MAX_BYTES:
+        raise too_large(MAX_BYTES)
+    try:
+        return binascii.a2b_base64(source[head.end() :], strict_mode=True)
+    except ValueError:
+        raise BadImage("its `data:` URI is not valid base64") from None
+
+
+def _image(data: bytes) -> ImageFile:
+    return ImageFile(sha256(data).digest(), data)

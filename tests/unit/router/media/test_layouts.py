@@ -1,0 +1,325 @@
+"""The tokens of images against the processors of transformers, over odd sizes, alone and two in a prompt."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from PIL import Image as PilImage
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from text_generation_router.errors import InvalidRequest
+from text_generation_router.media.tokens import ImageTokens, Picture
+from text_generation_router.request import ImageFile
+from text_generation_router.text.tokenizer import Tokenizer
+
+SPECIAL = (
+    *("<image>", "<|image|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|begin_of_image|>"),
+    *("<|end_of_image|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "[IMG]", "[IMG_BREAK]"),
+    *("[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>", "<IMG_CONTEXT>", "<|image_start|>"),
+    *("<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<image|>", "<|image>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 6) for column in range(1, 6)),
+)
+SIZES = [(1, 1), (7, 40), (56, 28), (333, 640), (640, 333), (449, 448), (199, 201), (901, 77), (30, 901), (1700, 1300)]
+
+
+@pytest.fixture(scope="module")
+def library_tokenizer() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer in which newlines merge, as those of Gemma and SmolLM do."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*alphabet, "ĊĊ", "ĊĊĊ"])}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return made
+
+
+def processor(module: str, name: str, **own: object) -> Callable[[Any], Any]:
+    """Return a function that makes what the library's processor reads of itself; `own` has its other attributes."""
+    kind = getattr(importlib.import_module(f"transformers.models.{module}.processing_{module}"), name)
+
+    def make(images: Any) -> Any:  # noqa: ANN401 - a class of the library
+        made = SimpleNamespace(image_processor=images, **own)
+        for method in ("_get_number_of_features", "_get_unpadded_features", "_prompt_split_image"):
+            if hasattr(kind, method):
+                setattr(made, method, getattr(kind, method).__get__(made))
+        made.replace_image_token = kind.replace_image_token.__get__(made)
+        return made
+
+    return make
+
+
+QWEN = processor("qwen2_vl", "Qwen2VLProcessor", image_token="<|image_pad|>")
+CLIP: dict[str, Any] = {"vision_config": {"model_type": "clip_vision_model", "patch_size": 14}}
+
+
+def pixtral(merge: int) -> Callable[[Any], Any]:
+    """Return the same for Pixtral, whose processor needs torchvision: rows of the library's sizes."""
+
+    def replace(inputs: Any, index: int) -> str:  # noqa: ANN401 - a class of the library
+        height, width = (side // (14 * merge) for side in inputs["image_sizes"][index])
+        row = "[IMG]" * width
+        return (row + "[IMG_BREAK]") * (height - 1) + row + "[IMG_END]"
+
+    made = SimpleNamespace(patch_size=14, spatial_merge_size=merge, replace_image_token=replace)
+    return lambda images: made
+
+
+TILES: dict[str, Any] = {
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_tag": "<global-img>",
+    "global_image_token": "<global-img>",
+    "image_token": "<image>",
+    "image_seq_len": 4,
+}
+PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any], Callable[[Any], Any], str]] = {
+    "qwen2_5_vl": ({}, "qwen2_vl", "Qwen2VL", {}, QWEN, "<|image_pad|>"),
+    "qwen2_vl": ({}, "qwen2_vl", "Qwen2VL", {"min_pixels": 200000, "max_pixels": 400000}, QWEN, "<|image_pad|>"),
+    "qwen3_vl": (
+        {},
+        "qwen2_vl",
+        "Qwen2VL",
+        {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 160000}},
+        QWEN,
+        "<|image_pad|>",
+    ),
+    "glm4v_moe": (
+        {},
+        "glm4v",
+        "Glm4v",
+        {"size": {"shortest_edge": 12544, "longest_edge": 800000}},
+        processor("glm4v", "Glm4vProcessor", image_token="<|image|>"),
+        "<|image|>",
+    ),
+    "gemma3": (
+        {},
+        "gemma3",
+        "Gemma3",
+        {},
+        processor(
+            "gemma3",
+            "Gemma3Processor",
+            full_image_sequence="\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n",
+        ),
+        "<image_soft_token>",
+    ),
+    "gemma4": (
+        {},
+        "gemma4",
+        "Gemma4",
+        {"max_soft_tokens": 70},
+        processor("gemma4", "Gemma4Processor", boi_token="<|image>", eoi_token="<image|>", image_token="<|image|>"),
+        "<|image|>",
+    ),
+    "mistral3": (
+        {"spatial_merge_size": 2},
+        "pixtral",
+        "Pixtral",
+        {"size": {"longest_edge": 700}, "patch_size": 14},
+        pixtral(2),
+        "[IMG]",
+    ),
+    "llava-pixtral": (
+        {"vision_config": {"model_type": "pixtral", "patch_size": 14}},
+        "pixtral",
+        "Pixtral",
+        {"size": {"longest_edge": 300}, "patch_size": 14},
+        pixtral(1),
+        "[IMG]",
+    ),
+    "llava": (
+        CLIP,
+        "clip",
+        "CLIP",
+        {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
+        processor(
+            "llava",
+            "LlavaProcessor",
+            image_token="<image>",
+            patch_size=14,
+            num_additional_image_tokens=1,
+            vision_feature_select_strategy="default",
+        ),
+        "<image>",
+    ),
+    "llava_next": (
+        CLIP,
+        "llava_next",
+        "LlavaNext",
+        {
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        processor(
+            "llava_next",
+            "LlavaNextProcessor",
+            image_token="<image>",
+            patch_size=14,
+            num_additional_image_tokens=1,
+            vision_feature_select_strategy="default",
+        ),
+        "<image>",
+    ),
+    "llava_onevision": (
+        {},
+        "llava_onevision",
+        "LlavaOnevision",
+        {
+            "size": {"height": 56, "width": 56},
+            "image_grid_pinpoints": [[56 * row, 56 * column] for row in range(1, 7) for column in range(1, 7)],
+        },
+        processor(
+            "llava_onevision",
+            "LlavaOnevisionProcessor",
+            image_token="<image>",
+            num_image_tokens=16,
+            vision_feature_select_strategy="full",
+            vision_aspect_ratio="anyres_max_9",
+        ),
+        "<image>",
+    ),
+    "idefics3": (
+        {},
+        "idefics3",
+        "Idefics3",
+        {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}},
+        processor("idefics3", "Idefics3Processor", **TILES),
+        "<image>",
+    ),
+    "smolvlm": (
+        {"scale_factor": 2, "vision_config": {"patch_size": 7}},
+        "smolvlm",
+        "SmolVLM",
+        {"size": {"longest_edge": 140}, "max_image_size": {"longest_edge": 28}},
+        processor("smolvlm", "SmolVLMProcessor", **TILES),
+        "<image>",
+    ),
+    "internvl": (
+        {},
+        "got_ocr2",
+        "GotOcr2",
+        {"size": {"height": 28, "width": 28}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
+        processor(
+            "internvl",
+            "InternVLProcessor",
+            start_image_token="<img>",
+            end_image_token="</img>",
+            image_token="<IMG_CONTEXT>",
+            image_seq_length=9,
+        ),
+        "<IMG_CONTEXT>",
+    ),
+}
+SAVED = (
+    "image_seq_len",
+    "image_seq_length",
+    "num_additional_image_tokens",
+    "num_image_tokens",
+    "patch_size",
+    "spatial_merge_size",
+    "vision_aspect_ratio",
+    "vision_feature_select_strategy",
+)
+"""Attributes of processors that are in processor_config.json."""
+
+
+def load(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any], **files: object) -> ImageTokens:
+    for name, content in {"config": config, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    loaded = ImageTokens.load(folder, Tokenizer(tokenizer))
+    assert loaded is not None
+    return loaded
+
+
+def placed(tokens: ImageTokens, library: tokenizers.Tokenizer, text: str, sizes: list[tuple[int, int]]) -> list[int]:
+    ids = library.encode(tokens.spelled(text), add_special_tokens=False).ids
+    return list(tokens.place(ids, [Picture(ImageFile(b"", b""), size) for size in sizes])[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tokens_are_those_of_the_librarys_processor(
+    case: str, library_tokenizer: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    config, module, name, options, make, token = CASES[case]
+    pil = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    images = getattr(pil, f"{name}ImageProcessorPil")(do_normalize=False, resample=0, **options)
+    library = make(images)
+    saved = {key: getattr(library, key) for key in SAVED if hasattr(library, key)}
+    if case == "smolvlm":  # it follows from the others
+        del saved["image_seq_len"]
+    config = config | {"model_type": case.partition("-")[0], "image_token_id": library_tokenizer.token_to_id(token)}
+    own = json.loads(images.to_json_string())
+    tokens = load(tmp_path, library_tokenizer, config, processor_config=saved, preprocessor_config=own)
+    pairs = [[size] for size in SIZES] + [[SIZES[3], SIZES[-2]], [SIZES[1], SIZES[1]]]
+    for sizes in pairs:
+        text = "".join(f"See\n{tokens.written}\nand " for _ in sizes) + "say."
+        pictures = [PilImage.new("RGB", size) for size in sizes]
+        nested = module in ("gemma3", "gemma4", "idefics3", "smolvlm", "llava_onevision")
+        further = {"return_row_col_info": True} if module in ("idefics3", "smolvlm") else {}
+        if module == "pixtral":
+            further["patch_size"] = library.patch_size * library.spatial_merge_size
+        inputs = images([pictures] if nested else pictures, **further)
+        replacements = [library.replace_image_token(inputs, index) for index in range(len(sizes))]
+        before = {"gemma3": "<start_of_image>"}.get(case, token)
+        parts = text.split(before)
+        whole = parts[0] + "".join(new + rest for new, rest in zip(replacements, parts[1:], strict=True))
+        expected = library_tokenizer.encode(whole, add_special_tokens=False).ids
+        assert placed(tokens, library_tokenizer, text, sizes) == expected, sizes
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_llama_4s_tiles_are_the_librarys(
+    largest: bool,
+    library_tokenizer: tokenizers.Tokenizer,
+    tmp_path: Path,
+) -> None:
+    # Rows and columns of `get_best_fit`, without and with `resize_to_max_canvas`; its module needs torchvision.
+    grids = {
+        (1, 1): [(1, 1), (3, 3)],
+        (57, 56): [(1, 2), (3, 3)],
+        (56, 168): [(3, 1), (4, 2)],
+        (168, 112): [(2, 3), (2, 3)],
+        (333, 640): [(4, 2), (4, 2)],
+        (901, 77): [(1, 9), (1, 9)],
+        (1700, 1300): [(3, 3), (3, 3)],
+    }
+    config = {"model_type": "llama4", "image_token_index": library_tokenizer.token_to_id("<|patch|>")}
+    own = {"size": {"height": 56, "width": 56}, "max_patches": 9, "resize_to_max_canvas": largest}
+    tokens = load(tmp_path, library_tokenizer, config, preprocessor_config=own)
+    tile = "<|patch|>" * 4
+    for size, found in grids.items():
+        rows, columns = found[largest]
+        row = "<|tile_x_separator|>".join([tile] * columns) + "<|tile_y_separator|>"
+        tiles = row * rows if rows * columns > 1 else ""
+        expected = f"A<|image_start|>{tiles}<|image|>{tile}<|image_end|>"
+        assert placed(tokens, library_tokenizer, "A<|image|>", [size]) == library_tokenizer.encode(expected).ids, size
+
+
+def test_a_text_with_other_places_than_images_is_refused(
+    library_tokenizer: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    token = library_tokenizer.token_to_id("<|patch|>")
+    tokens = load(tmp_path, library_tokenizer, {"model_type": "llama4", "image_token_index": token})
+    for text, images in (("<|image|>", 0), ("", 1), ("<|image|><|image|>", 1), ("<|image|><|patch|>", 1)):
+        with pytest.raises(InvalidRequest, match="its text must not have"):
+            placed(tokens, library_tokenizer, text, [(9, 9)] * images)
+    assert placed(tokens, library_tokenizer, "A", []) == library_tokenizer.encode("A").ids
+
+
+def test_a_model_that_does_not_tell_its_sizes_is_refused(
+    library_tokenizer: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyError, match="patch_size"):
+        load(tmp_path, library_tokenizer, {"model_type": "mistral3", "image_token_id": 1})
+    with pytest.raises(KeyError, match="do_pan_and_scan"):
+        pan = {"do_pan_and_scan": True}
+        load(tmp_path, library_tokenizer, {"model_type": "gemma3", "image_token_id": 1}, preprocessor_config=pan)
