@@ -1,7 +1,7 @@
 """Images from other servers: only from hosts that the operator lists, and from public addresses.
 
-A client could otherwise have the router send requests into its own network. Each host is resolved once, and the connection goes to
-the address that was checked. Redirects are checked like the first URL.
+A client could otherwise have the router send requests into its own network. The address is checked when the connection is made to it,
+however the host was named. Redirects are checked like the first URL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Self
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from text_generation_router.media.headers import BadImage
@@ -47,12 +46,10 @@ class Fetcher:
         """`hosts`: names, with the port if it is not that of the scheme. `is_allowed`: rule for their addresses."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._max_bytes = max_bytes
-        self._resolver = _Resolver(is_allowed)
+        self._is_allowed = is_allowed
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(
-            resolver=self._resolver, use_dns_cache=False, limit=MAX_CONNECTIONS, force_close=True
-        )
+        connector = aiohttp.TCPConnector(socket_factory=self._socket, limit=MAX_CONNECTIONS, force_close=True)
         self._session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -106,49 +103,14 @@ class Fetcher:
             raise BadImage("its URL is not supported. Send a `data:` URI, or a URL of http or https")
         if str(url.host_port_subcomponent).lower() not in self._hosts:
             raise BadImage("this server does not fetch images from the host of its URL. Send it as a `data:` URI")
-        self._resolver.check_literal(url.host)
         return url
 
-
-class _Resolver(AbstractResolver):
-    """Resolves names, and refuses those with an address that is not allowed."""
-
-    def __init__(self, is_allowed: Callable[[IpAddress], bool]) -> None:
-        self._is_allowed = is_allowed
-
-    def check_literal(self, host: str) -> None:
-        """Check a host that is an address: it is not resolved. Raises BadImage."""
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            return
-        self._check(address)
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-        results: list[ResolveResult] = []
-        for kind, _, protocol, _, address in found:
-            self._check(ipaddress.ip_address(address[0]))
-            results.append(
-                ResolveResult(
-                    hostname=host,
-                    host=str(address[0]),
-                    port=port,
-                    family=kind,
-                    proto=protocol,
-                    flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
-                )
-            )
-        return results
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
-    def _check(self, address: IpAddress) -> None:
-        if not self._is_allowed(address):
-            raise BadImage("the host of its URL has an address that is not public")
+    def _socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        """Return a socket that is about to be connected to an address. Raises OSError."""
+        family, kind, protocol, _, target = address
+        if not self._is_allowed(ipaddress.ip_address(target[0])):
+            raise PermissionError("the address is not public")
+        return socket.socket(family, kind, protocol)
 
 
 def too_large(max_bytes: int) -> BadImage:

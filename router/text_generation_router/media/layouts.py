@@ -74,54 +74,42 @@ class ImageFamily:
     """The token that the layout replaces; default: the image token."""
 
 
-def _qwen(files: ModelFiles) -> Layout:
-    """Patches in squares of `merge_size`, as many as the sides allow within two bounds of the area."""
+def _qwen(files: ModelFiles, least: int = 56 * 56, most: int = 28 * 28 * 1280, frames: int = 1) -> Layout:
+    """Patches in squares of `merge_size`, as many as the sides allow within two bounds of the area, here their defaults.
+
+    The area is that of all frames that the model sees at a time, of which an image is each.
+    """
     factor = files.side("patch_size", default=14) * files.side("merge_size", default=2)
-    least = files.images.get("min_pixels") or files.edge("shortest_edge", default=56 * 56)
-    most = files.images.get("max_pixels") or files.edge("longest_edge", default=28 * 28 * 1280)
+    least = files.images.get("min_pixels") or files.edge("shortest_edge", default=least)
+    most = files.images.get("max_pixels") or files.edge("longest_edge", default=most)
 
     def layout(size: Size, count: int) -> Iterator[Piece]:
-        yield _fitted(size, factor, least, most)
+        if frames > 1 and min(size) < factor:
+            scale = max(factor / size[1], factor / size[0])
+            size = int(size[0] * scale), int(size[1] * scale)
+        width, height = (round(side / factor) for side in size)
+        area, pixels = width * height * factor**2 * frames, size[0] * size[1] * frames
+        if area > most:
+            scale = math.sqrt(pixels / most)
+            width, height = (max(1, math.floor(side / scale / factor)) for side in size)
+        elif area < least:
+            scale = math.sqrt(least / pixels)
+            width, height = (math.ceil(side * scale / factor) for side in size)
+        yield width * height
 
     return layout
 
 
 def _glm(files: ModelFiles) -> Layout:
-    """The same; the area is that of both frames of which an image is one, and the shorter side has at least one square."""
-    factor = files.side("patch_size", default=14) * files.side("merge_size", default=2)
-    frames = files.side("temporal_patch_size", default=2)
-    least, most = files.edge("shortest_edge", default=112 * 112), files.edge("longest_edge", default=28 * 28 * 15000)
-
-    def layout(size: Size, count: int) -> Iterator[Piece]:
-        if min(size) < factor:
-            scale = max(factor / size[1], factor / size[0])
-            size = int(size[0] * scale), int(size[1] * scale)
-        yield _fitted(size, factor, least, most, frames)
-
-    return layout
-
-
-def _fitted(size: Size, factor: int, least: int, most: int, frames: int = 1) -> int:
-    width, height = (round(side / factor) for side in size)
-    area, pixels = width * height * factor**2 * frames, size[0] * size[1] * frames
-    if area > most:
-        scale = math.sqrt(pixels / most)
-        width, height = (max(1, math.floor(side / scale / factor)) for side in size)
-    elif area < least:
-        scale = math.sqrt(least / pixels)
-        width, height = (math.ceil(side * scale / factor) for side in size)
-    return width * height
+    """The same; the shorter side has at least one square."""
+    return _qwen(files, 112 * 112, 28 * 28 * 15000, frames=files.side("temporal_patch_size", default=2))
 
 
 def _gemma3(files: ModelFiles) -> Layout:
     if files.images.get("do_pan_and_scan"):
         raise KeyError("do_pan_and_scan")
     tokens = files.side("image_seq_length", files.processor, default=files.config.get("mm_tokens_per_image", 256))
-
-    def layout(size: Size, count: int) -> Iterator[Piece]:
-        yield tokens
-
-    return layout
+    return lambda size, count: iter((tokens,))
 
 
 def _gemma4(files: ModelFiles) -> Layout:
@@ -166,29 +154,13 @@ def _pixtral(files: ModelFiles) -> Layout:
 def _llava(files: ModelFiles) -> Layout:
     if files.vision.get("model_type") == "pixtral":
         return _pixtral(files)
-    crops = files.images.get("do_center_crop", True) and files.images.get("crop_size")
-    side = files.side("crop_size") if crops else files.edge("height", "shortest_edge")
-    patch = files.side("patch_size", files.processor, files.vision)
-    further = files.processor.get(
-        "num_additional_image_tokens", int(files.vision.get("model_type") == "clip_vision_model")
-    )
-    tokens = (side // patch) ** 2 + further - files.leaves_first_out()
-
-    def layout(size: Size, count: int) -> Iterator[Piece]:
-        yield tokens
-
-    return layout
+    tokens = _clip(files)[2]
+    return lambda size, count: iter((tokens,))
 
 
 def _llava_next(files: ModelFiles) -> Layout:
     """The whole image, then its tiles without their padding, with a mark after each row of patches."""
-    crops = files.images.get("do_center_crop", True) and files.images.get("crop_size")
-    tile = files.side("crop_size") if crops else files.edge("shortest_edge", "height")
-    per_tile = tile // files.side("patch_size", files.processor, files.vision)
-    further = files.processor.get(
-        "num_additional_image_tokens", int(files.vision.get("model_type") == "clip_vision_model")
-    )
-    whole = per_tile**2 + further - files.leaves_first_out()
+    tile, per_tile, whole = _clip(files)
     pinpoints = files.images.get("image_grid_pinpoints") or files.config["image_grid_pinpoints"]
 
     def layout(size: Size, count: int) -> Iterator[Piece]:
@@ -196,6 +168,16 @@ def _llava_next(files: ModelFiles) -> Layout:
         yield whole + columns * rows + rows
 
     return layout
+
+
+def _clip(files: ModelFiles) -> tuple[int, int, int]:
+    """Return the side of an image in pixels, in patches, and its features that the model uses."""
+    crops = files.images.get("do_center_crop", True) and files.images.get("crop_size")
+    side = files.side("crop_size") if crops else files.edge("shortest_edge", "height")
+    patches = side // files.side("patch_size", files.processor, files.vision)
+    classes = int(files.vision.get("model_type") == "clip_vision_model")
+    further = files.processor.get("num_additional_image_tokens", classes)
+    return side, patches, patches**2 + further - files.leaves_first_out()
 
 
 def _llava_onevision(files: ModelFiles) -> Layout:
