@@ -36,6 +36,12 @@ class ModelFiles:
     def vision(self) -> Json:
         return self.config.get("vision_config") or {}
 
+    @property
+    def patches(self) -> int:
+        """The patches of a square image of the vision tower."""
+        sides = [self.side(name, self.vision, default=1) for name in ("image_size", "patch_size")]
+        return int(sides[0] // sides[1]) ** 2
+
     def side(self, name: str, *places: Json, default: int | None = None) -> int:
         """Return a number, or that of a square. Raises KeyError."""
         value = next((place[name] for place in (*places, self.images) if place.get(name) is not None), default)
@@ -183,7 +189,7 @@ def _clip(files: ModelFiles) -> tuple[int, int, int]:
 def _llava_onevision(files: ModelFiles) -> Layout:
     """The same with at most a number of tiles' patches; only the whole image, and one mark, where there are several images."""
     tile = files.edge("height", "shortest_edge")
-    tokens = files.side("num_image_tokens", files.processor, default=729)
+    tokens = files.side("num_image_tokens", files.processor, default=files.patches)
     per_tile = math.isqrt(tokens)
     left_out = files.processor.get("vision_feature_select_strategy", files.config.get("vision_feature_select_strategy"))
     whole = tokens - (left_out == "default")
@@ -225,9 +231,10 @@ def _unpadded(size: Size, pinpoints: Sequence[Sequence[int]], tile: int, per_til
 def _idefics3(files: ModelFiles) -> Layout:
     """Tiles in rows, each with its place, then the whole image."""
     tile, longest = files.side("max_image_size", default=364), files.edge("longest_edge", default=4 * 364)
-    tokens = files.processor.get("image_seq_len")
-    if tokens is None:
-        tokens = (tile // files.side("patch_size", files.vision)) ** 2 // files.config.get("scale_factor", 2) ** 2
+    own = (tile // files.side("patch_size", files.vision, default=tile)) ** 2 // files.config.get(
+        "scale_factor", 2
+    ) ** 2
+    tokens = files.side("image_seq_len", files.processor, default=own)
     splits = files.images.get("do_image_splitting", True)
     around = "<fake_token_around_image>"
 
@@ -274,7 +281,8 @@ def _internvl(files: ModelFiles) -> Layout:
     """Tiles of the grid nearest to the image's shape, then the whole image."""
     tile = files.edge("height")
     least, most = files.side("min_patches", default=1), files.side("max_patches", default=12)
-    tokens = files.side("image_seq_length", files.processor, default=files.config.get("image_seq_length", 256))
+    own = int(files.patches * files.config.get("downsample_ratio", 0.5) ** 2)
+    tokens = files.side("image_seq_length", files.processor, default=own)
 
     def layout(size: Size, count: int) -> Iterator[Piece]:
         width, height = size
