@@ -176,7 +176,9 @@ class TorchEngine(SynchronousEngine):
         if not rows and before is None and result is None:
             self._pause()
             return StepResult() if self._table.wait_for_mask() else None
-        launched = self._or_fail(rows, partial(self._launch, rows, began_ahead=before is not None)) if rows else StepResult()
+        launched = (
+            self._or_fail(rows, partial(self._launch, rows, began_ahead=before is not None)) if rows else StepResult()
+        )
         if before is not None:
             result = self._record(before)
         result = result or StepResult()
