@@ -220,10 +220,25 @@ states take at most a quarter of the usable memory, which may bound the number o
 by groups of heads; transformers runs models with short convolutions, and those whose groups of Mamba 2 the ranks cannot share evenly
 (Falcon-H1 without norms alone shares one group among ranks).
 
-Of models of text and images the text part is served; requests cannot have images.
+## Images
 
-| `model_type` | architecture | default of the text part |
-|---|---|---|
+These models of text and images are served with the native text part that their config names. Most take images: the vision tower,
+the projector and the image processor are those of transformers (in Pillow and NumPy), on the engine's device. Needed are the packages
+transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json. Otherwise, with
+`--num-shard` above 1 and by `--model-impl transformers`, the text part alone is served, and the log says why (`the model takes no
+images`). So does `--max-batch-image-tokens 0`, which saves the memory of the tower.
+
+PNG, JPEG, WebP and GIF (first frame) are decoded beside the engine. At most `--max-batch-image-tokens` tokens of images are encoded
+between two steps, one image at least; a chunk that reaches an image waits for it. Encoded images are kept by digest, up to 1 GiB on a GPU
+and 256 MiB on a CPU: a second turn with the same picture encodes nothing. Prefixes are reused as those of texts. On a GPU, steps with
+tokens of images run without graphs. `text-generation-launcher check` counts the tower and the kept images in `memory.images`.
+
+Checked by `tests/unit/shard/torch/test_images.py`: a random checkpoint of each family that takes images gives the logprobs of
+transformers (relative error at most 1e-5, float32, CPU) with up to three pictures of odd sizes; chunk by chunk, preempted, in a second
+turn, and by the operations of a GPU.
+
+| `model_type` | models | architecture | default of the text part | images of a prompt |
+|---|---|---|---|---|
 """
 
 TRANSFORMERS_INTRODUCTION = """\
@@ -244,8 +259,8 @@ Else the log says why (`the layers run in transformers`), and the library's laye
   divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).
 * Layers with a state bound the number of sequences as in the native decoder. Decode steps have no CUDA graph with them, and
   prompts are computed one after the other.
-* Of a model of several modalities the text part is served. Where transformers has no class for it alone (Qwen2-VL to Qwen3-VL,
-  GLM-4V to GLM-4.6V), the class of the whole model is used without its other parts: tensors are converted and logits scaled and
+* Of a model of several modalities the text part is served, without images. Where transformers has no class for it alone (GLM-4V to
+  GLM-4.6V), the class of the whole model is used without its other parts: tensors are converted and logits scaled and
   capped as there. Where it has one, logits are scaled and capped as in that class, by the config of the text part: the whole
   models of transformers omit this for Gemma 3, Aya Vision, Command A Vision and Granite Speech.
 * `kimi_k2` and `mimo`, which transformers does not know, are read as `deepseek_v3` and `qwen2`. A class for text that no mapping of
@@ -284,7 +299,10 @@ def models_page() -> str:
         for name, family in FAMILIES.items()
     ]
     parts.append(WRAPPERS_INTRODUCTION)
-    parts += [f"| `{name}` | {each.architecture} | `{each.text_type}` |\n" for name, each in WRAPPERS.items()]
+    parts += [
+        f"| `{name}` | {native.VISION_MODELS[name]} | {each.architecture} | `{each.text_type}` | {each.max_images or 'none'} |\n"
+        for name, each in WRAPPERS.items()
+    ]
     parts.append(TRANSFORMERS_INTRODUCTION)
     parts += [f"| `{name}` | {family.models} | {family.features} |\n" for name, family in foreign.FAMILIES.items()]
     return "".join([*parts, REAL_MODELS])

@@ -77,6 +77,7 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
             "usable": footprint.memory,
             "weights": footprint.weights,
             "states": footprint.states,
+            "images": footprint.images,
             "largest_step": footprint.largest_step,
             "kv_cache_left": footprint.cache,
             "kv_cache_token": token,

@@ -49,7 +49,7 @@ class ShardSettings(SharedSettings, ShardAccess):
         "lora_modules_dir max_loras max_cpu_loras max_lora_rank speculate synthetic_acceptance",
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
-        Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads",
+        Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads max_batch_image_tokens",
         Topic.TENSORRT_LLM: "trtllm_options",
         Topic.LOGS: "reflection trace_steps",
         Topic.ECHO: "echo_step_ms echo_prefill_us echo_decode_us echo_blocks echo_max_sequence_length",
@@ -80,6 +80,9 @@ class ShardSettings(SharedSettings, ShardAccess):
     """Fraction of the machine's memory that the torch engine may use on CPU, including weights."""
     num_threads: NonNegativeInt = 0
     """Threads of a forward pass on CPU; 0: one per core, at most the CPU quota of a container or service."""
+    max_batch_image_tokens: NonNegativeInt = 4096
+    """Tokens of images that the torch engine encodes between two steps, and one image at least. 0: no images: their encoder is
+    not loaded."""
     lora_adapters: str = ""
     """LoRA adapters to serve beside the model, with commas between: id, id=folder, id@revision.
     Requests name one by its id."""

@@ -11,7 +11,7 @@ from text_generation_proto import convert
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import TraceContext
-from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
+from text_generation_shard.engine import EngineInfo, Media, NewSequence, Orders, Scheduling, StepResult
 
 _SCHEDULING = {Scheduling.STEP: pb.SCHEDULING_STEP, Scheduling.SELF: pb.SCHEDULING_SELF}
 
@@ -52,10 +52,11 @@ def _allocations(
 
 def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> NewSequence:
     """Convert a sequence; `before` are those before it in the orders."""
-    if message.prompt_of > len(before) or (message.prompt_of and message.prompt):
+    if message.prompt_of > len(before) or (message.prompt_of and (message.prompt or message.media)):
         raise InvalidOrders(
             f"prompt_of {message.prompt_of} is not that of an earlier placement, or there is a prompt too"
         )
+    media = tuple(Media(each.offset, each.tokens, each.digest, each.data) for each in message.media)
     return NewSequence(
         slot=message.slot,
         prompt=before[message.prompt_of - 1].prompt if message.prompt_of else tuple(message.prompt),
@@ -72,6 +73,7 @@ def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> New
         trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
         further_blocks=tuple((group.first, tuple(group.blocks)) for group in message.further_blocks),
         draft_scope=message.draft_scope,
+        media=before[message.prompt_of - 1].media if message.prompt_of else media,
     )
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import (
@@ -98,6 +98,27 @@ class EngineInfo:
     """The FP8 type of the KV cache; empty: `dtype`."""
     max_tokens_per_step: int = 0
     """Most new tokens of a sequence in a step; 0: one."""
+    max_images: int = 0
+    """Images that a prompt may have; 0: the model takes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image of a prompt. The prompt has the model's own placeholder ids at its positions."""
+
+    offset: int
+    """The position in the prompt of its first token."""
+    tokens: int
+    """Tokens of the prompt that stand for it, with those between its rows."""
+    digest: bytes
+    """SHA-256 of `data`."""
+    data: bytes
+    """The file: PNG, JPEG, WebP or GIF (first frame)."""
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.offset + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +148,10 @@ class NewSequence:
     """The KV blocks of each group after the first, and before them the index of the first."""
     draft_scope: str = ""
     """Sequences of other scopes are not drafted from its output."""
+    media: tuple[Media, ...] = ()
+    """The images of the prompt, in order."""
+    images: Future[Any] | None = None
+    """`media`, as the engine's encoder takes them. `Engine.decode_images` starts that before the orders are applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +273,10 @@ class Engine(Protocol):
     def grammars(self) -> Grammars | None:
         """The builder of grammar matchers; constant. None if the engine supports no grammars. Used from any thread."""
 
+    @property
+    def decode_images(self) -> Callable[[NewSequence], Future[Any]] | None:
+        """Starts to decode the images of a sequence; constant. None if the engine takes no images. Used from any thread."""
+
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         """Run the largest step, allocate the KV cache and return its groups, a full one first. Drops every sequence.
 
@@ -301,6 +330,8 @@ class Engine(Protocol):
 class SynchronousEngine:
     """Defaults for engines that work only inside the calls made to them."""
 
+    decode_images: Callable[[NewSequence], Future[Any]] | None = None
+
     @property
     def queued(self) -> int:
         """Always 0: there is no queue besides the client's."""
@@ -317,6 +348,7 @@ def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     """Return the first problem of a new sequence, or None."""
     return (
         _prompt_problem(sequence, info)
+        or _media_problem(sequence, info)
         or _options_problem(sequence, info)
         or _range_problem(sequence.sampling)
         or _logit_bias_problem(sequence.sampling, info.vocab_size)
@@ -346,6 +378,19 @@ def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return "generated_tokens must leave at least one prompt token"
     if len(sequence.prompt) + sequence.stopping.max_new_tokens > info.max_sequence_length:
         return f"prompt and new tokens exceed the model's {info.max_sequence_length} positions"
+    return None
+
+
+def _media_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
+    if not sequence.media:
+        return None
+    if len(sequence.media) > info.max_images:
+        return f"a prompt has at most {info.max_images} images"
+    at, end = 0, len(sequence.prompt) - sequence.generated_tokens
+    for media in sequence.media:
+        if media.tokens < 1 or media.offset < at or media.end > end:
+            return "the images of the prompt do not lie in it one after the other"
+        at = media.end
     return None
 
 

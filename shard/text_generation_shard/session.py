@@ -75,10 +75,11 @@ class EngineSession:
     def order(self, orders: Orders) -> None:
         """Queue orders. They are applied in order, one set per boundary. May be called from any thread.
 
-        Compiling of grammars starts here. Orders do not wait for it.
+        Compiling of grammars and decoding of images start here. Orders do not wait for them.
         """
-        if any(sequence.grammar is not None for sequence in orders.placements):
-            orders = replace(orders, placements=tuple(self._with_matcher(sequence) for sequence in orders.placements))
+        if any(sequence.grammar is not None or sequence.media for sequence in orders.placements):
+            placements = (self._with_images(self._with_matcher(sequence)) for sequence in orders.placements)
+            orders = replace(orders, placements=tuple(placements))
         self._put(orders)
 
     def _with_matcher(self, sequence: NewSequence) -> NewSequence:
@@ -91,6 +92,13 @@ class EngineSession:
         # The engine may have nothing to compute until the matcher exists.
         matcher.add_done_callback(lambda _: self._put(None))
         return replace(sequence, matcher=matcher)
+
+    def _with_images(self, sequence: NewSequence) -> NewSequence:
+        if not 0 < len(sequence.media) <= self.engine.info.max_images or self.engine.decode_images is None:
+            return sequence
+        images = self.engine.decode_images(sequence)
+        images.add_done_callback(lambda _: self._put(None))
+        return replace(sequence, images=images)
 
     def end(self) -> None:
         """End the session at the next boundary and discard queued orders. May be called from any thread."""

@@ -45,6 +45,10 @@ MODELS = {
     "smollm3": "SmolLM3",
     "ernie4_5": "ERNIE 4.5 0.3B",
     "mixtral": "Mixtral",
+    "qwen2_vl_text": "Qwen2-VL",
+    "qwen2_5_vl_text": "Qwen2.5-VL",
+    "qwen3_vl_text": "Qwen3-VL dense",
+    "qwen3_vl_moe_text": "Qwen3-VL MoE",
     "qwen2_moe": "Qwen 1.5-MoE, Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE, Qwen3-Coder",
     "gpt_oss": "gpt-oss",
@@ -66,6 +70,24 @@ MODELS = {
     "youtu": "Youtu-LLM-2B",
 }
 """The models that people know of each family, for docs/models.md."""
+VISION_MODELS = {
+    "gemma3": "Gemma 3 4B to 27B",
+    "gemma4": "Gemma 4",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL dense",
+    "qwen3_vl_moe": "Qwen3-VL MoE",
+    "qwen3_5": "Qwen3.5 to 3.8 dense",
+    "qwen3_5_moe": "Qwen3.5 to 3.8 MoE",
+    "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small",
+    "llava": "Llava 1.5, Pixtral",
+    "llava_next": "Llava-Next",
+    "llava_onevision": "Llava-OneVision",
+    "smolvlm": "SmolVLM, SmolVLM2",
+    "idefics3": "Idefics 3, SmolVLM 1",
+    "internvl": "InternVL 3 and 3.5 in the format of transformers",
+}
+"""The same of the models of text and images."""
 
 
 def native_configs(

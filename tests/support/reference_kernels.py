@@ -20,10 +20,11 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
-from text_generation_shard.engines.torch.build.prepare import engine_info
+from text_generation_shard.engines.torch.build.prepare import engine_info, max_images
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.images import ImageSteps
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.kernels.operands import (
     ACTIVATIONS,
@@ -36,6 +37,7 @@ from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeig
 from text_generation_shard.engines.torch.layers import recurrence
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
+from text_generation_shard.engines.torch.models.huggingface.images import load_images
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
@@ -126,7 +128,8 @@ class ReferenceKernels:
         if step.norms_values:
             values = rms_norm(values.to(torch.promote_types(qkv.dtype, torch.float32)), 1.0, step.eps)
         positions = step.positions.long()
-        cos, sin = step.table[positions].to(torch.promote_types(qkv.dtype, torch.float32)).unsqueeze(2).unbind(1)
+        rows = positions if step.rotary_positions is None else step.rotary_positions.long()
+        cos, sin = step.table[rows].to(torch.promote_types(qkv.dtype, torch.float32)).unsqueeze(2).unbind(1)
         if head_norms is None:
             rotated_queries, rotated_keys = _rotated(unrotated, cos, sin), _rotated(keys, cos, sin)
         else:
@@ -364,9 +367,14 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         fp8 = fp8_cache(config, {n: ALONE.tp.kv_heads(each.num_kv_heads) for n, each in enumerate(model.layers)}, CPU)
         shape = CacheShape(weights.layer_shapes, CPU, dtype, info.max_sequence_length, fp8, weights.state_bytes)
         kernels.windows = shape.windows
-        runner = DeviceRunner(decoder, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
+        info = replace(info, max_images=max_images(config, model))
+        encoder = load_images(config, dtype, CPU) if info.max_images else None
+        sizes, rotates = (info.max_slots, info.max_sequence_length), encoder is not None and encoder.rotates
+        runner = DeviceRunner(decoder, kernels, ALONE, shape, *sizes, shifts_positions=rotates)
         memory = DeviceMemory(CPU, 0.4)
         executor = Executor(runner, memory, ALONE, weights.adapters, info.max_loras, runs_ahead=True)
+        if encoder is not None:
+            executor.images = ImageSteps(encoder, config.max_batch_image_tokens, executor.is_broken_by)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
         if weights.state_bytes:
             info = replace(info, max_tokens_per_step=0)

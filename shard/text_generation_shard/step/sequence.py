@@ -6,7 +6,7 @@ import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,14 @@ class Sequence:
     """None without a grammar."""
     chunk: int = 0
     """Prompt tokens ordered for the next step."""
+    pending_images: Future[Any] | None = None
+    """The images of the prompt until they are decoded."""
+    images: Any = None
+    """The images of the prompt once they are decoded, of a type of the engine. None without."""
+    has_images: bool = False
+    """True if the prompt has images: chunks that wait for them add up."""
+    image_limit: int = 0
+    """With images, the position of the first one that is not encoded; no chunk goes past it."""
     further: tuple[list[int], ...] = ()
     """KV blocks of the groups after the first, in order. Those before the first one that it was given are 0 and never read."""
     state_read: int = 0
@@ -106,6 +114,9 @@ class Sequence:
             prompt_top_n=new.logprobs.prompt_top_n,
             prompt_scores=scores,
             pending_matcher=new.matcher,
+            pending_images=new.images,
+            has_images=bool(new.media),
+            image_limit=new.media[0].offset if new.media else 0,
             stop_ids=new.stopping.eos_token_ids | new.stopping.stop_token_ids,
             greedy_from=len(new.prompt) + new.stopping.min_new_tokens if greedy else math.inf,
             adapter=new.adapter,

@@ -59,6 +59,8 @@ class SequenceTable:
     """True if the device keeps the last tokens and steps may begin before they are known: enables the persistent batch."""
     drafts: bool = False
     """True if sequences may have drafts: `tokens` are then known in the persistent batch too."""
+    most_prompt_tokens: int = 1 << 30
+    """Prompt tokens of the largest step."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """By slot. Changed by the table only."""
     _others: dict[int, Sequence] = field(default_factory=dict)
@@ -127,16 +129,16 @@ class SequenceTable:
                 # An order may cross a finish on the wire: ignore unknown slots.
                 if sequence := self.sequences.get(slot):
                     if problem := self._blocks_problem(group, blocks) or self._states_problem(sequence, group):
-                        failed.append(self._drop(sequence, FailureCode.INVALID, problem))
+                        failed.append(self.drop(sequence, FailureCode.INVALID, problem))
                     else:
                         self._allocate(sequence, group, blocks)
         for slot, tokens in orders.prefill:
             if sequence := self.sequences.get(slot):
                 if problem := self._chunk_problem(sequence, tokens):
-                    failed.append(self._drop(sequence, FailureCode.INVALID, problem))
-                else:
-                    sequence.chunk = tokens
-                    self._chunked.append(sequence)
+                    failed.append(self.drop(sequence, FailureCode.INVALID, problem))
+                    continue
+                self._chunked += [] if sequence.chunk else [sequence]
+                sequence.chunk += tokens
         return failed
 
     def decoding(self) -> list[Sequence]:
@@ -164,16 +166,29 @@ class SequenceTable:
         prompt_tokens = 0
         for sequence in self._chunked:
             if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
-                last = sequence.computed + sequence.chunk == sequence.prompt_length
-                if last and sequence.pending_matcher is not None:
+                length = sequence.chunk
+                if sequence.has_images:
+                    # Chunks that waited for an image may be more than a step computes.
+                    length = min(
+                        length, sequence.image_limit - sequence.computed, self.most_prompt_tokens - prompt_tokens
+                    )
+                last = sequence.computed + length == sequence.prompt_length
+                if length <= 0 or (last and sequence.pending_matcher is not None):
                     waiting.append(sequence)
                     continue
-                rows.append(StepRow(sequence, sequence.computed, sequence.chunk, samples=last))
-                prompt_tokens += sequence.chunk
-                sequence.chunk = 0
+                rows.append(StepRow(sequence, sequence.computed, length, samples=last))
+                prompt_tokens += length
+                sequence.chunk -= length
+                if sequence.chunk:
+                    waiting.append(sequence)
         self._chunked = waiting
         self._prefilled = self._prefilled[1], prompt_tokens
         return StepRows(persistent, rows)
+
+    def waiting_for_images(self) -> list[Sequence]:
+        """Return the sequences whose chunk goes past an image that is not encoded."""
+        chunked = (each for each in self._chunked if self.sequences.get(each.slot) is each)
+        return [each for each in chunked if each.has_images and each.computed + each.chunk > each.image_limit]
 
     def retract(self, late: Iterable[Sequence]) -> None:
         """Count the last position of sequences whose mask is not ready as not computed; the step was started."""
@@ -218,7 +233,7 @@ class SequenceTable:
                 if not row.samples:
                     continue
             if index in failures:
-                result.failed.append(self._drop(sequence, *failures[index]))
+                result.failed.append(self.drop(sequence, *failures[index]))
                 continue
             if sequence.prompt_scores is not None or sequence.replay is not None:
                 sequence.report_scores(result)
@@ -248,7 +263,7 @@ class SequenceTable:
             if not sequence.is_held:
                 continue
             if first in output.failures:
-                result.failed.append(self._drop(sequence, *output.failures[first]))
+                result.failed.append(self.drop(sequence, *output.failures[first]))
                 continue
             count, reason = take_tokens(row, first, output)
             result.slots.append(sequence.slot)
@@ -269,7 +284,7 @@ class SequenceTable:
         gone = set(rows.dropped()) if self._persistent.dropped_since(rows) else set()
         for index, failure in output.failures.items():
             if index < len(rows) and index not in gone:
-                result.failed.append(self._drop(rows.sequences[index], *failure))
+                result.failed.append(self.drop(rows.sequences[index], *failure))
                 gone.add(index)
         for index in rows.may_finish(token_ids):
             sequence, token_id = rows.sequences[index], token_ids[index]
@@ -291,7 +306,7 @@ class SequenceTable:
     def fail(self, rows: StepRows, message: str) -> StepResult:
         """Drop the sequences of a step that failed as a whole, and report them."""
         return StepResult(
-            failed=[self._drop(sequence, FailureCode.STEP, message) for sequence in rows.sequences if sequence.is_held]
+            failed=[self.drop(sequence, FailureCode.STEP, message) for sequence in rows.sequences if sequence.is_held]
         )
 
     def _place(self, new: NewSequence) -> None:
@@ -338,7 +353,8 @@ class SequenceTable:
         for block in blocks:
             self._holders[block] = self._holders.get(block, 0) + 1
 
-    def _drop(self, sequence: Sequence, code: FailureCode, message: str) -> Failure:
+    def drop(self, sequence: Sequence, code: FailureCode, message: str) -> Failure:
+        """Drop a sequence that cannot go on."""
         self._remove(sequence.slot)
         return Failure(sequence.slot, code, message)
 
@@ -349,8 +365,9 @@ class SequenceTable:
         sequence.is_held = False
         if self._others.pop(slot, None) is None and self._persistent is not None:
             self._persistent.on_dropped()
-        if sequence.pending_matcher is not None:
-            sequence.pending_matcher.cancel()
+        for pending in (sequence.pending_matcher, sequence.pending_images):
+            if pending is not None:
+                pending.cancel()
         if sequence.matcher is not None and (mask := sequence.matcher.beside) is not None:
             mask.cancel()
         for block in sequence.blocks:
@@ -371,7 +388,7 @@ class SequenceTable:
                 self._without_matcher.append(sequence)
             elif error := future.exception():
                 message = str(error) if isinstance(error, GrammarError) else "the grammar cannot be read"
-                failed.append(self._drop(sequence, FailureCode.GRAMMAR, message))
+                failed.append(self.drop(sequence, FailureCode.GRAMMAR, message))
             else:
                 constrained = sequence if sequence.replay is None else sequence.replay.walker
                 constrained.matcher, sequence.pending_matcher = future.result(), None
@@ -415,9 +432,9 @@ class SequenceTable:
         return None
 
     def _chunk_problem(self, sequence: Sequence, tokens: int) -> str | None:
-        if sequence.chunk:
+        if sequence.chunk and not sequence.has_images:
             return "a chunk is ordered twice for one step"
-        end = sequence.computed + tokens
+        end = sequence.computed + sequence.chunk + tokens
         if tokens < 1 or end > sequence.prompt_length:
             return (
                 f"a chunk of {tokens} does not fit the {sequence.prompt_length - sequence.computed} prompt tokens left"

@@ -115,6 +115,8 @@ class TensorRTEngine:
     def info(self) -> EngineInfo:
         return self._info
 
+    decode_images = None
+
     @property
     def grammars(self) -> None:
         """None: the library does guided decoding itself."""

@@ -15,6 +15,7 @@ from text_generation_shard.engines.torch.attention.step import (
     SingleTokens,
     StateMix,
     Step,
+    StepImages,
 )
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape, PagedKVCache
 from text_generation_shard.engines.torch.batch.state_rows import StateRows, state_chunks
@@ -27,7 +28,7 @@ class PlainStep(Step):
     """The rotation of a step in plain torch. Results are new tensors: `out` is never given."""
 
     def __init__(self, positions: Tensor, layers: Sequence[LayerShape]) -> None:
-        self.positions = positions
+        self.positions = self.rotary_positions = positions
         self._layers = layers
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -77,12 +78,25 @@ class CpuStep(PlainStep):
     """Implements `Step`."""
 
     def __init__(
-        self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache, slot_adapters: Tensor, slot_states: Tensor
+        self,
+        batch: StepBatch,
+        plan: AttentionPlan,
+        cache: PagedKVCache,
+        slot_adapters: Tensor,
+        slot_states: Tensor,
+        slot_shifts: Tensor | None = None,
+        images: StepImages | None = None,
     ) -> None:
         super().__init__(batch.positions, plan.layers)
+        slots = torch.from_numpy(batch.plan.column("slots")).long()
         if batch.plan.adapted:
-            slots = torch.from_numpy(batch.plan.column("slots")).long()
             self.adapters = slot_adapters[slots[batch.places]]
+        if images is not None:
+            self.images = images.in_order(batch.places)
+        if self.images is not None and self.images.positions is not None:
+            self.rotary_positions = self.images.positions
+        elif slot_shifts is not None:
+            self.rotary_positions = self.positions + slot_shifts[slots[batch.places]]
         self._batch = batch
         self._plan = plan
         self._cache = cache
@@ -115,7 +129,8 @@ class CpuStep(PlainStep):
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         rows = functional.embedding(self._batch.token_ids, table)
-        return rows if scale == 1.0 else rows.mul_(scale)
+        rows = rows if scale == 1.0 else rows.mul_(scale)
+        return rows if self.images is None else self.images.embed(rows)
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
         return self._plan.attend(layer, queries, rules)

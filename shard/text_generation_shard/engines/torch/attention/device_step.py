@@ -16,6 +16,7 @@ from text_generation_shard.engines.torch.attention.step import (
     SingleTokens,
     StateMix,
     Step,
+    StepImages,
 )
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.batch.state_rows import StateRows, state_chunks
@@ -44,6 +45,8 @@ class StepContext:
     """int32 [slots + 1]: the LoRA adapter; 0 for none."""
     slot_states: Tensor
     """int32 [slots + 1]: the block of the state."""
+    slot_shifts: Tensor | None = None
+    """int32 [slots + 1]: difference between rotary position and position of new tokens; None if no slot has any."""
     scales: Mapping[int, Tensor] = field(default_factory=dict)
     """As in `Fp8Cache`."""
 
@@ -64,7 +67,9 @@ class DeviceStep(Step):
         planned: Mapping[str, Tensor] | None = None,
         *,
         adapted: bool = False,
+        images: StepImages | None = None,
     ) -> None:
+        self.images = images
         self.columns = columns
         self._planned = planned or {}
         self._rows: StateRows | None = None
@@ -72,6 +77,13 @@ class DeviceStep(Step):
         self._plan = plan
         self._num_decoding = num_decoding
         self._ids, self.positions, self._slots = columns.unbind()
+        self.rotary_positions = self.positions
+        self._rotary_positions = None
+        if images is not None and images.positions is not None:
+            # Each token has a row of its own in a table for this step.
+            self._rotary_positions = torch.arange(len(self.positions), dtype=torch.int32, device=columns.device)
+        elif context.slot_shifts is not None:
+            self._rotary_positions = self.positions + context.slot_shifts.index_select(0, self._slots)
         if adapted:
             self.adapters = context.slot_adapters.index_select(0, self._slots)
         self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
@@ -111,7 +123,7 @@ class DeviceStep(Step):
         if out is None:
             out = torch.empty(self.num_tokens, table.shape[1], dtype=torch.float32, device=table.device)
         self._context.kernels.embed(self._ids, self._slots, self._context.last_tokens, table, out, scale)
-        return out
+        return out if self.images is None else self.images.embed(out)
 
     def rotate_and_append(
         self,
@@ -130,7 +142,7 @@ class DeviceStep(Step):
                 self.positions,
                 self._slots,
                 self._context.block_tables[layer],
-                rotary.table,
+                self._rotary_table(rotary),
                 shape.num_heads,
                 shape.num_kv_heads,
                 shape.head_dim,
@@ -138,11 +150,16 @@ class DeviceStep(Step):
                 rotary.rope.query_beta,
                 max(rotary.rope.original_max_positions, 1),
                 head_norms is not None and head_norms.values,
+                self._rotary_positions,
             )
         weights = None if head_norms is None else (head_norms.query.weight, head_norms.key.weight)
         context = self._context
         context.kernels.rotate_and_append(qkv, out, step, context.cache[layer], weights, context.scales.get(layer))
         return out
+
+    def _rotary_table(self, rotary: RotaryEmbedding) -> Tensor:
+        positions = None if self.images is None else self.images.positions
+        return rotary.table if positions is None else rotary.rows(positions)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         context = self._context

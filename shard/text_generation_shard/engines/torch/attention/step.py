@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor, dtype
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
@@ -50,6 +51,40 @@ StateMix = Callable[[StateRows, Tensor, Tensor | None], Tensor]
 """Computes tokens from their projections [tokens, …] and the states of their sequences, in an output if one is given."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """The images in the tokens of a step."""
+
+    places: Tensor | None
+    """int64 [rows]: the tokens whose embeddings the images give; None without."""
+    rows: Tensor | None
+    """[levels, rows, hidden]: the embeddings, then what is added to the hidden states after each of the first layers."""
+    positions: Tensor | None
+    """int64 [3, tokens]: the rotary positions in each axis; None if they are those of a text."""
+
+    def embed(self, embedded: Tensor) -> Tensor:
+        """Put the embeddings of the images into those of the tokens."""
+        return self._at(embedded, 0, Tensor.index_copy_)
+
+    def add(self, residual: Tensor, layer: int) -> None:
+        """Add the rows of the images that follow a layer."""
+        self._at(residual, layer + 1, Tensor.index_add_)
+
+    def _at(self, hidden: Tensor, level: int, put: Callable[[Tensor, int, Tensor, Tensor], Tensor]) -> Tensor:
+        if self.rows is not None and self.places is not None and level < len(self.rows):
+            put(hidden, 0, self.places, self.rows[level].to(hidden.dtype))
+        return hidden
+
+    def in_order(self, places: Tensor) -> StepImages:
+        """Return the same for tokens in another order; `places` are their indices in this one."""
+        inverse = torch.empty_like(places).index_copy_(0, places, torch.arange(len(places)))
+        return StepImages(
+            None if self.places is None else inverse[self.places],
+            self.rows,
+            None if self.positions is None else self.positions[:, places],
+        )
+
+
 class Step(Protocol):
     """The tokens of a step in flat order, and their attention over the paged KV cache.
 
@@ -58,8 +93,11 @@ class Step(Protocol):
 
     positions: Tensor
     """[tokens], an integer type."""
+    rotary_positions: Tensor
+    """The positions of `rotated`: [tokens] or [axes, tokens]."""
     adapters: Tensor | None = None
     """int32 [tokens]: the LoRA adapter of each token, from 1 on; 0 for none. None if no token has one."""
+    images: StepImages | None = None
 
     @cached_property
     def _factors(self) -> dict[tuple[RotaryEmbedding, dtype], tuple[Tensor, Tensor]]:
@@ -100,7 +138,7 @@ class Step(Protocol):
         """Return the rotated `heads` [tokens, heads, width], which it may overwrite."""
         key = rotary, heads.dtype
         if (factors := self._factors.get(key)) is None:
-            factors = self._factors[key] = rotary.factors(self.positions, heads.dtype)
+            factors = self._factors[key] = rotary.factors(self.rotary_positions, heads.dtype)
         rotary.rotate(heads, factors)
         return heads
 

@@ -16,6 +16,7 @@ from text_generation_shard.engines.torch.build.prepare import Description, Prepa
 from text_generation_shard.engines.torch.device.memory import DeviceMemory, keep_freed_memory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.images import ImageEncoder, ImageSteps
 from text_generation_shard.engines.torch.engine.runner import Model, Runner
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.worker import TPWorker
@@ -66,16 +67,22 @@ class EngineBuilder:
         group: ParallelGroup | None = None,
         fp8: Fp8Cache | None = None,
         state_bytes: int = 0,
+        *,
+        has_axes: bool = False,
     ) -> Runner:
-        """Return the runner of a model; with `group`, for the steps of another group than that of the model."""
+        """Return the runner of a model; with `group`, for the steps of another group than that of the model.
+
+        `has_axes`: the rotary positions of images have several axes.
+        """
         if state_bytes:  # a rejected token cannot be taken out of a state
             self.info = replace(self.info, max_tokens_per_step=0)
         longest = self.info.max_sequence_length
         shape = CacheShape(tuple(layers), self.device, self.dtype, longest, fp8, state_bytes)
         group = group or self.group
         sizes = self.info.max_slots, longest
+        shifts = self.info.max_images > 0 and has_axes
         if self.device.type == "cpu":
-            return CpuRunner(model_with(CpuOps(self.group)), group, shape, *sizes)
+            return CpuRunner(model_with(CpuOps(self.group)), group, shape, *sizes, shifts_positions=shifts)
         # Imports Triton, which torch for CPUs comes without.
         from text_generation_shard.engines.torch.kernels.device_kernels import DeviceKernels
 
@@ -83,15 +90,21 @@ class EngineBuilder:
             shape, scales, self.info.vocab_size, self.info.max_slots, narrow=hidden_size <= MAX_NARROW_HIDDEN_SIZE
         )
         model = model_with(DeviceOps(kernels, self.group, self.dtype))
-        return DeviceRunner(model, kernels, group, shape, *sizes, has_adapters=bool(self.info.max_loras))
+        has_adapters = bool(self.info.max_loras)
+        return DeviceRunner(model, kernels, group, shape, *sizes, has_adapters=has_adapters, shifts_positions=shifts)
 
-    def executor(self, runner: Runner, group: ParallelGroup | None = None) -> Executor:
+    def executor(
+        self, runner: Runner, group: ParallelGroup | None = None, encoder: ImageEncoder | None = None
+    ) -> Executor:
         """Return the executor of rank 0 of a group."""
         runs_ahead = self.device.type == "cuda"
         store, places = self.adapters, self.info.max_loras
-        return Executor(runner, self._memory, group or self.group, store, places, runs_ahead=runs_ahead)
+        executor = Executor(runner, self._memory, group or self.group, store, places, runs_ahead=runs_ahead)
+        if encoder is not None:
+            executor.images = ImageSteps(encoder, self._config.max_batch_image_tokens, executor.is_broken_by)
+        return executor
 
-    def engine(self, runner: Runner) -> Engine:
+    def engine(self, runner: Runner, encoder: ImageEncoder | None = None) -> Engine:
         """Return the engine of rank 0, or of a follower."""
         if self._config.rank > 0:
             execute = TPWorker(runner, self._memory, self.device, self.adapters).execute
@@ -103,7 +116,7 @@ class EngineBuilder:
                 "drafts are taken as right at random: texts are not those of the model", tokens_per_step=accepted
             )
             drafter.accept_synthetically(accepted, self.info.vocab_size)
-        return TorchEngine(self.info, self.executor(runner), self._grammars, trace, drafter)
+        return TorchEngine(self.info, self.executor(runner, encoder=encoder), self._grammars, trace, drafter)
 
 
 def _prepare_gpu(device: torch.device, dtype: torch.dtype) -> None:

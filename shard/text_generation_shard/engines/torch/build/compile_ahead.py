@@ -31,7 +31,16 @@ from text_generation_shard.engines.torch.models.native.config import ModelConfig
 PROGRAM = "text_generation_shard.engines.torch.build.compile_part"
 HELPERS = 4
 SETTINGS = frozenset(
-    ("model_path", "dtype", "quantize", "kv_cache_dtype", "device", "max_batch_size", "cuda_memory_fraction")
+    (
+        "model_path",
+        "dtype",
+        "quantize",
+        "kv_cache_dtype",
+        "device",
+        "max_batch_size",
+        "cuda_memory_fraction",
+        "max_batch_image_tokens",
+    )
 )
 """The settings on which the kernels of a model without LoRA adapters depend."""
 KERNEL = "kernel "

@@ -58,11 +58,13 @@ class Footprint:
     """Estimate of the largest step, graphs and libraries; the start measures it."""
     states: int = 0
     """The states of all slots, of layers of the library that have them."""
+    images: int = 0
+    """The encoder of images, and the images that it keeps."""
 
     @property
     def cache(self) -> int:
         """The memory that is left for the KV cache."""
-        return self.memory - self.weights - self.largest_step - self.states
+        return self.memory - self.weights - self.largest_step - self.states - self.images
 
     def groups(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...] | None:
         """Return the groups of the KV cache that fit; None if its shape is not known. Raises EngineError."""
@@ -85,7 +87,12 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
     nbytes += 0 if weights.adapters is None else weights.adapters.nbytes
     sizes = model.num_layers, model.hidden_size
-    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, state_bytes=weights.state_bytes)
+    found = _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, state_bytes=weights.state_bytes)
+    if not found.info.max_images:
+        return found
+    from text_generation_shard.engines.torch.models.huggingface.images import image_bytes
+
+    return replace(found, images=image_bytes(Path(config.model_path), prepared.dtype, prepared.target.device))
 
 
 def transformers_footprint(

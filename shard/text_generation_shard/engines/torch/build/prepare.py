@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
+import structlog
 import torch
 
 from text_generation_common.lora import parse_adapters
@@ -21,6 +23,8 @@ from text_generation_shard.grammar import Grammars, load_grammars
 if TYPE_CHECKING:  # it imports transformers
     from text_generation_shard.engines.torch.models.huggingface.config import TransformersConfig
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files with the settings of the processor of images."""
 MAX_SLOTS = 256
 MAX_TOP_N_TOKENS = 20
 DEVICES = ("cpu", "cuda")
@@ -33,6 +37,8 @@ CUDA_PREFILL_TOKENS = (1024, 8192)
 CUDA_CHUNK_PRODUCTS = 16e12
 """Multiplications per chunk, about 50 ms on a Hopper GPU: long enough to amortize a launch, short enough not to delay decoding.
 Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
+
+log = structlog.get_logger()
 
 AUTO_DRAFTS = 8
 """Tokens of the longest draft, unless a flag says otherwise."""
@@ -87,7 +93,26 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
         )
     dtype = getattr(torch, config.dtype or model_config.dtype)
     check_memory(model_config, dtype.itemsize, target, config.world_size)
-    return describe(config, model_config, target)
+    prepared = describe(config, model_config, target)
+    return replace(prepared, info=replace(prepared.info, max_images=max_images(config, model_config)))
+
+
+def max_images(config: ShardConfig, model_config: ModelConfig) -> int:
+    """Return the images that a prompt may have; logs why a model of images takes none."""
+    most = model_config.max_images if config.max_batch_image_tokens else 0
+    if not most:
+        return 0
+    missing = [name for name in ("transformers", "PIL") if find_spec(name) is None]
+    reason = ""
+    if config.world_size > 1:
+        reason = "its encoder runs on one GPU only"
+    elif missing:
+        reason = f"{' and '.join(missing)} are not installed"
+    elif not any(Path(config.model_path, name).is_file() for name in PROCESSOR_FILES):
+        reason = f"the folder has no {PROCESSOR_FILES[0]}"
+    if reason and config.rank == 0:
+        log.warning("the model takes no images", reason=reason)
+    return 0 if reason else most
 
 
 def describe(config: ShardConfig, model_config: Description, target: Target) -> Prepared[Description]:

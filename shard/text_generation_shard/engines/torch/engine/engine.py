@@ -113,6 +113,9 @@ class TorchEngine(SynchronousEngine):
             else TokenMasks(grammars, info.vocab_size, in_step=info.keeps_states or executor.has_states)
         )
         self._executor = executor
+        self._images = executor.images
+        if self._images is not None:
+            self.decode_images = self._images.encoder.decode
         self._trace = trace
         self._device = torch.device(info.device)
         self._events = EventRecorder(self._device)
@@ -129,6 +132,7 @@ class TorchEngine(SynchronousEngine):
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         executor = self._executor
         self.reset()
+        self._table.most_prompt_tokens = limits.max_batch_prefill_tokens or self.info.suggested_prefill_tokens
         kinds, block_bytes = executor.kinds, executor.block_bytes
         orders, worst_groups = worst_step(self.info, limits, executor.threshold_search.rows_at_once, kinds)
         executor.allocate([0 for _ in kinds])
@@ -138,10 +142,14 @@ class TorchEngine(SynchronousEngine):
             self._table.apply(orders)
             rows = self._table.rows()
             with torch.inference_mode(), phase("computing the largest step and compiling its kernels"):
+                if self._images is not None:
+                    self._images.encoder.encode_largest()
                 self._record(self._sample(self._launch(rows, adapted=bool(self.info.max_loras))))
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)
+            if self._images is not None:
+                available -= self._images.encoder.cache_bytes
             groups = cache_groups(self.info, limits, kinds, block_bytes, available)
             self._allocate(groups)
             executor.ready()
@@ -168,6 +176,7 @@ class TorchEngine(SynchronousEngine):
 
     @torch.inference_mode()
     def step(self) -> StepResult | None:
+        failed, encoded = ([], 0) if self._images is None else self._images.advance(self._table)
         before, self._in_flight = self._in_flight, None
         result = None
         if before is not None and self._must_record(before):
@@ -175,13 +184,14 @@ class TorchEngine(SynchronousEngine):
         rows = self._next_rows() if before is None else self._table.rows()
         if not rows and before is None and result is None:
             self._pause()
-            return StepResult() if self._table.wait_for_mask() else None
+            return StepResult(failed=failed) if failed or encoded or self._table.wait_for_mask() else None
         launched = (
             self._or_fail(rows, partial(self._launch, rows, began_ahead=before is not None)) if rows else StepResult()
         )
         if before is not None:
             result = self._record(before)
         result = result or StepResult()
+        result.failed += failed
         if isinstance(launched, _Step):
             launched = self._or_fail(launched.rows, partial(self._sample, launched))
         if isinstance(launched, StepResult):
@@ -189,7 +199,8 @@ class TorchEngine(SynchronousEngine):
         elif self._executor.runs_ahead:
             self._in_flight = launched
         else:
-            return self._record(launched)
+            result = self._record(launched)
+            result.failed += failed
         return result
 
     def _must_record(self, step: _Step) -> bool:
@@ -236,6 +247,8 @@ class TorchEngine(SynchronousEngine):
             self.grammars.close()
         if self._masks is not None:
             self._masks.close()
+        if self._images is not None:
+            self._images.encoder.close()
 
     def _pause(self) -> None:
         """Note that there is nothing to compute."""

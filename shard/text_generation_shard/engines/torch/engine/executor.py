@@ -22,6 +22,7 @@ from text_generation_shard.engines.torch.batch.step_plan import (
 )
 from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers, upload
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
+from text_generation_shard.engines.torch.engine.images import ImageSteps, shift_of
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, spare_bytes
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
@@ -66,6 +67,8 @@ class Executor:
     ) -> None:
         """`places`: LoRA adapters on the device at a time."""
         self.runs_ahead = runs_ahead
+        self.images: ImageSteps | None = None
+        """None if the model takes no images."""
         self._adapters = adapters
         self._places: dict[str, int] = {}
         """The place of each LoRA adapter on the device, from 1 on; the one used least recently first."""
@@ -96,12 +99,14 @@ class Executor:
         """
         plan = self._plan(rows, greedy=greedy)
         plan = plan.with_adapters() if adapted else plan
+        prefills = _prefills(rows) if rows.prefills else []
+        images = None if self.images is None else self.images.of_step(rows, prefills, self._device)
         self._broadcast(WorkerCommand.STEP, plan.numbers.data.cast("B"))
         started = self._events.record()
-        output = self._runner.start(plan)
+        output = self._runner.start(plan, images)
         return Launched(
             hidden=output.normed,
-            prefills=_prefills(rows) if rows.prefills else [],
+            prefills=prefills,
             # A graph computes the logits of its padding rows too.
             logits=None if output.logits is None else output.logits[: rows.num_sampling],
             sampled=output.sampled,
@@ -175,6 +180,8 @@ class Executor:
         if self.has_states and rows.prefills:
             chunks = (row.sequence for row in rows.others if row.prefills)
             updates += [(self._runner.state_cell(each.slot), each.state_write) for each in chunks]
+        if rows.prefills and self.images is not None and self.images.encoder.rotates:
+            updates += self._shift_updates(rows)
         updates += table_updates(rows, self._runner.table_rows, self._runner.max_blocks)
         if rows.prefills:
             plan = plan_chunks(rows, updates, self._runner.windows, greedy=greedy, memory=self._pinned_memory)
@@ -227,6 +234,11 @@ class Executor:
         if (own := self._adapters.change(command, name, argument)) is None:
             return []
         return [own, *(self._group.leader.gather() if self._group.tp.world_size > 1 else [])]
+
+    def _shift_updates(self, rows: StepRows) -> list[TableUpdate]:
+        """Return the updates that give the slots of prompts the shift of their rotary positions: the last chunk sets it."""
+        chunks = [row for row in rows.others if row.prefills]
+        return [(self._runner.shift_cell(row.sequence.slot), shift_of(row.sequence) * row.samples) for row in chunks]
 
     def _pinned_memory(self, length: int) -> Ints:
         numbers: Ints = self._pinned.take(length).numpy()

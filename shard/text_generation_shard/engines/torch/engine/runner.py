@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.attention.step import Step
+from text_generation_shard.engines.torch.attention.step import Step, StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import Padding, StepPlan
 from text_generation_shard.engines.torch.parallel.channel import PeerLossTranslator
@@ -68,7 +68,14 @@ class Runner(ABC):
     """
 
     def __init__(
-        self, model: Model, group: ParallelGroup, shape: CacheShape, max_slots: int, max_sequence_length: int
+        self,
+        model: Model,
+        group: ParallelGroup,
+        shape: CacheShape,
+        max_slots: int,
+        max_sequence_length: int,
+        *,
+        shifts_positions: bool,
     ) -> None:
         self._model = model
         self._group = group
@@ -84,11 +91,13 @@ class Runner(ABC):
         """Rows of the block table of a group."""
         sizes = len(self.windows), self.table_rows, self.max_blocks
         cells = math.prod(sizes)
-        self._cells = torch.zeros(cells + 2 * self.table_rows, dtype=torch.int32, device=self.device)
-        """The block tables of the groups, then the LoRA adapter of each slot, 0 for none, and the block of its state. The updates of a
-        plan change all of them."""
+        self._cells = torch.zeros(cells + 3 * self.table_rows, dtype=torch.int32, device=self.device)
+        """The block tables of the groups, then the LoRA adapter of each slot, 0 for none, the block of its state, and the shift of its
+        rotary positions. The updates of a plan change all of them."""
         self._tables = self._cells[:cells].view(sizes)
-        self._slot_adapters, self._slot_states = self._cells[cells:].view(2, -1)
+        self._slot_adapters, self._slot_states, shifts = self._cells[cells:].view(3, -1)
+        self._slot_shifts = shifts if shifts_positions else None
+        """None if all rotary positions are positions."""
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
 
     def adapter_cell(self, slot: int) -> int:
@@ -98,6 +107,10 @@ class Runner(ABC):
     def state_cell(self, slot: int) -> int:
         """Return the cell of a plan's updates that has the block of the state of a slot."""
         return self.adapter_cell(slot) + self.table_rows
+
+    def shift_cell(self, slot: int) -> int:
+        """Return the cell of a plan's updates that has the shift of the rotary positions of a slot."""
+        return self.state_cell(slot) + self.table_rows
 
     def _allocate_states(self, num_blocks: Sequence[int]) -> None:
         """Allocate the states, if there are any, and one more block: that of the dummy slot."""
@@ -124,8 +137,8 @@ class Runner(ABC):
         """Free the graphs, if there are any."""
 
     @abstractmethod
-    def start(self, plan: StepPlan) -> ForwardOutput:
-        """Launch a step. The plan's memory may be reused when the step has finished. Raises GroupBroken, like those below."""
+    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
+        """Launch a step, with images if there are any in its tokens. The plan's memory may be reused when the step has finished. Raises GroupBroken, like those below."""
 
     def broadcast_sampled_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
         """Store the sampled tokens of some slots for the next steps and broadcast them; on rank 0."""

@@ -188,6 +188,8 @@ class RopeStep:
     query_period: int = 1
     norms_values: bool = False
     """True: values are normed too, without a weight."""
+    rotary_positions: Tensor | None = None
+    """int32 [tokens]: the rows of `table`; None: `positions`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def rotate_and_append(
         queries,
         cache_layer,
         step.positions,
+        step.rotary_positions,
         step.slots,
         step.block_tables,
         step.table,
@@ -85,12 +86,13 @@ def _tile(num_pieces: int, head_dim: int, many_tokens: bool) -> tuple[int, int, 
 
 
 # Read one number at a time, at any offset of a buffer: the same compiled kernel serves aligned and unaligned pointers.
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots", "block_tables"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "rotary_positions", "slots", "block_tables"])
 def _rotate_and_append_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     qkv: tl.tensor,
     queries: tl.tensor,
     cache_layer: tl.tensor,
     positions: tl.tensor,
+    rotary_positions: tl.tensor | None,
     slots: tl.tensor,
     block_tables: tl.tensor,
     table: tl.tensor,
@@ -131,7 +133,10 @@ def _rotate_and_append_kernel(  # noqa: PLR0913, PLR0915 – a kernel's argument
         sources -= tl.where(is_value, NUM_KV_HEADS * 2 * HALF, 0)
     first = tl.load(sources, mask=is_real & inside, other=0.0).to(tl.float32)
     second = tl.load(sources + HALF, mask=is_real & inside, other=0.0).to(tl.float32)
-    factors = table + position * (2 * HALF) + columns
+    row = position
+    if rotary_positions is not None:
+        row = tl.load(rotary_positions + token)
+    factors = table + row * (2 * HALF) + columns
     cos = tl.load(factors, mask=inside, other=0.0)
     sin = tl.load(factors + HALF, mask=inside, other=0.0)
 

@@ -35,6 +35,8 @@ class Rope:
     """True: dimensions 2i and 2i + 1 are rotated together, not i and i + half."""
     factors: tuple[float, ...] = ()
     """Divisors of the frequencies of `longrope`."""
+    axes: tuple[int, ...] = ()
+    """The axis of the rotary position of each rotated pair, for models whose images have three; empty: a position has one."""
     query_beta: float = 0.0
     """Queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original_max_positions⌋) after the rotation."""
 
@@ -59,6 +61,7 @@ class RotaryEmbedding:
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         frequencies, scale = inverse_frequencies(rope, head_dim)
         self.rope = rope
+        self._axes = torch.tensor((*rope.axes, *(0,) * (head_dim // 2))[: head_dim // 2], device=device)
         self._half = head_dim // 2
         rest = torch.zeros(self._half - len(frequencies))
         self._frequencies = torch.cat((frequencies, rest)).to(device)
@@ -71,15 +74,23 @@ class RotaryEmbedding:
         if len(self.table) < max_positions:
             self.table = rotary_table(self._frequencies, self._scale, max_positions, self._frequencies.device)
 
+    def rows(self, positions: Tensor) -> Tensor:
+        """Return the rows of `table` for positions [3, tokens] in each axis: [tokens, 2, head_dim / 2]."""
+        pairs = torch.arange(self._half, device=positions.device)
+        return self.table[positions[self._axes].T, :, pairs].transpose(1, 2).contiguous()
+
     def factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and signed sin, each [tokens, 1, head_dim], for `positions` [tokens]. Computed in float32.
+        """Return cos and signed sin, each [tokens, 1, head_dim], for `positions` [tokens], or [3, tokens] in each axis.
+
+        Computed in float32.
 
         The sign of rotate_half is folded into sin, so that rotate_half becomes a roll by half a head.
         """
         if len(self.table):
             cos, sin = self.table[positions].unbind(1)
         else:
-            angles = positions.unsqueeze(1).float() * self._frequencies
+            by_pair = positions.unsqueeze(1) if positions.ndim == 1 else positions[self._axes].T
+            angles = by_pair.float() * self._frequencies
             cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return (
             torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1),

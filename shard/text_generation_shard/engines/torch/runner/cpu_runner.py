@@ -8,6 +8,7 @@ import torch
 
 from text_generation_shard.engines.torch.attention.cpu_step import CpuStep
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
+from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, PagedKVCache
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.batch.tiles import build_batch
@@ -19,9 +20,16 @@ class CpuRunner(Runner):
     """Implements `Runner`."""
 
     def __init__(
-        self, model: Model, group: ParallelGroup, shape: CacheShape, max_slots: int, max_sequence_length: int
+        self,
+        model: Model,
+        group: ParallelGroup,
+        shape: CacheShape,
+        max_slots: int,
+        max_sequence_length: int,
+        *,
+        shifts_positions: bool = False,
     ) -> None:
-        super().__init__(model, group, shape, max_slots, max_sequence_length)
+        super().__init__(model, group, shape, max_slots, max_sequence_length, shifts_positions=shifts_positions)
         widths = [layer.window for layer in shape.layers if layer.window is not None]
         self._window = max(widths) if len(widths) == len(shape.layers) else None
         """The longest sliding window if every layer has one."""
@@ -35,7 +43,7 @@ class CpuRunner(Runner):
         self._cache = PagedKVCache(self._shape, num_blocks)
         self._allocate_states(num_blocks)
 
-    def start(self, plan: StepPlan) -> ForwardOutput:
+    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
         if plan.sizes.updates:
             cells, blocks = (torch.from_numpy(plan.column(name)) for name in ("cells", "blocks"))
             self._cells[cells.long()] = blocks
@@ -43,7 +51,8 @@ class CpuRunner(Runner):
         if batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
         attention = AttentionPlan(batch, self._tables, self._cache, self._shape)
-        step = CpuStep(batch, attention, self._cache, self._slot_adapters, self._slot_states)
+        slots = self._slot_adapters, self._slot_states, self._slot_shifts
+        step = CpuStep(batch, attention, self._cache, *slots, images)
         with self._translate_peer_loss:
             hidden = batch.in_plan_order(self._model.forward(step))
             if not plan.num_sampling:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from text_generation_common.progress import WorkProgress
 from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
+from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import ALIGNMENT, COLUMNS, Padding, StepPlan
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model, Runner
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class DeviceRunner(Runner):
     """Implements `Runner` with kernels and graphs. Each group of the KV cache has one block more, for the dummy slot."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 – the parts of a rank
         self,
         model: Model,
         kernels: DeviceKernels,
@@ -35,8 +36,9 @@ class DeviceRunner(Runner):
         max_sequence_length: int,
         *,
         has_adapters: bool = False,
+        shifts_positions: bool = False,
     ) -> None:
-        super().__init__(model, group, shape, max_slots, max_sequence_length)
+        super().__init__(model, group, shape, max_slots, max_sequence_length, shifts_positions=shifts_positions)
         self._kernels = kernels
         self._num_blocks: Sequence[int] = (0,) * len(self.kinds)
         self._kinds = (False, True) if has_adapters else (False,)
@@ -107,11 +109,11 @@ class DeviceRunner(Runner):
     def drop_graphs(self) -> None:
         self._graphs = self._piecewise = None
 
-    def start(self, plan: StepPlan) -> ForwardOutput:
+    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
         numbers = torch.from_numpy(plan.numbers)
         with self._translate_peer_loss:
             output = None if self._graphs is None else self._graphs.replay(plan, numbers)
-            return output or self._run(plan, numbers.to(self.device, non_blocking=True))
+            return output or self._run(plan, numbers.to(self.device, non_blocking=True), images=images)
 
     def _step_context(self, num_blocks: Sequence[int]) -> StepContext:
         """Allocate a KV cache. It is zeroed, so that it is finite."""
@@ -131,17 +133,19 @@ class DeviceRunner(Runner):
         )
         group_tables = tuple(self._tables)
         tables = [group_tables[group] for group in self._shape.groups]
-        numbers = self._last_tokens, self._slot_adapters, self._slot_states
+        numbers = self._last_tokens, self._slot_adapters, self._slot_states, self._slot_shifts
         return StepContext(self._kernels, cache, self._shape.layers, tables, *numbers, self._shape.scales)
 
-    def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
+    def _run(
+        self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None, images: StepImages | None = None
+    ) -> ForwardOutput:
         """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""
         columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.bounds, strict=True)}
         if plan.sizes.updates:
             self._kernels.update_tables(columns["cells"], columns["blocks"], self._cells)
         if plan.sizes.chunks:
             self._kernels.plan_chunks(plan, columns)
-        normed = self._normed(plan, numbers, columns)
+        normed = self._normed(plan, numbers, columns, images)
         if not plan.num_sampling:
             return ForwardOutput(normed, None, None)
         hidden, slots = normed, columns["slots"]
@@ -158,12 +162,17 @@ class DeviceRunner(Runner):
         self._kernels.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
         return ForwardOutput(normed, logits, sampled)
 
-    def _normed(self, plan: StepPlan, numbers: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    def _normed(
+        self, plan: StepPlan, numbers: Tensor, columns: Mapping[str, Tensor], images: StepImages | None
+    ) -> Tensor:
         # The first three columns are those of the tokens; they have equal lengths and distances.
         (start, _), (second, _), *_ = plan.bounds
         tokens = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
-        step = DeviceStep(tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted)
-        if self._piecewise is not None and plan.sizes.chunks:
+        step = DeviceStep(
+            tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted, images=images
+        )
+        # The pieces have no images in them.
+        if self._piecewise is not None and plan.sizes.chunks and images is None:
             normed = self._piecewise.run(step)
             if normed is not None:
                 return normed

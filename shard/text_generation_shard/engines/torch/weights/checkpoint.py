@@ -23,7 +23,12 @@ from text_generation_shard.engine import EngineError
 INDEX = "model.safetensors.index.json"
 
 
-TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "backbone.": "model."}
+TEXT_PREFIXES = {
+    "language_model.": "",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "backbone.": "model.",
+}
 """Prefixes of the text part of a model of text and images, as transformers 4 and 5 write it, and of a Nemotron-H; and those of
 other models of text."""
 

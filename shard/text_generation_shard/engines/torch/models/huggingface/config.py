@@ -80,7 +80,7 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
     if scheme is not None and scheme.online:
         raise raw.error(f"--quantize {quantize}: the weights of a model that transformers runs are not quantized")
     try:
-        whole = config_from_json(_unquantized(raw.values))
+        whole = config_from_json(unquantized(raw.values))
         text = whole.get_text_config(decoder=True)
         found = decoder_class(whole)
         if found is None:
@@ -117,10 +117,10 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
     )
 
 
-def _unquantized(values: Mapping[str, Any]) -> dict[str, Any]:
+def unquantized(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without its quantization: the library would quantize the model's layers."""
     kept = {key: value for key, value in values.items() if key != "quantization_config"}
-    return kept | {key: _unquantized(inner) for key, inner in kept.items() if key == "text_config" and inner}
+    return kept | {key: unquantized(inner) for key, inner in kept.items() if key == "text_config" and inner}
 
 
 def _idle_experts(model: torch.nn.Module, text: LibraryConfig) -> int:

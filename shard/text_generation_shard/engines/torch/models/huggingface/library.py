@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import transformers
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoImageProcessor, DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
@@ -116,6 +117,27 @@ def _text_part(wrapper: LibraryModel) -> LibraryModel:
                     setattr(module, name, None)
 
     return type(wrapper.__name__, (wrapper,), {"__init__": init, "__module__": wrapper.__module__})
+
+
+def image_part(whole: LibraryConfig) -> LibraryModel:
+    """Return the class of a model of text and images without its decoder and its LM head. Raises LookupError if there is none."""
+    wrapper = next(each for each in (_mapped(mapping, whole) for mapping in WRAPPERS) if each is not None)
+    whole.tie_word_embeddings = False
+
+    def init(self: LibraryModel, config: LibraryConfig) -> None:
+        wrapper.__init__(self, config)
+        dropped = self.get_decoder(), self.get_output_embeddings()
+        for module in list(self.modules()):
+            for name, child in list(module.named_children()):
+                if child in dropped:
+                    setattr(module, name, None)
+
+    return type(wrapper.__name__, (wrapper,), {"__init__": init, "__module__": wrapper.__module__})
+
+
+def image_processor(folder: Path) -> Any:  # noqa: ANN401 – a processor of the library
+    """Return the processor of images of the model in a folder, by Pillow and NumPy."""
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
 
 
 def share_conversions(whole: LibraryConfig, model_class: LibraryModel) -> None:

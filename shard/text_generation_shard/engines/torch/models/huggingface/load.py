@@ -20,6 +20,7 @@ from text_generation_shard.engines.torch.models.huggingface.attention import NAM
 from text_generation_shard.engines.torch.models.huggingface.config import TransformersConfig
 from text_generation_shard.engines.torch.models.huggingface.dequantize import dequantized_tensors
 from text_generation_shard.engines.torch.models.huggingface.library import (
+    LibraryConfig,
     LibraryModel,
     register_attention,
     use_attention,
@@ -47,7 +48,7 @@ def load_model(
     try:
         with warnings.catch_warnings(action="ignore"), phase("loading weights by transformers"):
             if config.load_format == "dummy":
-                model = _random(model_config, device, dtype)
+                model = random_model(model_config.model_class, model_config.library, device, dtype)
                 if group.tp.world_size > 1:
                     Division(model, group, device).divide()
             else:
@@ -63,12 +64,14 @@ def load_model(
     return model
 
 
-def _random(model_config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> LibraryModel:
+def random_model(
+    model_class: LibraryModel, config: LibraryConfig, device: torch.device, dtype: torch.dtype
+) -> LibraryModel:
     """Return a model with the library's own random weights, the same in every run."""
     torch.manual_seed(0)
     with torch.device(device):
         # The public `from_config` chooses the class by itself.
-        return model_config.model_class._from_config(model_config.library, dtype=dtype).eval()
+        return model_class._from_config(config, dtype=dtype).eval()
 
 
 def _from_checkpoint(
@@ -88,9 +91,25 @@ def _from_checkpoint(
     is_whole = group.tp.world_size == 1
     loads_on_device = is_whole and device.type != "cpu" and find_spec("accelerate") is not None
     on_device = {"device_map": {"": device}} if loads_on_device else {}
-    model, info = model_config.model_class.from_pretrained(
+    model = loaded(folder, model_config.model_class, model_config.library, tensors, dtype, **on_device)
+    if not is_whole:
+        # The parameters are still mapped files: a rank reads its part.
+        Division(model, group, device).divide()
+    return own_memory(model, device)
+
+
+def loaded(
+    folder: Path,
+    model_class: LibraryModel,
+    config: LibraryConfig,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    **on_device: object,
+) -> LibraryModel:
+    """Return a model of a class of the library with the tensors of a checkpoint. Raises EngineError, naming a tensor."""
+    model, info = model_class.from_pretrained(
         None,
-        config=model_config.library,
+        config=config,
         state_dict=tensors,
         dtype=dtype,
         output_loading_info=True,
@@ -102,11 +121,12 @@ def _from_checkpoint(
         raise EngineError(f"{folder}: {name} has shape {list(stored)}, config.json says {list(shape)}")
     if missing := sorted(info["missing_keys"]):
         raise EngineError(f"{folder}: the checkpoint has no tensor {missing[0]}")
-    if not is_whole:
-        # The parameters are still mapped files: a rank reads its part.
-        Division(model, group, device).divide()
+    return model
+
+
+def own_memory(model: LibraryModel, device: torch.device) -> LibraryModel:
+    """Return the model on the device, in memory of its own: on a CPU a parameter may still be the mapped file."""
     if device.type == "cpu":
-        # A parameter may still be the mapped file.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     return model.to(device).eval()

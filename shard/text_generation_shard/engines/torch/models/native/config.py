@@ -88,6 +88,8 @@ class ModelConfig(DecoderNumbers):
     states: StateConfig | None = None
     multipliers: Multipliers | None = None
     quantization: Scheme | None = None
+    max_images: int = 0
+    """Images that a prompt may have, as far as the model knows."""
 
     @property
     def num_layers(self) -> int:
@@ -223,6 +225,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         states=read_states(raw, family.states, num_layers, hidden_size),
         multipliers=read_multipliers(raw) if family.layer_multipliers else None,
         quantization=scheme,
+        max_images=0 if wrapper is None or "vision_config" not in whole else wrapper.max_images,
     )
 
 
@@ -238,10 +241,10 @@ def _text_part(raw: JsonObject) -> JsonObject:
     wrapper = WRAPPERS.get(raw.optional_text("model_type") or "")
     if wrapper is None:
         return raw
-    if "text_config" not in raw:
+    if "text_config" not in raw and not wrapper.is_flat:
         raise raw.error("text_config is missing")
     text = raw.decoder()
-    model_type = text.optional_text("model_type") or wrapper.text_type
+    model_type = wrapper.text_type if text is raw else text.optional_text("model_type") or wrapper.text_type
     return text.merged({"model_type": model_type, "tie_word_embeddings": _shares_head(raw, wrapper)})
 
 

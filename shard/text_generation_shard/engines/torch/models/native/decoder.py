@@ -236,6 +236,8 @@ class Decoder:
                 layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
             if layer.scale != 1.0:
                 ops.multiply(stream, layer.scale)
+            if step.images is not None:
+                step.images.add(stream.residual, index)
         return ops.norm(stream, weights.norm, buffers.normed)
 
     def _add_mixed(

@@ -63,6 +63,8 @@ class ExpertFamily:
     fused_module: str = "mlp"
     """The module that has the tensors of all experts in checkpoints with one for gate and up, and one for down."""
     fused_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    transposed: bool = False
+    """True: the tensors of all experts are [experts, inputs, outputs]."""
     clamped: bool = False
     """True: the experts of gpt-oss, with biases, interleaved gate and up, weights [experts, inputs, outputs]."""
 

@@ -169,11 +169,11 @@ class Experts:
     def _of_expert(self, expert: int) -> dict[str, ParameterShard]:
         """Return the weights of an expert: gate, up and down, or those of gpt-oss, which has one for interleaved gate and up.
 
-        A checkpoint may have them in `gate_up_proj` and `down_proj` of all experts: that of gpt-oss does, transposed.
+        A checkpoint may have them in `gate_up_proj` and `down_proj` of all experts: those of gpt-oss and Qwen3-VL are transposed.
         """
         config, inner, prefix = self._config, self._inner, f"{self._prefix}experts.{expert}."
         gate_up, down = self._gate_up.weight[expert], self._down.weight[expert]
-        hidden, transposed = gate_up.shape[1], config.family.clamped
+        hidden, transposed = gate_up.shape[1], config.family.clamped or config.family.transposed
         fused_gate_up, fused_down = config.family.fused_names
 
         def source(name: str, outputs: int, inputs: int, first_row: int = 0) -> OtherSource:
@@ -185,7 +185,7 @@ class Experts:
         down_part = ParameterShard(
             down, (hidden, inner.total), (0, inner.start), other=source(fused_down, hidden, inner.total)
         )
-        if transposed:
+        if config.family.clamped:
             rows = _doubled(inner)
             other = source(fused_gate_up, rows.total, hidden)
             whole = ParameterShard(gate_up, (rows.total, hidden), (rows.start, 0), other=other)

@@ -51,6 +51,10 @@ class Wrapper:
     """Default model_type of the text part."""
     ties: bool
     """Default of tie_word_embeddings."""
+    max_images: int = 0
+    """Images that a prompt may have; 0: text alone is served."""
+    is_flat: bool = False
+    """True: older checkpoints have the text part's config in that of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,10 @@ class Family:
     """Default of partial_rotary_factor, the part of a head that is rotated; None: heads are rotated whole."""
     interleaved_rotary: bool = False
     """True: dimensions 2i and 2i + 1 are rotated together, not i and i + half of the head."""
+    rotary_sections: tuple[int, int, int] | None = None
+    """Default of mrope_section, the number of rotated pairs of each axis of the positions of images; None: they have one axis."""
+    alternating_axes: bool = False
+    """True: the pairs of the axes alternate, while the axis has any left; False: those of an axis follow one another."""
     rope_switch: bool = False
     """True: layers have a rotation only if position_embedding_type is "rope"."""
     no_rope_interval: int = 0

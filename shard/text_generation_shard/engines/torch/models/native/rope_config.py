@@ -59,6 +59,8 @@ def _read_rope(
     raw: JsonObject, family: Family, given: Mapping[str, Any], default_theta: float, max_positions: int
 ) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "mrope" and family.rotary_sections is not None:
+        kind = "default"
     if family.partial_rotary == 1.0 and kind in LONGROPE:
         kind = "longrope"
     elif kind not in ROPE_TYPES or any(isinstance(value, dict) for value in given.values()):
@@ -72,6 +74,7 @@ def _read_rope(
     if partial != 1 and family.partial_rotary is None and kind != "proportional":
         raise raw.unsupported(f"partial_rotary_factor {partial:g} is not supported")
     common: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": family.interleaved_rotary}
+    common["axes"] = _axes(raw, family, given)
     if kind == "default":
         return Rope(kind, **common)
     if kind == "linear":
@@ -110,6 +113,23 @@ def _read_rope(
         truncate=inner.flag("truncate", default=not inner.is_null("truncate")),
         query_beta=_optional(inner, "llama_4_scaling_beta") or 0.0,
     )
+
+
+def _axes(raw: JsonObject, family: Family, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the axis of each rotated pair; empty if positions have one axis."""
+    if family.rotary_sections is None:
+        return ()
+    sections = given.get("mrope_section") or family.rotary_sections
+    if (
+        not isinstance(sections, list | tuple)
+        or len(sections) != len(family.rotary_sections)
+        or not all(type(each) is int and 0 <= each <= MAX_FACTORS for each in sections)
+    ):
+        raise raw.error(f"mrope_section {shortened(sections)} is not three numbers of rotated pairs")
+    if not family.alternating_axes:
+        return tuple(axis for axis, pairs in enumerate(sections) for _ in range(pairs))
+    pairs = range(3 * max(sections))
+    return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in pairs)
 
 
 def check_rope_numbers(raw: JsonObject) -> None:

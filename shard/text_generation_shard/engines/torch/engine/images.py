@@ -1,0 +1,236 @@
+"""The images of prompts in the step loop: decoded beside it, encoded between steps, and given to the steps that compute them.
+
+A prompt has placeholder ids where its images are. `AutoImages` of the models encode an image to rows, which take the place of the
+embeddings of these ids. A chunk waits until the images that it reaches are encoded: at most as many tokens of images between two steps as
+the budget allows, so that decoding sequences go on. Encoded images are kept by the digest of their files: the chunks of a prompt and
+the next turns of a chat share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from text_generation_common.one_line import typed_line
+from text_generation_proto.values import FailureCode
+from text_generation_shard.engine import Failure, NewSequence
+from text_generation_shard.engines.torch.attention.step import StepImages
+from text_generation_shard.step.sequence import Sequence as StepSequence
+from text_generation_shard.step.sequence import StepRow, StepRows
+from text_generation_shard.step.table import SequenceTable
+
+NO_LIMIT = 1 << 40
+"""Beyond any position."""
+
+
+class ImageError(Exception):
+    """An image cannot be used; the message is one line for the client."""
+
+
+@dataclass(slots=True)
+class Picture:
+    """An image of a prompt, as the encoder takes it."""
+
+    digest: bytes
+    places: NDArray[np.int64]
+    """The positions in the prompt that its rows take."""
+    end: int
+    """The position after its last token."""
+    inputs: Callable[[], dict[str, Tensor]]
+    """Returns the arguments of the encoder. Takes long, unless they were computed before."""
+
+
+@dataclass(slots=True)
+class PromptImages:
+    """The images of a prompt while it is computed."""
+
+    pictures: list[Picture]
+    starts: list[int]
+    """The first position of each."""
+    positions: NDArray[np.int64] | None
+    """[3, prompt]: the rotary positions; None if they are those of a text."""
+    shift: int = 0
+    """Difference between rotary position and position, after the prompt."""
+    encoded: dict[int, Tensor] = field(default_factory=dict)
+    """The rows of pictures by their number, until the chunk with the last of them is launched."""
+    following: int = 0
+    """Number of the first picture that is not encoded."""
+
+    def skip(self, computed: int) -> None:
+        """Go on with the first picture that is not computed."""
+        while self.following < len(self.pictures) and self.pictures[self.following].end <= computed:
+            self.following += 1
+
+    @property
+    def limit(self) -> int:
+        """The first position whose picture is not encoded."""
+        return self.starts[self.following] if self.following < len(self.starts) else NO_LIMIT
+
+    def rows(self, start: int, end: int) -> list[tuple[NDArray[np.int64], Tensor]]:
+        """Return (positions, rows) of each picture in [start, end), and forget those that end there."""
+        found = []
+        for number, rows in list(self.encoded.items()):
+            places = self.pictures[number].places
+            first, last = np.searchsorted(places, (start, end)).tolist()
+            if first < last:
+                found.append((places[first:last], rows[:, first:last]))
+            if last == len(places):
+                del self.encoded[number]
+        return found
+
+
+class ImageEncoder(Protocol):
+    """The image part of a model."""
+
+    rotates: bool
+    """True if images have rotary positions in several axes."""
+    cache_bytes: int
+    """Most bytes of encoded images that are kept."""
+    cached: RowCache
+    """The encoded images."""
+
+    def decode(self, new: NewSequence) -> Future[PromptImages]:
+        """Decode the images of a sequence beside the engine. Fails with ImageError. May be called from any thread."""
+        ...
+
+    def encode(self, picture: Picture) -> Tensor:
+        """Return the rows [levels, tokens, hidden] of an image: in the place of embeddings, then what is added after each of the first layers."""
+        ...
+
+    def encode_largest(self) -> None:
+        """Encode an image of the largest usual size, to measure its memory."""
+
+    def close(self) -> None:
+        """Stop decoding."""
+
+
+class RowCache:
+    """The rows of images by digest. Those that were not used for longest are dropped. `in` may be asked from any thread."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._rows: dict[bytes, Tensor] = {}
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._rows
+
+    def get(self, digest: bytes) -> Tensor | None:
+        """Return the rows of an image, which count as used now; None if they are not here."""
+        if (rows := self._rows.pop(digest, None)) is not None:
+            self._rows[digest] = rows
+        return rows
+
+    def put(self, digest: bytes, rows: Tensor) -> None:
+        """Keep the rows of an image that is not here."""
+        self._rows[digest] = rows
+        self._left -= rows.nbytes
+        while self._left < 0:
+            self._left += self._rows.pop(next(iter(self._rows))).nbytes
+
+
+class ImageSteps:
+    """Encodes the images of the sequences of a table, at most about `budget` tokens of them at once."""
+
+    def __init__(self, encoder: ImageEncoder, budget: int, is_broken_by: Callable[[Exception], bool]) -> None:
+        self.encoder = encoder
+        self._budget = budget
+        self._is_broken_by = is_broken_by
+        """Returns True for an error after which no step can be computed."""
+
+    def advance(self, table: SequenceTable) -> tuple[list[Failure], int]:
+        """Encode images that chunks wait for; return the sequences that were dropped, and the tokens encoded."""
+        failed: list[Failure] = []
+        tokens = 0
+        for sequence in table.waiting_for_images():
+            try:
+                images = _decoded(sequence)
+                while images is not None and sequence.computed + sequence.chunk > sequence.image_limit:
+                    picture = images.pictures[images.following]
+                    if (rows := self.encoder.cached.get(picture.digest)) is None:
+                        if tokens and tokens + len(picture.places) > self._budget:
+                            return failed, tokens
+                        tokens += len(picture.places)
+                        rows = self.encoder.encode(picture)
+                        self.encoder.cached.put(picture.digest, rows)
+                    if rows.shape[1] != len(picture.places):
+                        raise ImageError(f"an image has {len(picture.places)} placeholders for {rows.shape[1]} rows")
+                    images.encoded[images.following] = rows
+                    images.following += 1
+                    sequence.image_limit = images.limit
+            except ImageError as error:
+                failed.append(table.drop(sequence, FailureCode.INVALID, str(error)))
+            except Exception as error:
+                if self._is_broken_by(error):
+                    raise
+                failed.append(table.drop(sequence, FailureCode.STEP, f"an image is not encoded: {typed_line(error)}"))
+        return failed, tokens
+
+    def of_step(
+        self, rows: StepRows, prefills: Sequence[tuple[StepRow, int]], device: torch.device
+    ) -> StepImages | None:
+        """Return the images of a step; None if no chunk is of a prompt with images. `prefills` has chunks and their places."""
+        with_images = [
+            (row, offset, row.sequence.images) for row, offset in prefills if row.sequence.images is not None
+        ]
+        if not with_images:
+            return None
+        places: list[NDArray[np.int64]] = []
+        parts: list[Tensor] = []
+        for row, offset, images in with_images:
+            for positions, part in images.rows(row.start, row.start + row.length):
+                places.append(positions + (offset - row.start))
+                parts.append(part)
+        positions = _rotary_positions(rows) if self.encoder.rotates else None
+        for row, _, images in with_images:
+            if row.samples:
+                row.sequence.images = PromptImages([], [], None, images.shift)
+        return StepImages(
+            torch.from_numpy(np.concatenate(places)).to(device) if places else None,
+            torch.cat(parts, dim=1) if parts else None,
+            None if positions is None else torch.from_numpy(positions).to(device),
+        )
+
+
+def shift_of(sequence: StepSequence) -> int:
+    """Return the difference between rotary position and position of the tokens that a sequence generates."""
+    return 0 if sequence.images is None else sequence.images.shift
+
+
+def _decoded(sequence: StepSequence) -> PromptImages | None:
+    """Return the images of a sequence; None while they are decoded. Raises ImageError."""
+    if (pending := sequence.pending_images) is not None:
+        if not pending.done():
+            return None
+        sequence.pending_images = None
+        if (error := pending.exception()) is not None:
+            raise ImageError(
+                str(error) if isinstance(error, ImageError) else f"an image cannot be used: {typed_line(error)}"
+            )
+        sequence.images = pending.result()
+        sequence.images.skip(sequence.computed)
+        sequence.image_limit = sequence.images.limit
+    images: PromptImages = sequence.images
+    return images
+
+
+def _rotary_positions(rows: StepRows) -> NDArray[np.int64]:
+    """Return the rotary positions [3, tokens] of all tokens of a step."""
+    parts: list[NDArray[np.int64]] = []
+    if rows.persistent is not None:
+        shifts = np.array([shift_of(sequence) for sequence in rows.persistent.sequences], dtype=np.int64)
+        parts.append(np.broadcast_to(rows.persistent.starts + shifts, (3, len(shifts))))
+    for row in rows.others:
+        images, end = row.sequence.images, row.start + row.length
+        if images is not None and row.prefills and images.positions is not None:
+            parts.append(images.positions[:, row.start : end])
+        else:
+            shift = 0 if row.prefills else shift_of(row.sequence)
+            parts.append(np.broadcast_to(np.arange(row.start + shift, end + shift), (3, row.length)))
+    return np.concatenate(parts, axis=1)

@@ -1,0 +1,203 @@
+"""The image part of a model of text and images: the library's image processor, vision tower and projector, with the checkpoint's weights.
+
+Images are decoded and processed by Pillow, on threads beside the engine, and encoded one by one on the engine's device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from text_generation_common.one_line import one_line
+from text_generation_common.progress import phase
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError, NewSequence
+from text_generation_shard.engines.torch.engine.images import ImageError, Picture, PromptImages, RowCache
+from text_generation_shard.engines.torch.models.huggingface.config import unquantized
+from text_generation_shard.engines.torch.models.huggingface.library import (
+    LibraryConfig,
+    LibraryModel,
+    check_version,
+    config_from_json,
+    image_part,
+    image_processor,
+)
+from text_generation_shard.engines.torch.models.huggingface.load import loaded, own_memory, random_model
+from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint, text_name
+from text_generation_shard.grammar import lower_priority
+from text_generation_shard.json_object import JsonObject
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MAX_PIXELS = 1 << 26
+"""Most pixels of an image: they are decoded to four bytes each."""
+WORKERS = 2
+MAX_GRIDS = 1 << 14
+"""Most images of which the size in patches is kept."""
+TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+"""Begins of the names of tensors of the text part, in the names of a model of text."""
+CACHE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
+"""Memory for encoded images, by kind of device. 2²⁸ bytes are 32 thousand tokens of an 8B model."""
+LARGEST_SIDE = {"cpu": 224, "cuda": 2048}
+"""Sides of the square image whose encoding is measured at the start."""
+
+log = structlog.get_logger()
+
+
+class LibraryImages:
+    """Implements `ImageEncoder`."""
+
+    def __init__(self, model: LibraryModel, processor: Any, device: torch.device) -> None:  # noqa: ANN401 – of the library
+        self._model = model
+        self._processor = processor
+        self._device = device
+        self._token_id = int(model.config.image_token_id)
+        self.rotates = hasattr(model.model, "get_rope_index")
+        self.cache_bytes = CACHE_BYTES[device.type]
+        self.cached = RowCache(self.cache_bytes)
+        self._grids: dict[bytes, Tensor] = {}
+        """int64 [1, 3]: the size of images in patches, for their rotary positions."""
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
+
+    def decode(self, new: NewSequence) -> Future[PromptImages]:
+        return self._pool.submit(self._decode, new)
+
+    def encode(self, picture: Picture) -> Tensor:
+        dtype = self._model.dtype
+        inputs = {
+            name: each.to(self._device, dtype if each.is_floating_point() else None)
+            for name, each in picture.inputs().items()
+        }
+        output = self._model.get_image_features(**inputs)
+        added = getattr(output, "deepstack_features", None) or ()
+        return torch.stack([_rows(output.pooler_output), *map(_rows, added)])
+
+    def encode_largest(self) -> None:
+        side = LARGEST_SIDE[self._device.type]
+        self.encode(Picture(b"", np.empty(0, np.int64), 0, partial(self._processed, Image.new("RGB", (side, side)))))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _decode(self, new: NewSequence) -> PromptImages:
+        ids = np.array(new.prompt)
+        is_image = np.zeros(len(ids), dtype=bool)
+        pictures: list[Picture] = []
+        for number, media in enumerate(new.media, 1):
+            span = slice(media.offset, media.end)
+            is_image[span] = ids[span] == self._token_id
+            if hashlib.sha256(media.data).digest() != media.digest:
+                raise ImageError(f"image {number} has another digest than its data")
+            inputs = partial(self._inputs, media.data, number)
+            is_computed = media.end <= new.computed_tokens or media.digest in self.cached
+            if not is_computed or (self.rotates and media.digest not in self._grids):
+                values = inputs()
+                if self.rotates:
+                    self._keep_grid(media.digest, values["image_grid_thw"])
+                inputs = partial(_same, values)
+            places = media.offset + np.flatnonzero(is_image[span])
+            pictures.append(Picture(media.digest, places, media.end, inputs))
+        positions, shift = self._rotary_positions(ids, is_image, [each.digest for each in new.media])
+        return PromptImages(pictures, [media.offset for media in new.media], positions, shift)
+
+    def _keep_grid(self, digest: bytes, grid: Tensor) -> None:
+        self._grids[digest] = grid
+        if len(self._grids) > MAX_GRIDS:
+            self._grids.pop(next(iter(self._grids)), None)
+
+    def _inputs(self, data: bytes, number: int) -> dict[str, Tensor]:
+        """Return the arguments of the encoder for a file. Raises ImageError."""
+        try:
+            image = Image.open(BytesIO(data), formats=FORMATS)
+            if (pixels := image.width * image.height) > MAX_PIXELS:
+                raise ImageError(f"image {number} has {pixels} pixels, more than {MAX_PIXELS}")
+            return self._processed(ImageOps.exif_transpose(image).convert("RGB"))
+        except ImageError:
+            raise
+        except Exception as error:  # noqa: BLE001 – decoders and processors raise errors of many kinds
+            raise ImageError(f"image {number} cannot be read: {one_line(error)}") from None
+
+    def _processed(self, image: Image.Image) -> dict[str, Tensor]:
+        return dict(self._processor(images=[image], return_tensors="pt"))
+
+    def _rotary_positions(
+        self, ids: NDArray[np.int64], is_image: NDArray[np.bool_], digests: Sequence[bytes]
+    ) -> tuple[NDArray[np.int64] | None, int]:
+        """Return the rotary positions [3, prompt], and the shift of those that follow."""
+        if not self.rotates:
+            return None, 0
+        try:
+            positions, shifts = self._model.model.get_rope_index(
+                torch.from_numpy(ids).unsqueeze(0),
+                mm_token_type_ids=torch.from_numpy(is_image).int().unsqueeze(0),
+                image_grid_thw=torch.cat([self._grids[digest] for digest in digests]),
+            )
+        except (RuntimeError, StopIteration):
+            raise ImageError("the placeholders of the images do not fit their sizes") from None
+        axes: NDArray[np.int64] = positions[:, 0].numpy()
+        return axes, int(shifts[0])
+
+
+def _same(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return values
+
+
+def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the rows [tokens, hidden] of an image, or of its tiles in order."""
+    parts = [features] if isinstance(features, Tensor) else features
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def load_images(config: ShardConfig, dtype: torch.dtype, device: torch.device) -> LibraryImages:
+    """Load the image part of the model in a folder. Raises EngineError with a one-line message."""
+    folder = Path(config.model_path)
+    whole, model_class = _image_class(folder)
+    try:
+        with warnings.catch_warnings(action="ignore"), phase("loading the image encoder"):
+            processor = image_processor(folder)
+            if config.load_format == "dummy":
+                model = random_model(model_class, whole, device, dtype)
+            else:
+                checkpoint = Checkpoint(folder)
+                names = [name for name in checkpoint.names if not text_name(name).startswith(TEXT)]
+                model = loaded(folder, model_class, whole, checkpoint.map(names), dtype)
+                model = own_memory(model, device)
+    except (EngineError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
+        reason = one_line(error)
+        raise EngineError(
+            f"{folder}: its image encoder cannot be loaded: {reason}; without images: --max-batch-image-tokens 0"
+        ) from None
+    return LibraryImages(model, processor, device)
+
+
+def image_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the memory of the image part of the model in a folder, and of the images that it keeps."""
+    whole, model_class = _image_class(folder)
+    with torch.device("meta"):
+        model = model_class(whole)
+    weights = sum(int(each.numel()) for each in model.parameters())
+    return weights * dtype.itemsize + CACHE_BYTES[device.type]
+
+
+def _image_class(folder: Path) -> tuple[LibraryConfig, LibraryModel]:
+    check_version()
+    raw = JsonObject.read(folder)
+    try:
+        whole = config_from_json(unquantized(raw.values))
+        return whole, image_part(whole)
+    except Exception as error:  # noqa: BLE001 – the library checks values in many ways
+        raise raw.error(f"the library does not take it: {one_line(error)}") from None

@@ -1,0 +1,281 @@
+"""Tiny random models of text and images, their folders, and prompts with pictures; the reference is transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tiny_transformers import SHAPE, random_model, save
+from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
+
+from text_generation_proto.values import Stopping
+from text_generation_shard.engine import Media, NewSequence
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+
+IMAGE, VIDEO, START, END = 3, 4, 5, 6
+"""Ids of the placeholder of images, and of tokens around them."""
+TEXT = SHAPE | {"tie_word_embeddings": False, "num_hidden_layers": 3}
+SIDE, PATCH = 28, 14
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+QWEN_VISION = {
+    "depth": 3,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": SHAPE["hidden_size"],
+    "patch_size": PATCH,
+    "intermediate_size": 16,
+}
+QWEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+PINPOINTS = [[28, 56], [56, 28], [56, 56]]
+FIXED = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+PIXTRAL = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}}
+QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": PATCH,
+    "size": {"shortest_edge": 784, "longest_edge": 12 * 784},
+}
+SMOLVLM = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": SIDE}}
+
+
+def _rope(*sections: int) -> dict[str, object]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+
+
+def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
+    """Return the config of each family, and the settings of its processor of images."""
+    llama, qwen2 = transformers.LlamaConfig(**TEXT).to_dict(), transformers.Qwen2Config(**TEXT).to_dict()
+    clip, siglip, pixtral = (
+        config(**VISION).to_dict()
+        for config in (transformers.CLIPVisionConfig, transformers.SiglipVisionConfig, transformers.PixtralVisionConfig)
+    )
+    wide = TEXT | {"head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    hybrid = {
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "rope_parameters": {**_rope(2, 1, 1), "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+    }
+    qwen3 = QWEN_VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    qwen3_5 = QWEN_VISION | {"num_position_embeddings": 16}
+    idefics = {"scale_factor": 2, "pad_token_id": 0, "image_token_id": IMAGE}
+    return {
+        "llava": (
+            transformers.LlavaConfig(text_config=llama, vision_config=clip, image_token_index=IMAGE),
+            {"image_processor_type": "CLIPImageProcessor", **FIXED},
+        ),
+        "llava, pixtral": (
+            transformers.LlavaConfig(
+                text_config=llama,
+                vision_config=pixtral,
+                image_token_index=IMAGE,
+                vision_feature_layer=-1,
+                vision_feature_select_strategy="full",
+            ),
+            PIXTRAL | {"patch_size": PATCH},
+        ),
+        "mistral3": (
+            transformers.Mistral3Config(
+                text_config=transformers.MistralConfig(**TEXT, sliding_window=None).to_dict(),
+                vision_config=pixtral,
+                image_token_index=IMAGE,
+                tie_word_embeddings=False,
+            ),
+            PIXTRAL | {"patch_size": {"height": 2 * PATCH, "width": 2 * PATCH}},
+        ),
+        "llava_next": (
+            transformers.LlavaNextConfig(
+                text_config=llama, vision_config=clip, image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS
+            ),
+            {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PINPOINTS, **FIXED},
+        ),
+        "llava_onevision": (
+            transformers.LlavaOnevisionConfig(
+                text_config=qwen2, vision_config=siglip, image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS
+            ),
+            {
+                "image_processor_type": "LlavaOnevisionImageProcessor",
+                "size": {"height": SIDE, "width": SIDE},
+                "image_grid_pinpoints": PINPOINTS,
+            },
+        ),
+        "smolvlm": (
+            transformers.SmolVLMConfig(text_config=llama, vision_config=dict(VISION), **idefics),
+            {"image_processor_type": "SmolVLMImageProcessor", **SMOLVLM},
+        ),
+        "idefics3": (
+            transformers.Idefics3Config(text_config=llama, vision_config=dict(VISION), **idefics),
+            {"image_processor_type": "Idefics3ImageProcessor", **SMOLVLM},
+        ),
+        "internvl": (
+            transformers.InternVLConfig(
+                text_config=qwen2,
+                vision_config=VISION | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]},
+                image_token_id=IMAGE,
+            ),
+            {
+                "image_processor_type": "GotOcr2ImageProcessor",
+                "crop_to_patches": True,
+                "max_patches": 4,
+                "size": {"height": SIDE, "width": SIDE},
+            },
+        ),
+        "qwen2_vl": (
+            transformers.Qwen2VLConfig(
+                text_config=TEXT | {"rope_parameters": _rope(1, 1, 2)},
+                vision_config={
+                    "depth": 2,
+                    "embed_dim": 16,
+                    "hidden_size": SHAPE["hidden_size"],
+                    "num_heads": 2,
+                    "patch_size": PATCH,
+                },
+                **QWEN_IDS,
+            ),
+            QWEN,
+        ),
+        "qwen2_5_vl": (
+            transformers.Qwen2_5_VLConfig(
+                text_config=TEXT | {"rope_parameters": _rope(1, 1, 2)},
+                vision_config=QWEN_VISION | {"fullatt_block_indexes": [1]},
+                **QWEN_IDS,
+            ),
+            QWEN,
+        ),
+        "qwen3_vl": (
+            transformers.Qwen3VLConfig(
+                text_config=wide | {"rope_parameters": _rope(4, 2, 2)}, vision_config=qwen3, **QWEN_IDS
+            ),
+            QWEN,
+        ),
+        "qwen3_vl_moe": (
+            transformers.Qwen3VLMoeConfig(
+                text_config=wide | experts | {"rope_parameters": _rope(4, 2, 2)}, vision_config=qwen3, **QWEN_IDS
+            ),
+            QWEN,
+        ),
+        "qwen3_5": (
+            transformers.Qwen3_5Config(text_config=wide | hybrid, vision_config=qwen3_5, **QWEN_IDS),
+            QWEN,
+        ),
+        "qwen3_5_moe": (
+            transformers.Qwen3_5MoeConfig(
+                text_config=wide | hybrid | experts | {"shared_expert_intermediate_size": 40},
+                vision_config=qwen3_5,
+                **QWEN_IDS,
+            ),
+            QWEN,
+        ),
+    }
+
+
+def picture(width: int, height: int, seed: int = 0, file_format: str = "PNG") -> bytes:
+    """Return the file of a random picture."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, file_format)
+    return file.getvalue()
+
+
+@dataclass
+class Prompt:
+    """A prompt with pictures."""
+
+    ids: tuple[int, ...]
+    media: tuple[Media, ...]
+
+
+class VisionModel:
+    """A tiny model in a folder, by transformers."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        config, processor = vision_configs()[name]
+        model = random_model(config)
+        for parameter_name, weight in model.named_parameters():
+            # The usual weights are so small that a picture would not matter.
+            if "language_model" not in parameter_name and "text_model" not in parameter_name and weight.ndim > 1:
+                torch.nn.init.normal_(weight, 0.0, 0.3)
+        self.folder = save(model, folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+        self.model: PreTrainedModel = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+        self._known: dict[object, tuple[torch.Tensor, list[int]]] = {}
+        self._nested = config.model_type in ("smolvlm", "idefics3")
+        self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    def prompt(self, files: Sequence[bytes], start: Sequence[int] = (7, 8, 9, 10)) -> Prompt:
+        """Return a prompt with text around and between the pictures in `files`."""
+        ids, media = list(start), []
+        for number, data in enumerate(files):
+            count = self._tokens(data)
+            ids.append(START)
+            media.append(Media(len(ids), count, hashlib.sha256(data).digest(), data))
+            ids += [IMAGE] * count + [END, 11 + number, 23]
+        return Prompt((*ids, 33, 44, 55), tuple(media))
+
+    def _inputs(self, files: Sequence[bytes]) -> dict[str, Any]:
+        images = [Image.open(BytesIO(data)).convert("RGB") for data in files]
+        inputs = dict(self._processor(images=[images] if self._nested else images, return_tensors="pt"))
+        return {name: each for name, each in inputs.items() if name not in ("num_patches", "num_crops")}
+
+    def _tokens(self, data: bytes) -> int:
+        with torch.inference_mode():
+            features = self.model.get_image_features(**self._inputs([data])).pooler_output
+        return sum(each.numel() // each.shape[-1] for each in features)
+
+    def _logits(self, ids: Sequence[int], inputs: dict[str, Any]) -> torch.Tensor:
+        known = torch.tensor([ids])
+        if "image_grid_thw" in inputs:
+            inputs = inputs | {"mm_token_type_ids": (known == IMAGE).int()}
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(input_ids=known, use_cache=False, **inputs).logits[0]
+        return logits.float()
+
+    def reference(self, prompt: Prompt, count: int) -> tuple[torch.Tensor, list[int]]:
+        """Return the log-probability of each token of a prompt after the first, and the most probable tokens after it."""
+        key = prompt.ids, tuple(each.digest for each in prompt.media), count
+        if key not in self._known:
+            inputs = self._inputs([each.data for each in prompt.media]) if prompt.media else {}
+            ids, logits = list(prompt.ids), self._logits(prompt.ids, inputs)
+            scores = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+            ids.append(int(logits[-1].argmax()))
+            while len(ids) < len(prompt.ids) + count:
+                ids.append(int(self._logits(ids, inputs)[-1].argmax()))
+            self._known[key] = scores, ids[len(prompt.ids) :]
+        return self._known[key]
+
+    def greedy(self, prompt: Prompt, count: int) -> list[int]:
+        """Return the most probable tokens after a prompt."""
+        return self.reference(prompt, count)[1]
+
+
+def decoded(engine: TorchEngine, prompt: Prompt, computed: int = 0) -> dict[str, Any]:
+    """Return the arguments by which a driver admits the pictures of a prompt, as a session does; waits for them."""
+    assert engine.decode_images is not None
+    new = NewSequence(0, prompt.ids, Stopping(max_new_tokens=1), media=prompt.media, computed_tokens=computed)
+    images = engine.decode_images(new)
+    wait([images])
+    return {"media": prompt.media, "images": images}

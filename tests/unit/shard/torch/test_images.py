@@ -1,0 +1,196 @@
+"""Prompts with pictures in the torch engine: the logits of transformers, however the prompt is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import Driver
+from full_grid import full
+from reference_kernels import reference_engine
+from vision_models import Prompt, VisionModel, decoded, picture, vision_configs
+
+from text_generation_proto.values import FailureCode, WarmUpLimits
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+
+NEW_TOKENS = 4
+SIZES = ((70, 45), (31, 90), (64, 64))
+"""Odd, tall and square; in pixels."""
+FAST = ("smolvlm", "qwen3_vl")
+"""Tiles; several axes, and additions after layers."""
+FEW = {"llava_onevision": 1}
+"""Pictures of a prompt, where a family takes few."""
+
+
+def limits() -> WarmUpLimits:
+    return WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=64)
+
+
+@pytest.fixture(scope="module", params=[name if name in FAST else full(name) for name in vision_configs()])
+def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    return VisionModel(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def prompts(vision: VisionModel) -> list[Prompt]:
+    files = [picture(*size, seed) for seed, size in enumerate(SIZES)][: FEW.get(vision.model.config.model_type, 3)]
+    return [vision.prompt(files), vision.prompt(files[:1]), Prompt((9, 8, 7, 6, 5, 4), ())]
+
+
+@pytest.fixture(scope="module")
+def engine(vision: VisionModel) -> TorchEngine:
+    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    assert isinstance(engine, TorchEngine)
+    assert engine.info.max_images
+    return engine
+
+
+def check_all(engine: TorchEngine, vision: VisionModel, prompts: list[Prompt], chunk: int) -> None:
+    """Compare prompts that are computed together, chunk by chunk, one of them preempted, with transformers."""
+    driver = Driver(engine, engine.warm_up(limits()))
+    streams = []
+    for prompt in prompts:
+        admission = decoded(engine, prompt) if prompt.media else {}
+        streams.append(driver.admit(prompt.ids, NEW_TOKENS, chunk=chunk, prompt_logprobs=True, **admission))
+        driver.step()
+    while not streams[0].tokens:
+        driver.step()
+    longer = Prompt((*prompts[0].ids, *streams[0].tokens), prompts[0].media)
+    moved = driver.preempt(streams[0], **decoded(engine, longer))
+    driver.run()
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert stream.failure is None
+        expected, greedy = vision.reference(prompt, NEW_TOKENS)
+        found = torch.tensor(stream.prompt_logprobs[0][1:])
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+        tokens = stream.tokens + (moved.tokens if stream is streams[0] else [])
+        assert tokens == greedy
+
+
+@pytest.mark.parametrize("chunk", [5, full(1 << 20)])
+def test_prompts_with_pictures(engine: TorchEngine, vision: VisionModel, prompts: list[Prompt], chunk: int) -> None:
+    check_all(engine, vision, prompts, chunk)
+
+
+def test_the_operations_of_a_gpu(vision: VisionModel, prompts: list[Prompt]) -> None:
+    config = ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6)
+    check_all(reference_engine(config), vision, prompts, 7)
+
+
+def test_a_second_turn_encodes_no_picture(engine: TorchEngine, vision: VisionModel, prompts: list[Prompt]) -> None:
+    driver = Driver(engine, engine.warm_up(limits()))
+    first = prompts[0]
+    stream = driver.admit(first.ids, NEW_TOKENS, **decoded(engine, first))
+    driver.run()
+    second = Prompt((*first.ids, *stream.tokens, 17, 18, 19, 20), first.media)
+    expected = vision.greedy(second, NEW_TOKENS)
+    assert engine._images is not None
+    tower = engine._images.encoder._model
+    kept = {name: weight.clone() for name, weight in tower.state_dict().items()}
+    with torch.inference_mode():
+        for weight in tower.parameters():
+            weight.fill_(torch.nan)  # a picture that is encoded now has no finite row
+    try:
+        size = engine.info.block_size
+        blocks = 0 if engine.info.keeps_states else len(first.ids) // size
+        for computed in {0, blocks * size}:
+            again = driver.admit(
+                second.ids,
+                NEW_TOKENS,
+                chunk=9,
+                shared=stream.blocks[: computed // size],
+                computed_tokens=computed,
+                **decoded(engine, second, computed),
+            )
+            driver.run()
+            assert again.tokens == expected
+    finally:
+        with torch.inference_mode():
+            tower.load_state_dict(kept)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[VisionModel, TorchEngine]:
+    vision = VisionModel("qwen3_vl", tmp_path_factory.mktemp("checkpoint"))
+    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    assert isinstance(engine, TorchEngine)
+    return vision, engine
+
+
+def test_a_picture_that_cannot_be_used_fails_its_sequence_alone(small: tuple[VisionModel, TorchEngine]) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    good = vision.prompt([picture(70, 45)])
+    broken = replace(good.media[0], data=good.media[0].data[:200])
+    short = replace(good.media[0], tokens=good.media[0].tokens - 1)
+    cases = {
+        "image 1 has another digest than its data": Prompt(good.ids, (broken,)),
+        "the placeholders of the images do not fit their sizes": Prompt(good.ids, (short,)),
+        "the images of the prompt do not lie in it one after the other": Prompt(good.ids[:8], good.media),
+        "a prompt has at most 64 images": Prompt(good.ids, good.media * 65),
+    }
+    stream = driver.admit(good.ids, NEW_TOKENS, chunk=5, **decoded(engine, good))
+    failed = [driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)) for prompt in cases.values()]
+    driver.run()
+    assert stream.tokens == vision.greedy(good, NEW_TOKENS)
+    for reason, each in zip(cases, failed, strict=True):
+        assert each.failure is not None
+        assert (each.failure.code, each.failure.message) == (FailureCode.INVALID, reason)
+    assert engine.running == 0
+
+
+def test_files_that_are_no_picture(small: tuple[VisionModel, TorchEngine], tmp_path: Path) -> None:
+    vision, engine = small
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
+    bomb = bytearray(picture(8, 8))
+    bomb[16:24] = (30_000).to_bytes(4, "big") * 2  # the size in the header
+    for data in (b"", svg, picture(40, 40, file_format="BMP"), picture(40, 40)[:300], bytes(bomb)):
+        good = vision.prompt([picture(40, 40)])
+        media = replace(good.media[0], data=data, digest=sha256(data).digest())
+        error = decoded(engine, Prompt(good.ids, (media,)))["images"].exception()
+        assert str(error).startswith("image 1 ")
+        assert "\n" not in str(error)
+
+
+def test_chunks_wait_for_a_picture_and_add_up(small: tuple[VisionModel, TorchEngine]) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(replace(limits(), max_batch_prefill_tokens=16)))
+    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
+    admission = decoded(engine, prompt)
+    later: object = admission["images"]
+    pending = type(later)()
+    stream = driver.admit(prompt.ids, NEW_TOKENS, chunk=4, **admission | {"images": pending})
+    other = driver.admit((9, 8, 7), 20)
+    for _ in range(8):
+        driver.step()
+    assert len(other.tokens) == 8
+    assert not stream.tokens
+    assert not stream.to_prefill
+    pending.set_result(later.result())
+    driver.run()
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("file_format", [full("JPEG"), "WEBP", full("GIF")])
+def test_formats(small: tuple[VisionModel, TorchEngine], file_format: str) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(50, 60, file_format=file_format)])
+    stream = driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt))
+    driver.run()
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
+def test_a_model_without_its_encoder_serves_texts(small: tuple[VisionModel, TorchEngine]) -> None:
+    vision, _ = small
+    engine = build_engine(
+        ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6, max_batch_image_tokens=0)
+    )
+    assert (engine.info.max_images, engine.decode_images) == (0, None)
+    prompt = Prompt((9, 8, 7, 6), ())
+    assert Driver(engine, engine.warm_up(limits())).alone(prompt.ids, NEW_TOKENS) == vision.greedy(prompt, NEW_TOKENS)
