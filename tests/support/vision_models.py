@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_transformers import SHAPE, random_model, save
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 
@@ -219,7 +220,11 @@ class VisionModel:
             # The usual weights are so small that a picture would not matter.
             if "language_model" not in parameter_name and "text_model" not in parameter_name and weight.ndim > 1:
                 torch.nn.init.normal_(weight, 0.0, 0.3)
+        with torch.no_grad():
+            model.get_output_embeddings().weight[: END + 1] = 0.0  # no text has a placeholder
         self.folder = save(model, folder)
+        if name == "qwen3_vl_moe":
+            _transpose_experts(folder / "model.safetensors")
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
         self.model: PreTrainedModel = type(model).from_pretrained(folder, dtype=torch.float32).eval()
         self._known: dict[object, tuple[torch.Tensor, list[int]]] = {}
@@ -270,6 +275,13 @@ class VisionModel:
     def greedy(self, prompt: Prompt, count: int) -> list[int]:
         """Return the most probable tokens after a prompt."""
         return self.reference(prompt, count)[1]
+
+
+def _transpose_experts(path: Path) -> None:
+    """Store the tensors of all experts as Qwen3-VL does, [experts, inputs, outputs]."""
+    tensors = load_file(path)
+    stored = {name: each.transpose(1, 2).contiguous() if each.ndim == 3 else each for name, each in tensors.items()}
+    save_file(stored, path, metadata={"format": "pt"})
 
 
 def decoded(engine: TorchEngine, prompt: Prompt, computed: int = 0) -> dict[str, Any]:

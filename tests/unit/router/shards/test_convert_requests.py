@@ -14,6 +14,7 @@ from text_generation_router.scheduling.messages import Placement, SchedulerOutpu
 from text_generation_router.shards.convert import orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
 from text_generation_shard import engine
+from text_generation_shard.engine import Media
 
 PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
 
@@ -94,6 +95,16 @@ def test_images_are_sent_with_their_prompt_and_again_when_a_request_moves() -> N
 def test_a_prompt_of_no_earlier_placement_is_refused(prompt_of: int, prompt: tuple[int, ...]) -> None:
     placements = [pb.NewSequence(prompt=[1]), pb.NewSequence(slot=1, prompt=prompt, prompt_of=prompt_of)]
     with pytest.raises(shard_convert.InvalidOrders, match=f"prompt_of {prompt_of} "):
+        shard_convert.orders_from_pb(pb.Orders(number=1, placements=placements))
+
+
+def test_the_images_of_a_prompt_arrive_once_for_its_answers() -> None:
+    media = pb.Media(offset=1, tokens=2, digest=b"d" * 32, data=b"file")
+    placements = [pb.NewSequence(prompt=[1, 2, 2], media=[media]), pb.NewSequence(slot=1, prompt_of=1)]
+    arrived = shard_convert.orders_from_pb(pb.Orders(number=1, placements=placements)).placements
+    assert [each.media for each in arrived] == [(Media(1, 2, b"d" * 32, b"file"),)] * 2
+    placements[1].media.append(media)
+    with pytest.raises(shard_convert.InvalidOrders, match="prompt_of 1 "):
         shard_convert.orders_from_pb(pb.Orders(number=1, placements=placements))
 
 

@@ -162,6 +162,27 @@ def test_the_table_matches_the_cpu_path(rope: Rope, device: torch.device) -> Non
     torch.testing.assert_close(table[:, 1], sin[:, 0, 32:], rtol=0, atol=1e-6)
 
 
+def test_the_rows_of_the_table_are_those_of_the_rotary_positions(device: torch.device) -> None:
+    heads = SMOLLM2
+    step = _step(heads, 4, device)
+    qkv = torch.randn(4, heads.width, device=device)
+    results = []
+    for rows in (None, step.positions.clone(), step.positions - 1):
+        out = torch.empty(4, heads.queries * heads.dim, device=device)
+        cache = _empty_cache(heads, torch.float32, device)
+        rotate_and_append(qkv, out, replace(step, rotary_positions=rows), cache, None)
+        results.append((out, cache))
+    plain, same, shifted = results
+    assert torch.equal(plain[0], same[0])
+    frequencies = _frequencies(heads, device)
+    expected = rotate(
+        qkv[:, : heads.queries * heads.dim].double().view(4, -1, heads.dim), step.positions - 1, frequencies, SCALE
+    )
+    assert torch.allclose(shifted[0].view(expected.shape).double(), expected, atol=1e-5)
+    # The cells of the cache stay those of the positions.
+    assert torch.equal(plain[1].isnan(), shifted[1].isnan())
+
+
 def _step(heads: Heads, tokens: int, device: torch.device) -> RopeStep:
     """Return a step of tokens at different random positions. The last slot is the dummy slot, with the last block."""
     cells = torch.randperm(SLOTS * POSITIONS, device=device)[:tokens].int()

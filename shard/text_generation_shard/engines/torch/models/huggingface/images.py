@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from text_generation_common.one_line import one_line
@@ -123,7 +123,8 @@ class LibraryImages:
             image = Image.open(BytesIO(data), formats=FORMATS)
             if (pixels := image.width * image.height) > MAX_PIXELS:
                 raise ImageError(f"image {number} has {pixels} pixels, more than {MAX_PIXELS}")
-            return self._processed(ImageOps.exif_transpose(image).convert("RGB"))
+            # As it is stored: the router counts the tokens by the size in the header.
+            return self._processed(image.convert("RGB"))
         except ImageError:
             raise
         except Exception as error:  # noqa: BLE001 – decoders and processors raise errors of many kinds

@@ -220,7 +220,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         logits_divisor=_multiplier(raw, family, "logits_scaling")
         / (raw.number("lm_head_multiplier", 1.0) if family.layer_multipliers else 1.0),
         eos_token_ids=eos_token_ids(folder, raw),
-        experts=read_experts(raw, family.experts, num_layers, activation),
+        experts=_in_their_layout(folder, read_experts(raw, family.experts, num_layers, activation), hidden_size),
         latent=latent,
         states=read_states(raw, family.states, num_layers, hidden_size),
         multipliers=read_multipliers(raw) if family.layer_multipliers else None,
@@ -293,6 +293,15 @@ def _without_fused_experts(folder: Path, scheme: Scheme | None) -> Scheme | None
         return scheme
     fused = any(name.endswith(FUSED_EXPERTS) for name in Checkpoint(folder, text_only=True).names)
     return replace(scheme, ignored=(*scheme.ignored, "*.experts.*")) if fused else scheme
+
+
+def _in_their_layout(folder: Path, experts: ExpertConfig | None, hidden_size: int) -> ExpertConfig | None:
+    """Return the experts with the layout of their tensors in a checkpoint, if the family has two: Qwen3-VL and transformers differ."""
+    if experts is None or not experts.family.may_transpose or not any(folder.glob("*.safetensors")):
+        return experts
+    checkpoint = Checkpoint(folder, text_only=True)
+    fused = next((name for name in checkpoint.names if name.endswith(FUSED_EXPERTS)), None)
+    return replace(experts, transposed=fused is not None and checkpoint.map([fused])[fused].shape[-1] != hidden_size)
 
 
 def _dtype(raw: JsonObject) -> str:

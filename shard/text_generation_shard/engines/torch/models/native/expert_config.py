@@ -63,8 +63,8 @@ class ExpertFamily:
     fused_module: str = "mlp"
     """The module that has the tensors of all experts in checkpoints with one for gate and up, and one for down."""
     fused_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    transposed: bool = False
-    """True: the tensors of all experts are [experts, inputs, outputs]."""
+    may_transpose: bool = False
+    """True: the tensors of all experts may be [experts, inputs, outputs]."""
     clamped: bool = False
     """True: the experts of gpt-oss, with biases, interleaved gate and up, weights [experts, inputs, outputs]."""
 
@@ -87,6 +87,8 @@ class ExpertConfig:
     scale: float = 1.0
     """Factor of the weights of a token's experts."""
     groups: tuple[int, int] = (1, 1)
+    transposed: bool = False
+    """True: the tensors of all experts are [experts, inputs, outputs]."""
     chosen_by_bias: bool = False
     alpha: float = 0.0
     limit: float = 0.0

@@ -173,7 +173,7 @@ class Experts:
         """
         config, inner, prefix = self._config, self._inner, f"{self._prefix}experts.{expert}."
         gate_up, down = self._gate_up.weight[expert], self._down.weight[expert]
-        hidden, transposed = gate_up.shape[1], config.family.clamped or config.family.transposed
+        hidden, transposed = gate_up.shape[1], config.family.clamped or config.transposed
         fused_gate_up, fused_down = config.family.fused_names
 
         def source(name: str, outputs: int, inputs: int, first_row: int = 0) -> OtherSource:

@@ -227,7 +227,7 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=16,
         head_dim=None,
         tie_word_embeddings=True,
-        experts=ExpertFamily(60, 4, inner=1408, sparse_layers=True, transposed=True),
+        experts=ExpertFamily(60, 4, inner=1408, sparse_layers=True, may_transpose=True),
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
