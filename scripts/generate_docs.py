@@ -26,7 +26,8 @@ from text_generation_common.topics import Topic
 from text_generation_launcher.config import LauncherConfig
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
+from text_generation_shard.engines.torch.models.native.families import FAMILIES
+from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 
 ROOT = Path(__file__).parents[1]
 LIMITS = ROOT / "scripts" / "limits.txt"

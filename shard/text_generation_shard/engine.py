@@ -15,17 +15,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import (
-    LOGIT_BIAS,
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    SAMPLING_PARAMETERS,
     FailureCode,
     FinishReason,
     Grammar,
@@ -37,6 +30,8 @@ from text_generation_proto.values import (
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, Matcher
+from text_generation_shard.media import Media, media_problem
+from text_generation_shard.sampling_checks import sampling_problem
 
 if TYPE_CHECKING:
     from text_generation_shard.adapters import LoraAdapter
@@ -100,25 +95,6 @@ class EngineInfo:
     """Most new tokens of a sequence in a step; 0: one."""
     max_images: int = 0
     """Images that a prompt may have; 0: the model takes none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Media:
-    """An image of a prompt. The prompt has the model's own placeholder ids at its positions."""
-
-    offset: int
-    """The position in the prompt of its first token."""
-    tokens: int
-    """Tokens of the prompt that stand for it, with those between its rows."""
-    digest: bytes
-    """SHA-256 of `data`."""
-    data: bytes
-    """The file: PNG, JPEG, WebP or GIF (first frame)."""
-
-    @property
-    def end(self) -> int:
-        """The position after its last token."""
-        return self.offset + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,11 +324,9 @@ def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     """Return the first problem of a new sequence, or None."""
     return (
         _prompt_problem(sequence, info)
-        or _media_problem(sequence, info)
+        or media_problem(sequence.media, len(sequence.prompt) - sequence.generated_tokens, info.max_images)
         or _options_problem(sequence, info)
-        or _range_problem(sequence.sampling)
-        or _logit_bias_problem(sequence.sampling, info.vocab_size)
-        or _tokens_problem(sequence.sampling, info.vocab_size)
+        or sampling_problem(sequence.sampling, info.vocab_size)
     )
 
 
@@ -381,19 +355,6 @@ def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     return None
 
 
-def _media_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
-    if not sequence.media:
-        return None
-    if len(sequence.media) > info.max_images:
-        return f"a prompt has at most {info.max_images} images"
-    at, end = 0, len(sequence.prompt) - sequence.generated_tokens
-    for media in sequence.media:
-        if media.tokens < 1 or media.offset < at or media.end > end:
-            return "the images of the prompt do not lie in it one after the other"
-        at = media.end
-    return None
-
-
 def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     if sequence.stopping.max_new_tokens < 1:
         return "max_new_tokens must be at least 1"
@@ -412,36 +373,4 @@ def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return "the engine serves no grammars"
     if sequence.adapter and sequence.adapter not in info.adapters:
         return "the engine does not hold its LoRA adapter"
-    return None
-
-
-def _range_problem(sampling: Sampling) -> str | None:
-    for parameter in SAMPLING_PARAMETERS:
-        if parameter.range is not None and not parameter.allows(getattr(sampling, parameter.field)):
-            return f"{parameter.field} {parameter.range.rule}"
-    return None
-
-
-def _tokens_problem(sampling: Sampling, vocab_size: int) -> str | None:
-    if len(sampling.allowed_token_ids) > MAX_ALLOWED_TOKENS:
-        return f"allowed_token_ids has at most {MAX_ALLOWED_TOKENS} tokens"
-    if len(sampling.bad_words) > MAX_BAD_WORDS or sum(map(len, sampling.bad_words)) > MAX_BAD_WORD_TOKENS:
-        return f"bad_words has at most {MAX_BAD_WORDS} words of {MAX_BAD_WORD_TOKENS} tokens in all"
-    if not all(sampling.bad_words):
-        return "the lengths of bad_words are 0 or do not fit its tokens"
-    if max((*sampling.allowed_token_ids, *chain.from_iterable(sampling.bad_words)), default=0) >= vocab_size:
-        return f"a token of allowed_token_ids or bad_words is outside the vocabulary of {vocab_size}"
-    return None
-
-
-def _logit_bias_problem(sampling: Sampling, vocab_size: int) -> str | None:
-    ids, values = sampling.logit_bias_ids, sampling.logit_bias_values
-    if len(ids) != len(values):
-        return "logit_bias_ids and logit_bias_values differ in length"
-    if len(ids) > MAX_LOGIT_BIAS:
-        return f"logit_bias names at most {MAX_LOGIT_BIAS} tokens"
-    if ids and max(ids) >= vocab_size:
-        return f"a logit_bias token is outside the vocabulary of {vocab_size}"
-    if not all(value in LOGIT_BIAS for value in values):
-        return f"logit_bias values {LOGIT_BIAS.rule}"
     return None

@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
+from text_generation_shard.engines.torch.models.native.families import FAMILIES
+from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 331,

@@ -20,8 +20,9 @@ from tiny_transformers import SHAPE, random_model, save
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 
 from text_generation_proto.values import Stopping
-from text_generation_shard.engine import Media, NewSequence
+from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.media import Media
 
 IMAGE, VIDEO, START, END = 3, 4, 5, 6
 """Ids of the placeholder of images, and of tokens around them."""

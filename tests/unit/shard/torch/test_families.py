@@ -20,7 +20,8 @@ from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.models.huggingface.library import ALIASES
-from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
+from text_generation_shard.engines.torch.models.native.families import FAMILIES
+from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 
 NEW_TOKENS = 16
 LENGTHS = (1, 16, 31, 50, 200)

@@ -18,7 +18,8 @@ from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.rope import inverse_frequencies
 from text_generation_shard.engines.torch.models.huggingface.library import ALIASES
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
-from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
+from text_generation_shard.engines.torch.models.native.families import FAMILIES
+from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

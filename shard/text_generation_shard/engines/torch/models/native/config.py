@@ -16,7 +16,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.rope import Rope
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertConfig, read_experts
-from text_generation_shard.engines.torch.models.native.families import FAMILIES, WRAPPERS
+from text_generation_shard.engines.torch.models.native.families import FAMILIES
 from text_generation_shard.engines.torch.models.native.family import Family, Flag, Wrapper
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes, read_latent, with_multipliers
 from text_generation_shard.engines.torch.models.native.layer_config import (
@@ -32,6 +32,7 @@ from text_generation_shard.engines.torch.models.native.state_config import (
     read_states,
     with_layer_types,
 )
+from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme, choose_scheme, read_scheme
@@ -225,7 +226,8 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         states=read_states(raw, family.states, num_layers, hidden_size),
         multipliers=read_multipliers(raw) if family.layer_multipliers else None,
         quantization=scheme,
-        max_images=0 if wrapper is None or "vision_config" not in whole else wrapper.max_images,
+        # A multiplier of embeddings would be one of images too.
+        max_images=0 if wrapper is None or "vision_config" not in whole or family.multipliers else wrapper.max_images,
     )
 
 

@@ -12,7 +12,6 @@ from text_generation_shard.engines.torch.models.native.family import (
     Family,
     NormNames,
     TensorNames,
-    Wrapper,
 )
 from text_generation_shard.engines.torch.models.native.latent_families import LATENT_FAMILIES
 from text_generation_shard.engines.torch.models.native.state_config import (
@@ -22,30 +21,7 @@ from text_generation_shard.engines.torch.models.native.state_config import (
     SHORT_CONVOLUTION_FIELDS,
     StateFamily,
 )
-
-MANY = 64
-"""Images of a prompt, if the model itself sets no limit."""
-WRAPPERS: dict[str, Wrapper] = {
-    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", ties=True),
-    "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", ties=True),
-    "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text", ties=False, max_images=MANY, is_flat=True),
-    "qwen2_5_vl": Wrapper(
-        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ties=False, max_images=MANY, is_flat=True
-    ),
-    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ties=False, max_images=MANY),
-    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", ties=False, max_images=MANY),
-    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", ties=False, max_images=MANY),
-    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ties=False, max_images=MANY),
-    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", ties=True, max_images=MANY),
-    "llava": Wrapper("LlavaForConditionalGeneration", "llama", ties=False, max_images=MANY),
-    "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama", ties=False, max_images=MANY),
-    # With several images, the library does not divide them into tiles.
-    "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2", ties=False, max_images=1),
-    "smolvlm": Wrapper("SmolVLMForConditionalGeneration", "llama", ties=False, max_images=MANY),
-    "idefics3": Wrapper("Idefics3ForConditionalGeneration", "llama", ties=False, max_images=MANY),
-    "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2", ties=False, max_images=MANY),
-}
-"""By model_type."""
+from text_generation_shard.engines.torch.models.native.wrappers import TEXT_PARTS
 
 NORM_TOPK = ("norm_topk_prob", False)
 
@@ -110,33 +86,6 @@ QWEN3_5 = Family(
     gated_attention=True,
     states=StateFamily("delta_net", "linear_attn", DELTA_NET_FIELDS, attention_interval=4),
 )
-QWEN2_VL = Family(
-    "Qwen2VLForConditionalGeneration",
-    vocab_size=152_064,
-    num_heads=64,
-    max_positions=32_768,
-    num_kv_heads=8,
-    rms_norm_eps=1e-5,
-    qkv_bias=True,
-    rope_theta=1_000_000.0,
-    rotary_sections=(16, 24, 24),
-    windows="use_sliding_window",
-    window=4096,
-)
-QWEN3_VL = Family(
-    "Qwen3VLForConditionalGeneration",
-    vocab_size=151_936,
-    num_heads=32,
-    max_positions=128_000,
-    num_kv_heads=32,
-    head_dim=128,
-    qkv_bias=ATTENTION_BIAS,
-    output_bias=ATTENTION_BIAS,
-    query_key_norm=True,
-    rope_theta=500_000.0,
-    rotary_sections=(24, 20, 20),
-    alternating_axes=True,
-)
 LFM2 = Family(
     "Lfm2ForCausalLM",
     vocab_size=65_536,
@@ -187,6 +136,7 @@ GLM = Family(
 )
 
 FAMILIES: dict[str, Family] = {
+    **TEXT_PARTS,
     "llama": Family("LlamaForCausalLM", qkv_bias=ATTENTION_BIAS, output_bias=ATTENTION_BIAS, mlp_bias=MLP_BIAS),
     "mistral": Family("MistralForCausalLM", num_kv_heads=8, windows="all layers", window=4096),
     "ministral": Family("MinistralForCausalLM", num_kv_heads=8, windows="layer_types", window=4096),
@@ -216,18 +166,6 @@ FAMILIES: dict[str, Family] = {
         query_key_norm=True,
         windows="use_sliding_window",
         window=4096,
-    ),
-    "qwen2_vl_text": QWEN2_VL,
-    "qwen2_5_vl_text": replace(QWEN2_VL, architecture="Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl_text": QWEN3_VL,
-    "qwen3_vl_moe_text": replace(
-        QWEN3_VL,
-        architecture="Qwen3VLMoeForConditionalGeneration",
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=None,
-        tie_word_embeddings=True,
-        experts=ExpertFamily(60, 4, inner=1408, sparse_layers=True, may_transpose=True),
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
