@@ -58,7 +58,7 @@ class EngineBuilder:
         self._memory = DeviceMemory(self.device, fraction)
         self.usable_memory = int(prepared.target.memory * fraction)
 
-    def runner(
+    def runner(  # noqa: PLR0913 – all that differs between the kinds
         self,
         model_with: Callable[[Ops], Model],
         layers: Iterable[LayerShape],

@@ -168,9 +168,7 @@ class DeviceRunner(Runner):
         # The first three columns are those of the tokens; they have equal lengths and distances.
         (start, _), (second, _), *_ = plan.bounds
         tokens = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
-        step = DeviceStep(
-            tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted, images=images
-        )
+        step = DeviceStep(tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted, images=images)
         # The pieces have no images in them.
         if self._piecewise is not None and plan.sizes.chunks and images is None:
             normed = self._piecewise.run(step)
