@@ -212,6 +212,7 @@ the original one; transformers uses the short ones for shorter texts. `--model-i
 
 Multi-head latent attention (DeepSeek and its relatives) keeps the compressed row of a token, not the keys and values of its heads:
 [gpu.md](gpu.md#memory-of-the-kv-cache). `kimi_k2` is `deepseek_v3`. Layers for the prediction of several tokens are not loaded.
+Other families with latent attention (A.X K1, Kimi Linear) run by transformers, with expanded keys and values.
 
 Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence: the last inputs of the convolution, in
 the dtype of the activations, and the sums of a recurrence, in float32. These states are a group of the cache: prefixes are reused from

@@ -361,6 +361,7 @@ def native_configs(
             **shape | {key: value for key, value in latent_experts.items() if key != "first_k_dense_replace"},
             mlp_layer_types=["dense", "sparse", "dense"],
             rope_interleave=False,
+            rms_norm_eps=0.05,
         ),
         "mistral4": transformers.Mistral4Config(
             **shape | latent_experts,
