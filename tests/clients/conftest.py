@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 @pytest.fixture(scope="session")
 def server(demo_model: Path) -> Iterator[Server]:
     """Start the launcher with the torch engine and limits small enough for tests to reach."""
-    limits = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "8192")
+    limits = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "8192", "--max-batch-prefill-tokens", "256")
     places = ("--max-concurrent-requests", str(MAX_CONCURRENT))
     with running(demo_model, "--engine", "torch", "--dtype", "float32", *limits, *places) as stack:
         tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))

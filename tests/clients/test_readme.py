@@ -33,7 +33,7 @@ def url(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[str]:
     if request.param == "float32":
         yield request.getfixturevalue("server").url
         return
-    with running(demo_model, "--dtype", request.param, engine="torch") as stack:
+    with running(demo_model, "--dtype", request.param, "--max-batch-prefill-tokens", "256", engine="torch") as stack:
         yield stack.url
 
 

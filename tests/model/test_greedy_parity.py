@@ -17,7 +17,7 @@ from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 pytestmark = pytest.mark.model
 
-NEW_TOKENS = 48
+NEW_TOKENS = 24
 
 Prompts = list[tuple[int, ...]]
 
@@ -60,7 +60,7 @@ def test_staggered_in_chunks_and_preempted(engine: TorchEngine, quarter: Prompts
     driver = warm(engine)
     streams = []
     for prompt in quarter:
-        streams.append(driver.admit(prompt, NEW_TOKENS, chunk=32))
+        streams.append(driver.admit(prompt, NEW_TOKENS, chunk=48))
         for _ in range(3):
             driver.step()
     replies = []

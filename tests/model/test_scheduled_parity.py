@@ -29,7 +29,7 @@ from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 pytestmark = pytest.mark.model
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 SHARED = 15
 """Index of the test prompt that all requests begin with: 65 tokens."""
 
@@ -75,7 +75,7 @@ def engines(demo_model: Path) -> list[TorchEngine]:
 
 @pytest.fixture(scope="module")
 def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
-    """Six requests with a common prefix, every other one sampled."""
+    """Four requests with a common prefix, every other one sampled."""
     shared = prompts[SHARED] * 2
     return [
         Request(
@@ -85,7 +85,7 @@ def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
             Sampling() if number % 2 else Sampling(greedy=False, temperature=0.9, top_p=0.95, seed=number),
             ignore_eos=True,
         )
-        for number in range(6)
+        for number in range(4)
     ]
 
 
@@ -101,10 +101,10 @@ async def tokens_of(
 ) -> tuple[list[list[int]], Scheduler]:
     """Run the requests; with `lose`, the first replica is lost when the first request has half its tokens."""
     scheduler = Scheduler(
-        Policy(**{"max_batch_prefill_tokens": 512, "max_batch_size": 16, **(policy or {})}), replicas=0
+        Policy(**{"max_batch_prefill_tokens": 160, "max_batch_size": 16, **(policy or {})}), replicas=0
     )
     cluster = Cluster(scheduler, StepMetrics(Registry()))
-    limits = WarmUpLimits(max_batch_total_tokens=pool_tokens, max_batch_prefill_tokens=512, max_batch_size=16)
+    limits = WarmUpLimits(max_batch_total_tokens=pool_tokens, max_batch_prefill_tokens=160, max_batch_size=16)
     addresses = [f"unix://{folder}/shard-{number}" for number in range(len(engines))]
     stops: list[Callable[[], None]] = []
     async with AsyncExitStack() as stack:
@@ -151,15 +151,15 @@ async def test_together_from_the_prefix_cache(
 ) -> None:
     tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path)
     assert tokens == alone
-    assert scheduler.stats().hit_tokens == 5 * 128  # the first request computed the common prefix
+    assert scheduler.stats().hit_tokens == 3 * 128  # the first request computed the common prefix
 
 
 @pytest.mark.parametrize(
     ("pool_tokens", "policy"),
     [
         (8192, {"max_batch_prefill_tokens": 17}),
-        (480, {"prefix_caching": False, "growth_tokens": 1}),
-        (368, {"growth_tokens": 1}),
+        (304, {"prefix_caching": False, "growth_tokens": 1}),
+        (208, {"growth_tokens": 1}),
     ],
     ids=["in chunks", "after preemptions", "after preemptions into the prefix cache"],
 )
