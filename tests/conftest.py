@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -66,4 +68,22 @@ def demo_model() -> Path:
     folder = Path(os.environ.get("TGI_DEMO_MODEL", default))
     if not (folder / "config.json").is_file():
         pytest.fail(f"there is no demo model in {folder}: run `make model`")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def echo_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model for the echo engine: the demo model without weights and with its 4,096 most frequent tokens.
+
+    Each process that reads its tokenizer starts in two thirds of the time.
+    """
+    folder = tmp_path_factory.mktemp("echo") / demo_model.name
+    shutil.copytree(demo_model, folder, ignore=shutil.ignore_patterns("*.safetensors", "tokenizer.json"))
+    tokenizer = json.loads((demo_model / "tokenizer.json").read_text(encoding="utf-8"))
+    model = tokenizer["model"]
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < 4096}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 4096}), encoding="utf-8")
     return folder

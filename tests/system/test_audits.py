@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from full_grid import full
 from stack import running
 
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -25,9 +26,9 @@ FLAGS = ("--audit-share", "1", "--audit-busy", "1")
 ANSWERS = 12
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-async def test_requests_of_a_server_are_audited(demo_model: Path, workers: str) -> None:
-    with running(demo_model, *FLAGS, "--http-workers", workers, "--num-replicas", "2") as stack:
+@pytest.mark.parametrize("workers", [full("1"), "2"])
+async def test_requests_of_a_server_are_audited(echo_model: Path, workers: str) -> None:
+    with running(echo_model, *FLAGS, "--http-workers", workers, "--num-replicas", "2") as stack:
         async with aiohttp.ClientSession(stack.url) as client:
             for number in range(ANSWERS):
                 parameters = {"max_new_tokens": 20, "stop": ["never"] if number % 2 else ["hills"]}

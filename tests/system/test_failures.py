@@ -26,10 +26,10 @@ EXIT_CODES = {"launcher": -9, "router": ExitCode.DEPENDENCY_LOST, "shard": ExitC
 
 
 @pytest.mark.parametrize("victim", ["launcher", "router", "shard"])
-async def test_killed_process_ends_all_others(victim: str, demo_model: Path) -> None:
+async def test_killed_process_ends_all_others(victim: str, echo_model: Path) -> None:
     """Router and shard: without restarts."""
     restarts = "1" if victim == "launcher" else "0"
-    with running(demo_model, "--echo-step-ms", "10", "--max-shard-restarts", restarts) as stack:
+    with running(echo_model, "--echo-step-ms", "10", "--max-shard-restarts", restarts) as stack:
         if victim == "launcher":  # whose restarted shard must not stay behind
             stack.kill("shard")
             await asyncio.to_thread(stack.wait_for, *JOINED)
@@ -54,9 +54,9 @@ async def test_killed_process_ends_all_others(victim: str, demo_model: Path) -> 
 
 
 async def test_killed_replicas_are_restarted_while_the_router_serves(
-    demo_model: Path, session: aiohttp.ClientSession
+    echo_model: Path, session: aiohttp.ClientSession
 ) -> None:
-    with running(demo_model, "--num-replicas", "2") as stack:
+    with running(echo_model, "--num-replicas", "2") as stack:
         sockets = [Path(name).name for name in stack.left_behind() if Path(name).name.startswith("shard-")]
         assert sockets == ["shard-0", "shard-1"]
         for replica in (0, 1):  # the last request is answered by a restarted shard
@@ -80,9 +80,9 @@ async def test_killed_replicas_are_restarted_while_the_router_serves(
 
 
 async def test_a_launcher_without_a_free_descriptor_restarts_its_shards(
-    demo_model: Path, session: aiohttp.ClientSession
+    echo_model: Path, session: aiohttp.ClientSession
 ) -> None:
-    with running(demo_model, "--num-replicas", "2") as stack:
+    with running(echo_model, "--num-replicas", "2") as stack:
         launcher = psutil.Process(stack.launcher.pid)
         used = set(map(int, os.listdir(f"/proc/{launcher.pid}/fd")))
         first_free = min(set(range(len(used) + 1)) - used)
@@ -98,11 +98,11 @@ async def test_a_launcher_without_a_free_descriptor_restarts_its_shards(
 
 
 async def test_a_shard_that_comes_back_without_its_model_does_not_count_as_serving(
-    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+    echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     """The model folder is removed while serving, and comes back; when it is gone for good the launcher gives up."""
     model, away = tmp_path / "model", tmp_path / "away"
-    shutil.copytree(demo_model, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(echo_model, model, ignore=shutil.ignore_patterns("*.safetensors"))
     with running(model, "--num-replicas", "2", "--echo-step-ms", "10", "--max-shard-restarts", "3") as stack:
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)

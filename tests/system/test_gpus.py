@@ -32,9 +32,9 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.fixture
-def stack(demo_model: Path, machine: Machine) -> Iterator[Stack]:
+def stack(echo_model: Path, machine: Machine) -> Iterator[Stack]:
     environ = machine.environ | {"PYTHONPATH": f"{python_path('1.3')}:{FAKES}", "TRTLLM_STANDIN_STEP_MS": "10"}
-    with running(demo_model, "--num-replicas", "2", engine="tensorrt-llm", environ=environ) as stack:
+    with running(echo_model, "--num-replicas", "2", engine="tensorrt-llm", environ=environ) as stack:
         yield stack
 
 

@@ -59,10 +59,10 @@ async def log_of(stack: Stack, event: str, process: str = "launcher") -> dict[st
     ],
 )
 async def test_streams_of_a_shard_that_hangs_move_and_it_is_restarted(
-    demo_model: Path, session: aiohttp.ClientSession, fault: str, replicas: int, hang_timeout: int
+    echo_model: Path, session: aiohttp.ClientSession, fault: str, replicas: int, hang_timeout: int
 ) -> None:
     arguments = ("--num-replicas", str(replicas), "--hang-timeout", str(hang_timeout), *STEPS)
-    with running(demo_model, *arguments, environ=hangs(demo_model)) as stack:
+    with running(echo_model, *arguments, environ=hangs(echo_model)) as stack:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
@@ -94,10 +94,10 @@ async def test_streams_of_a_shard_that_hangs_move_and_it_is_restarted(
         assert stack.events("launcher").count("child hangs") == 1
 
 
-async def test_a_pause_and_a_long_prompt_are_no_hangs(demo_model: Path, session: aiohttp.ClientSession) -> None:
+async def test_a_pause_and_a_long_prompt_are_no_hangs(echo_model: Path, session: aiohttp.ClientSession) -> None:
     """A shard that is stopped for less than --hang-timeout goes on; so does one that computes a prompt for longer."""
     slow_prompt = 40 * HANGING_PROMPT  # nothing of it is cached
-    with running(demo_model, *STEPS, "--echo-prefill-us", "30000", "--hang-timeout", "3") as stack:  # 200 tokens: 6 s
+    with running(echo_model, *STEPS, "--echo-prefill-us", "30000", "--hang-timeout", "3") as stack:  # 200 tokens: 6 s
         shard = stack.shard(0)
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)

@@ -52,11 +52,11 @@ async def many(stack: Stack, key: str, count: int) -> Counter[int]:
 
 
 @pytest.mark.full
-async def test_metrics_and_rate_limits_are_those_of_all_workers(demo_model: Path, tmp_path: Path) -> None:
+async def test_metrics_and_rate_limits_are_those_of_all_workers(echo_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     await asyncio.to_thread(file.write_text, KEYS)
     flags = f"--api-keys-file={file}", f"--http-workers={WORKERS}"
-    with running(demo_model, *flags) as stack:
+    with running(echo_model, *flags) as stack:
         assert await many(stack, "sk-limited", 100) == {200: 10, 429: 90}
         assert await many(stack, "sk-operator", 100) == {200: 100}
         for _ in range(4 * WORKERS):

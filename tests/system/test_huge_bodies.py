@@ -239,7 +239,7 @@ async def test_memory_comes_back_after_a_burst(demo_model: Path) -> None:
 
         await burst(2)
         before = router.memory_info().rss
-        await burst(80)
+        await burst(40)
         async with asyncio.timeout(30):
             while router.memory_info().rss > before + (50 << 20):  # noqa: ASYNC110 - memory has no event
                 await asyncio.sleep(0.1)

@@ -33,8 +33,8 @@ def failed_start(model: Path, *args: str) -> Stack:
     return stack
 
 
-async def test_sigterm_lets_running_streams_finish(demo_model: Path, session: aiohttp.ClientSession) -> None:
-    with running(demo_model, *SLOW) as stack:
+async def test_sigterm_lets_running_streams_finish(echo_model: Path, session: aiohttp.ClientSession) -> None:
+    with running(echo_model, *SLOW) as stack:
         assert stack.records[-1]["url"] == stack.url
         assert stack.events("launcher")[-1] == "ready"
         children = stack.children()
@@ -49,7 +49,7 @@ async def test_sigterm_lets_running_streams_finish(demo_model: Path, session: ai
         assert stack.left_behind() == []
 
 
-async def test_second_signal_does_not_wait_for_streams(demo_model: Path, session: aiohttp.ClientSession) -> None:
+async def test_second_signal_does_not_wait_for_streams(echo_model: Path, session: aiohttp.ClientSession) -> None:
     """The shard's socket is at a given path: a stale socket is removed before, a served one is kept.
 
     A shard that is lost while the server stops does not change the exit code.
@@ -58,8 +58,8 @@ async def test_second_signal_does_not_wait_for_streams(demo_model: Path, session
         path = Path(folder, "shard")
         with socket.socket(socket.AF_UNIX) as crashed:
             crashed.bind(f"{path}-0")
-        with running(demo_model, *SLOW, "--shard-uds-path", str(path), "--max-shard-restarts", "0") as stack:
-            second = await asyncio.to_thread(failed_start, demo_model, "--shard-uds-path", str(path))
+        with running(echo_model, *SLOW, "--shard-uds-path", str(path), "--max-shard-restarts", "0") as stack:
+            second = await asyncio.to_thread(failed_start, echo_model, "--shard-uds-path", str(path))
             assert second.records[-2]["reason"] == f"a server already listens on {path}-0"
             loop = asyncio.get_running_loop()
             async with asyncio.TaskGroup() as tasks:
@@ -79,11 +79,11 @@ async def test_second_signal_does_not_wait_for_streams(demo_model: Path, session
 
 
 async def test_drain_ends_after_the_graceful_termination_timeout(
-    demo_model: Path, session: aiohttp.ClientSession
+    echo_model: Path, session: aiohttp.ClientSession
 ) -> None:
     """The shard listens on a TCP port."""
     port = free_port()
-    with running(demo_model, *SLOW, "-g", "1", "--shard-tcp-port", str(port)) as stack:
+    with running(echo_model, *SLOW, "-g", "1", "--shard-tcp-port", str(port)) as stack:
         (serving,) = (record for record in stack.records if record["event"] == "serving")
         assert serving["address"] == f"127.0.0.1:{port}"
         async with asyncio.TaskGroup() as tasks:
@@ -95,8 +95,8 @@ async def test_drain_ends_after_the_graceful_termination_timeout(
         assert await asyncio.to_thread(stack.wait) == 0
 
 
-def test_signal_during_the_start_stops(demo_model: Path) -> None:
-    stack = Stack(demo_model)
+def test_signal_during_the_start_stops(echo_model: Path) -> None:
+    stack = Stack(echo_model)
     try:
         stack.wait_for("starting")
         stack.launcher.send_signal(signal.SIGHUP)
@@ -116,11 +116,11 @@ def test_router_that_cannot_start_fails_the_start(tmp_path: Path) -> None:
     assert "router failed to start" in failed_start(tmp_path).events("launcher")
 
 
-def test_http_workers_take_the_port_before_they_listen_and_leave_no_file(demo_model: Path) -> None:
-    first = Stack(demo_model, "--http-workers", "2")
+def test_http_workers_take_the_port_before_they_listen_and_leave_no_file(echo_model: Path) -> None:
+    first = Stack(echo_model, "--http-workers", "2")
     try:
         first.wait_for("loading", "shard-0")
-        second = failed_start(demo_model, "--http-workers", "2", "--port", first.url.rpartition(":")[2])
+        second = failed_start(echo_model, "--http-workers", "2", "--port", first.url.rpartition(":")[2])
         first.wait_for("ready")
         children = first.children()
         first.kill("launcher")

@@ -102,9 +102,9 @@ async def reported(log: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fault", ["full", "stalled", *map(full, ("closed", "launcher stopped"))])
 async def test_a_broken_log_costs_lines_only(
-    fault: str, demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+    fault: str, echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    with server(demo_model, tmp_path, fault) as stack:
+    with server(echo_model, tmp_path, fault) as stack:
         await until_healthy(session, stack.url)
         stack.break_log()
         statuses: list[int] = []

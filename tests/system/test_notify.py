@@ -16,14 +16,14 @@ pytestmark = pytest.mark.system
 
 
 async def test_the_launcher_alone_reports_readiness_progress_and_state(
-    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+    echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         manager.settimeout(60)
         environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "2000000"}
-        with running(demo_model, environ=environ) as stack:
+        with running(echo_model, environ=environ) as stack:
 
             def until(wanted: str) -> list[str]:
                 """Return the lines up to the message with this one."""
@@ -37,7 +37,7 @@ async def test_the_launcher_alone_reports_readiness_progress_and_state(
                 return lines
 
             before = until("READY=1")
-            assert next(line for line in before if "STATUS" in line) == f"STATUS=starting {demo_model}"
+            assert next(line for line in before if "STATUS" in line) == f"STATUS=starting {echo_model}"
             async with session.get(f"{stack.url}/health") as response:
                 assert response.status == 200
             assert "STATUS=serving with 1 of 1 replicas" in before

@@ -30,10 +30,10 @@ async def until_logged(stack: Stack, event: str, *processes: str) -> None:
 
 
 async def test_a_router_that_hangs_or_dies_is_restarted_until_it_cannot_start(
-    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+    echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(demo_model, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(echo_model, model, ignore=shutil.ignore_patterns("*.safetensors"))
     with running(model, "--hang-timeout", "4", "--max-shard-restarts", "3") as stack:
         shard = stack.shard(0).pid
         for fault, number in (("suspend", "SIGABRT"), ("kill", "SIGKILL")):
@@ -53,7 +53,7 @@ async def test_a_router_that_hangs_or_dies_is_restarted_until_it_cannot_start(
 
 @pytest.mark.parametrize("fault", ["kill", full("suspend")])
 async def test_an_http_worker_ends_alone_and_a_stop_loses_no_request(
-    demo_model: Path, tmp_path: Path, fault: str
+    echo_model: Path, tmp_path: Path, fault: str
 ) -> None:
     """Also: streams go on over two deaths of the scheduler process; SIGHUP reaches all workers, and they stop before the
     scheduler process, which stops before the shard."""
@@ -61,7 +61,7 @@ async def test_an_http_worker_ends_alone_and_a_stop_loses_no_request(
     keys.write_text('[[keys]]\nkey = "old"\n[[keys]]\nkey = "new"')
     workers = ("http-worker-0", "http-worker-1")
     arguments = ("--http-workers", "2", "--echo-step-ms", "10", "--hang-timeout", "4", "--api-keys-file", str(keys))
-    with running(demo_model, *arguments) as stack:
+    with running(echo_model, *arguments) as stack:
         before = stack.router()
         assert sorted(before) == [*workers, "router-scheduler"]
         assert loaded(before["http-worker-0"]) == {"aiohttp", "tokenizers"}
@@ -120,10 +120,10 @@ def loaded(process: psutil.Process) -> set[str]:
 
 
 async def test_a_death_right_after_the_first_200_of_health_is_a_death(
-    demo_model: Path, session: aiohttp.ClientSession
+    echo_model: Path, session: aiohttp.ClientSession
 ) -> None:
     """Other processes still start then, and the launcher has not said that it is ready."""
-    stack = Stack(demo_model, "--http-workers", "2")
+    stack = Stack(echo_model, "--http-workers", "2")
     try:
         await until_healthy(session, stack.url)
         killed = [*stack.router().values(), stack.shard(0)]

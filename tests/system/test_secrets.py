@@ -25,7 +25,7 @@ def readable(process: psutil.Process) -> str:
 
 
 async def test_no_process_shows_a_secret_and_shards_serve_only_holders_of_token_and_certificate(
-    demo_model: Path, tmp_path: Path
+    echo_model: Path, tmp_path: Path
 ) -> None:
     port = free_port()
     access = write_certificates(tmp_path / "tls", token="token-of-this-test")
@@ -37,7 +37,7 @@ async def test_no_process_shows_a_secret_and_shards_serve_only_holders_of_token_
         "NCCL_DEBUG": "WARN",
     }
     flags = (f"--shard-tcp-port={port}", *tls_arguments(access))
-    with running(demo_model, *flags, environ=environ) as stack:
+    with running(echo_model, *flags, environ=environ) as stack:
         headers = {"authorization": "Bearer key-of-this-test"}
         async with aiohttp.ClientSession(headers=headers) as session:
             assert await generate(session, stack.url)

@@ -34,12 +34,12 @@ async def until_shards(session: aiohttp.ClientSession, url: str, expected: dict[
 
 
 async def test_a_router_waits_for_its_shards_and_follows_those_that_a_file_names(
-    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+    echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     members = tmp_path / "shards.yaml"
     good, odd, wrong_token = (free_port() for _ in range(3))
     address = {port: f"127.0.0.1:{port}" for port in (good, odd, wrong_token)}
-    with closing(Stack(demo_model, "--parts=router", f"--shards=file://{members}", environ=TOKEN)) as router:
+    with closing(Stack(echo_model, "--parts=router", f"--shards=file://{members}", environ=TOKEN)) as router:
         router.wait_for("alive, waiting for a shard", "router")
         for path, status in (("/health/live", 200), ("/health", 503), ("/generate", 503)):
             async with session.get(f"{router.url}{path}") as response:
@@ -47,9 +47,9 @@ async def test_a_router_waits_for_its_shards_and_follows_those_that_a_file_names
         members.write_text(f"- {address[good]}\n")
         parts = ("--parts=shards", "--shard-tcp-port")
         with (
-            running(demo_model, *parts, str(good), environ=TOKEN),
-            running(demo_model, *parts, str(odd), "--echo-max-sequence-length=99", environ=TOKEN),
-            running(demo_model, *parts, str(wrong_token), environ={"SHARD_TOKEN": "other"}),
+            running(echo_model, *parts, str(good), environ=TOKEN),
+            running(echo_model, *parts, str(odd), "--echo-max-sequence-length=99", environ=TOKEN),
+            running(echo_model, *parts, str(wrong_token), environ={"SHARD_TOKEN": "other"}),
         ):
             router.wait_for("ready")
             assert await generate(session, router.url)
@@ -71,15 +71,15 @@ def lines_of(manager: socket.socket, last: str) -> set[str]:
 
 
 async def test_a_router_whose_shards_another_one_drives_is_up_and_on_standby(
-    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+    echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
     parts = ("--parts=router", f"--shards={address}")
-    command = ("--model-path", demo_model, *parts[1:], "--hostname=127.0.0.1", f"--port={free_port()}")
+    command = ("--model-path", echo_model, *parts[1:], "--hostname=127.0.0.1", f"--port={free_port()}")
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager,
-        running(demo_model, "--parts=shards", f"--shard-tcp-port={address.partition(':')[2]}", environ=TOKEN),
-        running(demo_model, *parts, environ=TOKEN) as first,
+        running(echo_model, "--parts=shards", f"--shard-tcp-port={address.partition(':')[2]}", environ=TOKEN),
+        running(echo_model, *parts, environ=TOKEN) as first,
     ):
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(30)
@@ -90,7 +90,7 @@ async def test_a_router_whose_shards_another_one_drives_is_up_and_on_standby(
         ) as alone:
             assert "STATUS=standby: drives none of 1 shards" in await asyncio.to_thread(lines_of, manager, "READY=1")
             alone.terminate()
-        with running(demo_model, *parts, environ=environ) as second:
+        with running(echo_model, *parts, environ=environ) as second:
             lines = await asyncio.to_thread(lines_of, manager, "STATUS=the router serves")
             assert {"STATUS=the router waits for a shard", "READY=1"} <= lines
             await until_shards(session, second.url, {address: "taken"})

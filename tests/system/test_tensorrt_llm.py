@@ -63,15 +63,15 @@ class Server:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def server(
-    request: pytest.FixtureRequest, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, echo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("standin")
     log = folder / "log"
     flags = ("--max-batch-size", str(MAX_BATCH_SIZE), f"--lora-adapters=sql={an_adapter(folder / 'sql', q_proj=576)}")
     an_adapter(folder / "modules-french", q_proj=576)
     flags += ("--lora-modules-dir", str(folder))
-    with serving(demo_model, request.param, *flags, log=log, step_ms=2) as stack:
-        yield Server(request.param, stack, log, str(demo_model))
+    with serving(echo_model, request.param, *flags, log=log, step_ms=2) as stack:
+        yield Server(request.param, stack, log, str(echo_model))
 
 
 async def test_generate_and_stream(server: Server, session: aiohttp.ClientSession) -> None:
@@ -163,16 +163,16 @@ async def test_requests_beyond_the_batch_size_wait_in_the_routers_queue(
 # ------------------------------------------------------------------------------------------------ shutdown and failures
 
 
-def test_an_engine_that_hangs_at_shutdown_is_killed(demo_model: Path) -> None:
-    with serving(demo_model, "1.2", "--shutdown-timeout", "1", hang_shutdown=1, workers=1) as stack:
+def test_an_engine_that_hangs_at_shutdown_is_killed(echo_model: Path) -> None:
+    with serving(echo_model, "1.2", "--shutdown-timeout", "1", hang_shutdown=1, workers=1) as stack:
         children = stack.children()
         stack.launcher.send_signal(signal.SIGTERM)
         assert stack.wait() == ExitCode.STOPPED
         assert still_running(children, 5) == []
 
 
-async def test_killed_processes_leave_no_workers_behind(demo_model: Path, session: aiohttp.ClientSession) -> None:
-    with serving(demo_model, "1.2", "--max-shard-restarts", "1", step_ms=10, workers=1) as stack:
+async def test_killed_processes_leave_no_workers_behind(echo_model: Path, session: aiohttp.ClientSession) -> None:
+    with serving(echo_model, "1.2", "--max-shard-restarts", "1", step_ms=10, workers=1) as stack:
         workers = stack.shard(0).children(recursive=True)
         stack.kill("shard")
         await asyncio.to_thread(stack.wait_for, "shard joined again", "router")
@@ -188,11 +188,11 @@ async def test_killed_processes_leave_no_workers_behind(demo_model: Path, sessio
 
 
 async def test_streams_survive_the_death_of_a_worker_and_a_stop(
-    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+    echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     """Only the shard's watchdog notices the death. The streams continue on the other replica."""
     log = tmp_path / "log"
-    with serving(demo_model, "1.3", "--num-replicas", "2", log=log, step_ms=10, workers=1) as stack:
+    with serving(echo_model, "1.3", "--num-replicas", "2", log=log, step_ms=10, workers=1) as stack:
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
             await streams.open(stack.url, 16, max_new_tokens=200)

@@ -59,12 +59,12 @@ async def post_bytes(url: str, headers: dict[str, str], body: bytes, agent: byte
 
 
 async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_move(
-    demo_model: Path, session: aiohttp.ClientSession
+    echo_model: Path, session: aiohttp.ClientSession
 ) -> None:
     chat, lost, refused, unsampled, foreign, unknown = (f"{number:032x}" for number in range(1, 7))
     with collecting() as collector:
         flags = ("--num-replicas=2", "--echo-step-ms=10", "--max-batch-size=1", "--otlp-endpoint", collector.endpoint)
-        with running(demo_model, *flags, environ=ENVIRON) as stack:
+        with running(echo_model, *flags, environ=ENVIRON) as stack:
             messages = [{"role": "user", "content": "one two three"}]
             body = {"model": "tgi", "messages": messages, "max_tokens": 5, "stream": True}
             body |= {"temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["STOP"]}
@@ -95,7 +95,7 @@ async def test_a_request_is_traced_from_its_client_to_the_shards_also_through_a_
             assert [task.result() for task in both] == [200, 200]
             await arrived(collector, lambda: len(collector.of(lost).get("POST /generate_stream", ())) == 2)
             await arrived(collector, lambda: len(collector.of(lost).get("shard", ())) >= 2)
-        _check_chat(collector.of(chat), str(demo_model))
+        _check_chat(collector.of(chat), str(echo_model))
         _check_move(collector.of(lost))
         (request,) = collector.of(refused)["POST /generate"]
         assert request.attributes["http.response.status_code"] == 422
