@@ -138,10 +138,10 @@ async def test_a_terminal_gets_a_live_view() -> None:
 
 @pytest.mark.parametrize("dialect", ["responses", "anthropic"])
 async def test_the_dialects_of_agents_are_measured_request_by_request(
-    dialect: str, demo_model: Path, tmp_path: Path
+    dialect: str, echo_model: Path, tmp_path: Path
 ) -> None:
     output, records = tmp_path / "result.json", tmp_path / "records.jsonl"
-    async with serve(demo_model) as stack:
+    async with serve(echo_model) as stack:
         code, out, err = await benchmark(stack.port, "--dialect", dialect, "-s", "40", "-d", "6", "-b", "2", "-r", "2", "--turns", "2",
                                          "--system-length", "20", "-o", str(output), "--records", str(records))  # fmt: skip
     assert (code, err) == (0, ""), out
@@ -153,9 +153,9 @@ async def test_the_dialects_of_agents_are_measured_request_by_request(
     assert len(rows) == 8
 
 
-async def test_the_result_names_the_servers_own_version(demo_model: Path, tmp_path: Path) -> None:
+async def test_the_result_names_the_servers_own_version(echo_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    async with serve(demo_model) as stack:
+    async with serve(echo_model) as stack:
         code, out, err = await benchmark(
             *(stack.port, "--search-rate", "40", "--duration", "0.3", "--latency-target", "0.001", "-o", str(output))
         )

@@ -50,9 +50,9 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def served(demo_model: Path, keys_file: Path) -> AsyncIterator[ProcessRouter]:
+async def served(echo_model: Path, keys_file: Path) -> AsyncIterator[ProcessRouter]:
     flags = f"--api-keys-file={keys_file}", "--metric-names=vllm,trtllm", "--max-connections=12"
-    async with router(demo_model, 2, *flags) as started:
+    async with router(echo_model, 2, *flags) as started:
         yield started
 
 

@@ -62,8 +62,8 @@ async def lose_scheduler(served: ProcessRouter, expected: list[ReadAnswer], toke
     return max(answer.longest_gap for answer in answers)
 
 
-async def test_requests_go_on_over_the_death_of_the_scheduler_process(demo_model: Path) -> None:
-    async with router(demo_model, 2, step_ms=4) as served:
+async def test_requests_go_on_over_the_death_of_the_scheduler_process(echo_model: Path) -> None:
+    async with router(echo_model, 2, step_ms=4) as served:
         expected = await Traffic(24, 150).run(served)
         assert all(answer.status == 200 and answer.texts for answer in expected)
         await lose_scheduler(served, expected, 150)
@@ -96,7 +96,7 @@ async def wait_without_scheduler(served: ProcessRouter, expected: ReadAnswer) ->
 
 
 @pytest.mark.full
-async def test_calls_to_a_scheduler_process_that_hangs_end(demo_model: Path, tmp_path: Path) -> None:
+async def test_calls_to_a_scheduler_process_that_hangs_end(echo_model: Path, tmp_path: Path) -> None:
     """RpcPeer are about permits, rate limits and metrics. The launcher ends such a process; this one hangs for good."""
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nkey = "limited"\nrequests_per_minute = 100\n[[keys]]\nkey = "free"')
@@ -107,7 +107,7 @@ async def test_calls_to_a_scheduler_process_that_hangs_end(demo_model: Path, tmp
         async with client.request(method, path, json=body, headers=headers) as response:
             return response.status
 
-    async with router(demo_model, 2, f"--api-keys-file={keys}") as served:
+    async with router(echo_model, 2, f"--api-keys-file={keys}") as served:
         client, began = served.clients[0], time.monotonic()
         assert await status(client, "POST", "/generate", "limited") == 200
         served.scheduler.send_signal(signal.SIGSTOP)
@@ -186,7 +186,7 @@ async def check_permits(served: ProcessRouter) -> None:
 
 
 @pytest.mark.full
-async def test_10000_random_ends_over_four_workers_leave_nothing(demo_model: Path) -> None:
+async def test_10000_random_ends_over_four_workers_leave_nothing(echo_model: Path) -> None:
     """Clients that leave, also from the queue, deadlines, stop strings, refusals, whole answers, deaths of a worker.
 
     Each request ends once.
@@ -225,7 +225,7 @@ async def test_10000_random_ends_over_four_workers_leave_nothing(demo_model: Pat
         await check_counts(served)
 
     flags = "--max-batch-size=16", f"--max-concurrent-requests={PERMITS}"
-    async with router(demo_model, 4, *flags, step_ms=1) as served:
+    async with router(echo_model, 4, *flags, step_ms=1) as served:
         await clients(served, 4000)
         before = resident(served)
         await clients(served, 6000)

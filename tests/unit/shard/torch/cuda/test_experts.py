@@ -30,7 +30,6 @@ def experts_one_by_one(x: Tensor, ids: Tensor, weights: Tensor, *layer: Any) -> 
 
 COMPUTE = (
     experts_by_loop,
-    experts_one_by_one,
     partial(experts, product=grouped_product),
     partial(experts, product=grouped_mm),
 )
@@ -113,12 +112,12 @@ def test_the_weighted_sum_matches_float64(
     torch.manual_seed(1)
     dtype = torch.float32 if precise else dtype
     form = {"bias": bias, "transposed": transposed, "has_gate": activation.has_gate}
-    operands = random_case(device, dtype, shape, **form)
-    expected = formula(*operands, activation)
-    for compute in COMPUTE:
-        out = compute(*operands, activation)
+    x, ids, weights, *layers = random_case(device, dtype, shape, **form)
+    expected = formula(x, ids, weights, *layers, activation)
+    for compute, tokens in [*((compute, len(x)) for compute in COMPUTE), (experts_one_by_one, 3)]:
+        out = compute(x[:tokens], ids[:tokens], weights[:tokens], *layers, activation)
         assert out.dtype == dtype
-        assert relative_error(out, expected) < ERRORS[dtype], compute
+        assert relative_error(out, expected[:tokens]) < ERRORS[dtype], compute
 
 
 def test_few_experts_norm_their_input_and_add_to_the_stream(device: torch.device, dtype: torch.dtype) -> None:
@@ -134,15 +133,15 @@ def test_few_experts_norm_their_input_and_add_to_the_stream(device: torch.device
 
 def test_a_token_does_not_depend_on_the_others(device: torch.device) -> None:
     torch.manual_seed(1)
-    x, ids, weights, gate_up, down = random_case(device, torch.float32, (5, 3, 6, 32, 16), bias=False, transposed=False)
-    for compute in COMPUTE:
+    x, ids, weights, gate_up, down = random_case(device, torch.float32, (3, 2, 4, 32, 16), bias=False, transposed=False)
+    for compute in (*COMPUTE, experts_one_by_one):
         whole = compute(x, ids, weights, gate_up, down, SILU)
         poisoned = x.clone()
-        poisoned[2] = torch.nan
+        poisoned[1] = torch.nan
         found = compute(poisoned, ids, weights, gate_up, down, SILU)
-        others = [token for token in range(5) if token != 2]
+        others = [0, 2]
         assert found[others].equal(whole[others])
-        assert found[2].isnan().all()
+        assert found[1].isnan().all()
 
 
 @pytest.mark.parametrize("tokens", [1, 40, full(700)])

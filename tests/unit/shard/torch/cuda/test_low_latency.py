@@ -28,8 +28,8 @@ SIZE = 3
 """Ranks. A group of two is that of `test_symmetric`."""
 LATE_TURNS = 2
 """Consecutive collectives in which one rank is late."""
-EDGE_TURNS = 5
-EDGES = [2**31 - 3, 2**32 - 3]
+EDGE_TURNS = 3
+EDGES = [2**31 - 2, 2**32 - 2]
 """Epochs shortly before their lowest 32 bits change sign, and shortly before they wrap to zero."""
 
 Results = dict[str, list[Tensor]]
