@@ -37,7 +37,10 @@ stack = served(
 
 def held() -> list[object]:
     """The bodies, conversations and errors in memory, also those that only the garbage collector would find."""
-    return [each for each in gc.get_objects() if issubclass(type(each), Body | Conversation | ServingError)]
+    kinds = {Body, Conversation, ServingError}
+    while more := {kind for known in kinds for kind in known.__subclasses__()} - kinds:
+        kinds |= more
+    return [each for each in gc.get_objects() if type(each) in kinds]
 
 
 @asynccontextmanager
