@@ -61,7 +61,8 @@ class FaultyTorch:
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         first, *further = self._engine.warm_up(limits)
         self._spare = first.num_blocks - 1  # a block that nothing is written to
-        self._engine._executor._runner._cache.clear(torch.tensor([[self._spare]] * (1 + len(further))))
+        # A block that a fault reads before it was written has zeros, not whatever the memory held.
+        self._engine._executor._runner._cache.clear(torch.arange(first.num_blocks).repeat(1 + len(further), 1))
         return CacheGroup(self._spare), *further
 
     def apply(self, orders: Orders) -> list[Failure]:
