@@ -129,8 +129,8 @@ async def test_a_request_that_never_has_room_is_dropped(tmp_path: Path) -> None:
 
 
 async def test_no_replay_starts_while_requests_wait_or_the_replicas_are_busy(tmp_path: Path) -> None:
-    settings = replace(ALL, busy=0.0)
-    async with audited([echo(echo_step_ms=1)], tmp_path, settings=settings) as server:
+    config = ALL.model_copy(update={"audit_busy": 0.0})
+    async with audited([echo(echo_step_ms=1)], tmp_path, config=config) as server:
         await serve(server, request(server))
         assert not server.auditor._start()
         assert server.auditor.waiting == 1
@@ -170,9 +170,9 @@ async def test_a_request_that_comes_again_from_a_worker_has_its_first_tokens(tmp
 
 
 async def test_a_finding_is_logged_counted_and_written_and_can_be_replayed(tmp_path: Path) -> None:
-    settings = replace(ALL, folder=str(tmp_path / "records"))
+    config = ALL.model_copy(update={"audit_folder": str(tmp_path / "records")})
     with capture_logs() as logs:
-        async with audited([echo(WrongEcho)], tmp_path, settings=settings) as server:
+        async with audited([echo(WrongEcho)], tmp_path, config=config) as server:
             for _ in range(2):
                 await serve(server, request(server, tenant="someone"))
                 await server.idle()
@@ -196,8 +196,8 @@ async def test_a_finding_is_logged_counted_and_written_and_can_be_replayed(tmp_p
 
 
 async def test_a_record_of_a_sound_text_is_the_same_on_a_fresh_shard(tmp_path: Path) -> None:
-    settings = replace(ALL, folder=str(tmp_path / "records"))
-    async with audited([echo(WrongEcho)], tmp_path, settings=settings) as server:
+    config = ALL.model_copy(update={"audit_folder": str(tmp_path / "records")})
+    async with audited([echo(WrongEcho)], tmp_path, config=config) as server:
         for _ in range(2):
             await serve(server, request(server, 20))
             await server.idle()
@@ -222,8 +222,8 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
 
 
 async def test_the_reuse_of_prefixes_is_switched_off_after_three_findings(tmp_path: Path) -> None:
-    settings = replace(ALL, action="isolate")
-    async with audited([echo(WrongEcho)], tmp_path, settings=settings) as server:
+    config = ALL.model_copy(update={"audit_action": "isolate"})
+    async with audited([echo(WrongEcho)], tmp_path, config=config) as server:
         for number in range(8):  # sound texts, so that what is usual is known
             await serve(server, request(server, prompt=range(1000 * number, 1000 * number + 40)))
             await server.idle()
@@ -239,10 +239,10 @@ async def test_the_reuse_of_prefixes_is_switched_off_after_three_findings(tmp_pa
 
 
 async def test_a_replica_that_serves_wrong_text_gets_no_requests_any_more(tmp_path: Path) -> None:
-    settings = replace(ALL, action="isolate")
+    config = ALL.model_copy(update={"audit_action": "isolate"})
     wrong = echo(WrongEcho)
     wrong.everywhere = True
-    async with audited([echo(), wrong], tmp_path, settings=settings) as server:
+    async with audited([echo(), wrong], tmp_path, config=config) as server:
         for number in range(12):
             await serve(server, request(server, prompt=range(1000 * number, 1000 * number + 40)))
             await server.idle()

@@ -15,7 +15,8 @@ from cluster_listener import Listener
 from shard_server import ServedShard, running, serve_engine
 
 from text_generation_proto.values import Grammar, GrammarKind, Sampling, WarmUpLimits
-from text_generation_router.audit.auditor import Auditor, AuditSettings
+from text_generation_router.audit.auditor import Auditor
+from text_generation_router.config import RouterConfig
 from text_generation_router.discovery.source import StaticSource
 from text_generation_router.errors import GrammarFailed
 from text_generation_router.metrics import Metrics
@@ -26,7 +27,7 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import join
 from text_generation_shard.engine import Engine
 
-ALL = AuditSettings(1.0)
+ALL = RouterConfig(audit_share=1, audit_busy=1)
 LINES = Grammar(GrammarKind.REGEX, r"(item [0-9]{1,3}\n){2,6}end")
 
 
@@ -114,7 +115,7 @@ async def audited(
     engines: Sequence[Engine],
     folder: Path,
     *,
-    settings: AuditSettings = ALL,
+    config: RouterConfig = ALL,
     seed: int = 1,
     limits: WarmUpLimits = WarmUpLimits(),  # noqa: B008 - immutable
     max_batch_size: int = 64,
@@ -130,7 +131,7 @@ async def audited(
         budget = min(256, info.suggested_prefill_tokens)
         scheduler = Scheduler(Policy(budget, max_batch_size), replicas=0)
         metrics = Metrics(max_input_tokens=1024, max_total_tokens=2048, scheduler=scheduler)
-        auditor = Auditor(scheduler, metrics.steps, settings, info)
+        auditor = Auditor(scheduler, metrics.steps, config, info)
         cluster: Cluster[Any] = Cluster(scheduler, auditor)
         auditor.cluster = cluster
         cluster.watcher = auditor

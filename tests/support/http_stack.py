@@ -125,7 +125,7 @@ class Stack:
         await self.generate("Are you there?", max_new_tokens=1)
         await until(lambda: self.engine.running == 0 and self.permits.in_use == 0)
         stats = self.scheduler.stats()
-        assert (stats.waiting, stats.running, stats.used_blocks) == (0, 0, 0)
+        assert (stats.waiting, stats.running, stats.kv_usage) == (0, 0, 0)
         assert self.engine.used_blocks == 0
 
 

@@ -115,8 +115,10 @@ class Simulator:
         stats = scheduler.stats()
         if scheduler.requests or stats.waiting or stats.queued_tokens:
             raise RuleViolation(f"{len(scheduler.requests)} requests are still in the scheduler at the end")
-        if stats.running or stats.used_blocks:
-            raise RuleViolation(f"{stats.running} slots and {stats.used_blocks} blocks are still held at the end")
+        if stats.running or stats.kv_usage:
+            raise RuleViolation(
+                f"{stats.running} slots and {stats.kv_usage:.2%} of the blocks are still held at the end"
+            )
 
     # --------------------------------------------------------------------------------------------------------- clients
 

@@ -7,19 +7,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
-from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.findings import Findings
-from text_generation_router.audit.isolation import isolate
 from text_generation_router.audit.records import MAX_RECORDS, record_of, scores_of, used, write_record
 from text_generation_router.audit.served import MAX_TRIES, KeptRequests, Served
 from text_generation_router.audit.verdict import Judgement, Verdict, bounds_of, judge
+from text_generation_router.config import RouterConfig
 from text_generation_router.request import Request, RequestId, RequestProgress
 from text_generation_router.scheduling.messages import SchedulerOutput
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -34,41 +33,17 @@ SWEEP = 256
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class AuditSettings:
-    """The operator's choices."""
-
-    share: float
-    """Share of the requests that are replayed, 0 to 1."""
-    busy: float = 1.0
-    """Busy share of the replicas from which on none is replayed."""
-    action: Literal["log", "isolate"] = "log"
-    folder: str = ""
-    """Folder for records of findings; "": none are written."""
-    asks_logprobs: bool = True
-    """Ask the engine for the log-probabilities of the requests chosen."""
-
-
 def is_chosen(request_id: RequestId, share: float) -> bool:
     """Return True for a `share` of all ids; always the same for one id."""
     digest = blake2b(request_id.to_bytes(8, "little"), digest_size=8, person=b"audit").digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
-@dataclass(slots=True)
-class _Replay:
-    """A replay under way."""
-
-    id: RequestId
-    served: Served
-    slot: int = -1
-
-
 class Auditor:
     """A StepObserver before that of the metrics, which learns nothing of replays, and the RequestWatcher of its cluster."""
 
     def __init__(
-        self, scheduler: Scheduler, observer: StepObserver, settings: AuditSettings, info: pb.InfoResponse
+        self, scheduler: Scheduler, observer: StepObserver, config: RouterConfig, info: pb.InfoResponse
     ) -> None:
         self.cluster: Cluster[Any]
         """Set before the first request."""
@@ -80,7 +55,7 @@ class Auditor:
         self.kept = KeptRequests()
         self._scheduler = scheduler
         self._observer = observer
-        self._settings = settings
+        self._config = config
         self._info = info
         self._bounds = bounds_of(info.engine, info.dtype, info.kv_cache_dtype)
         self._findings = Findings()
@@ -90,10 +65,8 @@ class Auditor:
         """Requests that were chosen and run or wait."""
         self._satisfied: set[RequestId] = set()
         """Watched requests that have their whole text."""
-        self._replays: dict[int, _Replay] = {}
-        """By replica; also those that gave way, until their slot is free."""
-        self._ids = map(RequestId, count(-1, -1))
-        """Replays have negative numbers, requests positive ones."""
+        self._replays: dict[int, Served] = {}
+        """Requests that are being replayed, by replica; also those that gave way, until their slot is free."""
         self._look = asyncio.Event()
 
     @property
@@ -108,7 +81,7 @@ class Auditor:
         """Choose a request, or not. Replays give way to each."""
         if self._replays:
             self._give_way()
-        if not is_chosen(request.id, self._settings.share):
+        if not is_chosen(request.id, self._config.audit_share):
             return request
         if len(self._watched) > max(SWEEP, 2 * len(self._scheduler.requests)):
             self._sweep()
@@ -117,7 +90,7 @@ class Auditor:
             served.tokens.extend(progress.generated)
             served.logprobs.extend([float("nan")] * len(progress.generated))
             served.moves = progress.moves.total
-        if not self._settings.asks_logprobs:
+        if self._config.token_logprobs == "never":
             return request
         return replace(request, logprobs=replace(request.logprobs, tokens=True))
 
@@ -152,9 +125,9 @@ class Auditor:
         if self._watched or self._replays:
             for placement in orders.placements:
                 if placement.request.replayed:
-                    for replay in self._replays.values():
-                        if replay.id == placement.request.id:
-                            replay.slot = placement.slot
+                    for served in self._replays.values():
+                        if served.replay_id == placement.request.id:
+                            served.slot = placement.slot
                 elif (served := self._watched.get(placement.request.id)) is not None:
                     replica = self._scheduler.requests[placement.request.id].replica
                     served.placed(replica, placement.slot, placement.cached_tokens)
@@ -166,8 +139,8 @@ class Auditor:
     def on_report(self, record: StepRecord) -> None:
         if self._watched:
             self._watch(record)
-        if self._replays and (replay := self._replays.get(record.replica)) is not None:
-            record = self._take_replay(record, replay)
+        if (replayed := self._replays.get(record.replica)) is not None:
+            record = self._take_replay(record, replayed)
         self._observer.on_report(record)
 
     def on_loss(self, replica: int) -> None:
@@ -208,23 +181,22 @@ class Auditor:
             self._look.clear()
             self._forget_replays()
             while self._records:
-                await write_record(self._settings.folder, *self._records.popleft())
+                await write_record(self._config.audit_folder, *self._records.popleft())
             while self._start():
                 pass
 
     def _start(self) -> bool:
         """Start the next replay if there is room."""
         cluster, scheduler = self.cluster, self._scheduler
-        if not len(self.kept) or len(scheduler.queue) or not scheduler.replays.has_room:
+        if not len(self.kept) or len(scheduler.queue):
             return False
         if cluster.draining or cluster.stopping:
             return False
-        if scheduler.stats(time.monotonic()).busy_ratio > self._settings.busy:
+        if scheduler.stats(time.monotonic()).busy_ratio > self._config.audit_busy:
             return False
         served = self.kept.take()
-        replay = _Replay(next(self._ids), served)
         most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
-        request = served.replay(replay.id, most)
+        request = served.replay(most)
         if request.replayed < 1:
             self._count([served], Verdict.UNJUDGED)
             return True
@@ -232,7 +204,7 @@ class Auditor:
         if number is None:
             self._count(self.kept.put(served, first=True), Verdict.DROPPED)
             return False
-        self._replays[number] = replay
+        self._replays[number] = served
         cluster.wake(number)
         return True
 
@@ -243,31 +215,30 @@ class Auditor:
 
     def _forget_replays(self) -> None:
         """Forget the replays whose slot is free. Those without a verdict are tried again."""
-        for number, replay in list(self._replays.items()):
-            if replay.id in self._scheduler.replays:
+        for number, served in list(self._replays.items()):
+            if served.replay_id in self._scheduler.replays:
                 continue
             del self._replays[number]
             self._look.set()
-            served = replay.served
             served.tries += 1
             if served.tries >= MAX_TRIES:
                 self._count([served], Verdict.DROPPED)
             else:
                 self._count(self.kept.put(served, first=True), Verdict.DROPPED)
 
-    def _take_replay(self, record: StepRecord, replay: _Replay) -> StepRecord:
+    def _take_replay(self, record: StepRecord, served: Served) -> StepRecord:
         """Take the results of a replay out of a record."""
-        report, number = record.report, record.replica
-        failed = any(each.request_id == replay.id for each in record.deliveries.failed)
+        report = record.report
+        failed = any(each.request_id == served.replay_id for each in record.deliveries.failed)
         if failed or report.generated_scores:
-            del self._replays[number]
+            del self._replays[record.replica]
             self._look.set()
             if failed:
-                self._count([replay.served], Verdict.FAILED)
+                self._count([served], Verdict.FAILED)
             else:
-                self._judge(replay.served, report.generated_scores[0])
+                self._judge(served, report.generated_scores[0])
         self._forget_replays()
-        return _without(record, replay)
+        return _without(record, served)
 
     def _judge(self, served: Served, message: pb.TokenScores) -> None:
         scores, features = scores_of(message), served.features
@@ -279,10 +250,10 @@ class Auditor:
             suspect = self._findings.add(features)
             self.mismatches[suspect] += 1
             self._report(served, judgement, suspect)
-            if self._settings.folder and self._findings.total <= MAX_RECORDS:
+            if self._config.audit_folder and self._findings.total <= MAX_RECORDS:
                 record = record_of(served, judgement, scores, self._info, suspect)
                 self._records.append((served.request.id, record))
-            if self._settings.action == "isolate" and (shared := self._findings.shared) is not None:
+            if self._config.audit_action == "isolate" and (shared := self._findings.shared) is not None:
                 self._isolate(shared)
 
     def _report(self, served: Served, judgement: Judgement, suspect: str) -> None:
@@ -300,24 +271,36 @@ class Auditor:
         self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {used(served)}")
 
     def _isolate(self, feature: str) -> None:
-        """Switch off what the last findings have in common, once."""
-        if feature not in self.cluster.isolated and (done := isolate(self.cluster, feature)):
-            self.cluster.isolated.append(feature)
-            log.error("isolated after audits", feature=feature, action=done)
-            self.on_finding("isolated", f"After audits: {done}", "")
+        """Do without what the last findings have in common, where the router can, until it restarts."""
+        cluster, scheduler = self.cluster, self._scheduler
+        if feature in cluster.isolated:
+            return
+        if feature == "prefix":
+            scheduler.policy = replace(scheduler.policy, prefix_caching=False)
+            for replica in scheduler.serving:
+                replica.reuses_prefixes = False
+                replica.cache.stop_caching()
+            done = "no prefix is reused any more"
+        elif feature.startswith("replica ") and cluster.release_replica(int(feature.removeprefix("replica "))):
+            done = f"{feature} gets no requests any more"
+        else:
+            return
+        cluster.isolated.append(feature)
+        log.error("isolated after audits", feature=feature, action=done)
+        self.on_finding("isolated", f"After audits: {done}", "")
 
     def _count(self, some: Iterable[Served], verdict: Verdict) -> None:
         self.verdicts.update(verdict.value for _ in some)
 
 
-def _without(record: StepRecord, replay: _Replay) -> StepRecord:
+def _without(record: StepRecord, replayed: Served) -> StepRecord:
     """Return a record as it were without the replay."""
     deliveries = record.deliveries
-    deliveries.tokens = [each for each in deliveries.tokens if each[0] != replay.id]
+    deliveries.tokens = [each for each in deliveries.tokens if each[0] != replayed.replay_id]
     report = pb.StepReport()
     report.CopyFrom(record.report)
     columns = zip(record.report.prefilled_slots, record.report.prefilled_tokens, strict=True)
-    prefilled = [each for each in columns if each[0] != replay.slot]
+    prefilled = [each for each in columns if each[0] != replayed.slot]
     report.prefilled_slots[:] = [slot for slot, _ in prefilled]
     report.prefilled_tokens[:] = [tokens for _, tokens in prefilled]
     others = bool(prefilled or deliveries.tokens or record.report.failed)

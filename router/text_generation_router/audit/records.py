@@ -21,13 +21,11 @@ from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.served import Served
 from text_generation_router.audit.verdict import Judgement, Scores, bounds_of, judge
-from text_generation_router.request import RequestId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_router.shards.convert import orders_to_pb
 
 MAX_RECORDS = 100
 """Files that one process writes: a fault that makes every text different must not fill the disk."""
-REPLAYED = RequestId(-1)
 
 log = structlog.get_logger()
 
@@ -38,7 +36,7 @@ class BadRecord(Exception):
 
 def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.InfoResponse, suspect: str) -> bytes:
     """Return a finding as JSON. It holds token ids, images, and the text of a grammar."""
-    request = served.replay(REPLAYED, info.max_sequence_length)
+    request = served.replay(info.max_sequence_length)
     orders = SchedulerOutput(1, placements=(Placement(0, request, (), ()),))
     (order,) = orders_to_pb(orders, info.eos_token_ids).placements
     record = {

@@ -42,6 +42,7 @@ class Served:
     """Sequences in the largest step that gave it a token."""
     replica: int = -1
     slot: int = -1
+    """Its own, or that of its replay."""
     tries: int = 0
 
     def placed(self, replica: int, slot: int, cached_tokens: int) -> None:
@@ -92,14 +93,19 @@ class Served:
         }
         return frozenset(name for name in FEATURES if used[name]) | {f"replica {self.replica}"}
 
-    def replay(self, request_id: RequestId, most_tokens: int) -> Request:
+    @property
+    def replay_id(self) -> RequestId:
+        """The id of its replay: requests have positive numbers, replays negative ones."""
+        return RequestId(-self.request.id)
+
+    def replay(self, most_tokens: int) -> Request:
         """Return the replay of all its tokens, or of all but the last if one more does not fit `most_tokens`."""
         known = self.prompt + self.tokens
         if len(known) >= most_tokens:
             del known[most_tokens - 1 :]
         return replace(
             self.request,
-            id=request_id,
+            id=self.replay_id,
             prompt=tuple(known),
             max_new_tokens=1,
             stop_sequences=(),

@@ -33,11 +33,6 @@ class Replays:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    @property
-    def has_room(self) -> bool:
-        """True if a replica has room for a replay, apart from its KV blocks."""
-        return any(True for _ in self._able())
-
     def _able(self) -> Iterator[ReplicaScheduler]:
         taken = {sequence.replica for sequence in self._sequences.values()} | self._draining
         for number, replica in self._replicas.items():

@@ -59,7 +59,6 @@ class SchedulerStats:
     running: int
     promised_tokens: int
     kv_usage: float
-    used_blocks: int
     used_tokens: int
     cached_blocks: int
     num_blocks: int
@@ -374,7 +373,6 @@ class Scheduler:
             running=sum(replica.occupied_slots for replica in serving) - len(self.replays),
             promised_tokens=sum(replica.promised_tokens for replica in serving),
             kv_usage=kv_usage(replica.cache for replica in serving),
-            used_blocks=sum(used for replica in serving for used, _ in replica.cache.usage.values()),
             used_tokens=sum(replica.cache.used * replica.spec.block_size for replica in serving),
             cached_blocks=sum(replica.cache.tree.cached_blocks for replica in serving),
             num_blocks=sum(replica.spec.num_blocks for replica in serving),

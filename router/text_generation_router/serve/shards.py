@@ -14,7 +14,7 @@ from text_generation_common.exit_codes import CannotServe
 from text_generation_common.stop_signals import StopSignals
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
-from text_generation_router.audit.auditor import Auditor, AuditSettings
+from text_generation_router.audit.auditor import Auditor
 from text_generation_router.config import RouterConfig
 from text_generation_router.dashboard.events import EventLog
 from text_generation_router.discovery.parse import parse_source
@@ -92,8 +92,10 @@ class Shards:
         scheduler = Scheduler(policy_of(config, model.info), replicas=0)
         metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
         metrics.add_names(config.metric_names, config.model_id or config.model_path)
-        if settings := _audits(config, model.info):
-            auditor = self._auditor = Auditor(scheduler, metrics.steps, settings, model.info)
+        if config.audit_share and not model.info.scores_generated:
+            log.warning("no audits: the engine does not score generated tokens", engine=model.info.engine)
+        elif config.audit_share:
+            auditor = self._auditor = Auditor(scheduler, metrics.steps, config, model.info)
             cluster = auditor.cluster = Cluster(scheduler, auditor, config.hang_timeout, delivery)
             cluster.watcher = auditor
             metrics.add_audits(auditor)
@@ -126,17 +128,6 @@ class Shards:
 def reached_file(config: RouterConfig) -> Path:
     """Return the file that tells HTTP workers, before they have a link, that a shard has answered."""
     return Path(f"{config.worker_socket}-reached")
-
-
-def _audits(config: RouterConfig, info: pb.InfoResponse) -> AuditSettings | None:
-    """Return the settings of audits; None if no request is audited."""
-    if not config.audit_share:
-        return None
-    if not info.scores_generated:
-        log.warning("no audits: the engine does not score generated tokens", engine=info.engine)
-        return None
-    asks_logprobs = config.token_logprobs != "never"
-    return AuditSettings(config.audit_share, config.audit_busy, config.audit_action, config.audit_folder, asks_logprobs)
 
 
 def token_limits(config: RouterConfig, model: ReplicaInfo) -> tuple[int, int]:

@@ -14,7 +14,8 @@ import text_generation_router.api.cloud.vertex
 import text_generation_router.web.body_errors  # noqa: F401 - the same
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.admission_queue import PendingWork
-from text_generation_router.audit.auditor import Auditor, AuditSettings
+from text_generation_router.audit.auditor import Auditor
+from text_generation_router.config import RouterConfig
 from text_generation_router.error_attributes import TgiBody
 from text_generation_router.errors import ServingError, error_classes
 from text_generation_router.metrics import Metrics
@@ -46,7 +47,7 @@ def test_every_metric_of_our_own_is_listed() -> None:
     metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=scheduler)
     metrics.add_shards(Cluster(scheduler, metrics.steps), lambda: 1)
     metrics.add_preparation(PendingWork())
-    metrics.add_audits(Auditor(scheduler, metrics.steps, AuditSettings(1.0), pb.InfoResponse()))
+    metrics.add_audits(Auditor(scheduler, metrics.steps, RouterConfig(), pb.InfoResponse()))
     families = {
         family.name + "_total" * (family.type == "counter"): family.documentation
         for family in text_string_to_metric_families(metrics.exposition().decode())

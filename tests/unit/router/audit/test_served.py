@@ -37,7 +37,7 @@ def test_a_replay_is_the_prompt_and_the_served_tokens_without_the_clients_terms(
     grammar = Grammar(GrammarKind.REGEX, "a*")
     replay = served(
         7, "a", sampling=Sampling(top_k=3), grammar=grammar, min_new_tokens=2, adapter="x", stop_sequences=("end",)
-    ).replay(RequestId(-4), 100)
+    ).replay(100)
     assert replay.prompt == (*range(10), 50, 51, 52, 53)
     assert (replay.replayed, replay.max_new_tokens, replay.min_new_tokens) == (4, 1, 2)
     assert (replay.sampling.top_k, replay.grammar, replay.adapter) == (3, grammar, "x")
@@ -46,8 +46,8 @@ def test_a_replay_is_the_prompt_and_the_served_tokens_without_the_clients_terms(
 
 
 def test_the_last_token_is_left_out_where_it_does_not_fit() -> None:
-    assert served().replay(RequestId(-1), 15).replayed == 4
-    assert served().replay(RequestId(-1), 14).replayed == 3
+    assert served().replay(15).replayed == 4
+    assert served().replay(14).replayed == 3
 
 
 def test_what_a_request_used_is_recorded() -> None:

@@ -49,7 +49,7 @@ def test_values_are_those_of_the_scheduler() -> None:
     scheduler = a_scheduler(batch=2)
     submit(scheduler, 1, 2, 3)
     decided(scheduler)
-    used = scheduler.stats().used_blocks
+    used = round(100 * scheduler.stats().kv_usage)
     assert used > 0
     assert scraped(scheduler) == {
         "tgi_queue_size": 1,

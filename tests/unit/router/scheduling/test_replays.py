@@ -61,7 +61,7 @@ def test_a_replay_counts_for_nobody_and_leaves_no_prefix() -> None:
     assert RequestId(-1) not in it.replays
     after = it.stats(1.0)
     assert (after.busy_ratio, after.cached_blocks, after.prompt_tokens) == (0.0, 0, 0)
-    assert (after.running, after.used_blocks) == (before.running, before.used_blocks)
+    assert (after.running, after.kv_usage) == (before.running, before.kv_usage)
     it.check_invariants()
 
 
@@ -96,7 +96,7 @@ def test_a_cancelled_replay_frees_its_room(sent: bool) -> None:
         assert it.schedule(0) is not None
         it.update(0, StepOutput(2), 0.2)
     it.check_invariants()
-    assert it.stats().used_blocks == 0
+    assert it.stats().kv_usage == 0
     assert it.replays.start(replay(-2), 0) == 0
 
 

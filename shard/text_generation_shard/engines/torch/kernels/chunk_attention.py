@@ -52,10 +52,6 @@ def tile_for(head_dim: int, shared_memory: int, rest: int = 0) -> ChunkTile:
     return next((tile for tile in tiles if tile.bytes_for(width + rest) <= shared_memory), ChunkTile(16, 16, 1))
 
 
-NO_GROUPS: Mapping[int | None, int] = {}
-"""For a cache of one group."""
-
-
 class PagedChunkAttention:
     """Attention of the chunks of a step for layers of one shape; `groups` are those of the cache, by their sliding windows.
 
@@ -70,8 +66,8 @@ class PagedChunkAttention:
         device: torch.device,
         *,
         scale: float,
-        softcap: float | None = None,
-        groups: Mapping[int | None, int] = NO_GROUPS,
+        softcap: float | None,
+        groups: Mapping[int | None, int],
         latent: int = 0,
     ) -> None:
         self._groups = groups

@@ -34,7 +34,7 @@ def test_chunks_match_the_formula(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    attention = PagedChunkAttention(heads, kv_heads, head_dim, device, scale=head_dim**-0.5, softcap=softcap)
+    attention = PagedChunkAttention(heads, kv_heads, head_dim, device, scale=head_dim**-0.5, softcap=softcap, groups={})
     compare(attention, (heads, kv_heads, head_dim), softcap, window, stored, device, dtype)
 
 
