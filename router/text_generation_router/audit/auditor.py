@@ -125,9 +125,9 @@ class Auditor:
         if self._watched or self._replays:
             for placement in orders.placements:
                 if placement.request.replayed:
-                    for served in self._replays.values():
-                        if served.replay_id == placement.request.id:
-                            served.slot = placement.slot
+                    for replayed in self._replays.values():
+                        if replayed.replay_id == placement.request.id:
+                            replayed.slot = placement.slot
                 elif (served := self._watched.get(placement.request.id)) is not None:
                     replica = self._scheduler.requests[placement.request.id].replica
                     served.placed(replica, placement.slot, placement.cached_tokens)
