@@ -77,8 +77,8 @@ uplot: browser-packages ## Copy the charting library uPlot into the router, in t
 	cp $(UPLOT)/dist/uPlot.iife.min.js $(UPLOT)/dist/uPlot.min.css $(STATIC)/
 	cp $(UPLOT)/LICENSE $(STATIC)/uPlot.LICENSE
 
-# Threads that wait at a barrier do not spin: tests share the cores with the servers they start.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
+# One thread for each process, which does not spin while it waits: tests share the cores with the servers they start.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 
 .PHONY: test
 test: check model node-packages ## Run the checks and the tests
