@@ -51,6 +51,8 @@ class QualityOfService:
     """The request expires at this time if it is still queued."""
     end_by: float | None = None
     """The request expires at this time, queued or running."""
+    job: str = ""
+    """The session, or the user, of the tenant for which it is made: its requests are charged together. "": not known."""
 
     def expires(self, *, queued: bool) -> float:
         """Return the time at which a request expires; `queued`: it has not left the queue yet."""

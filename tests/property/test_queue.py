@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
-from text_generation_router.scheduling.fairness import LAG
-from text_generation_router.scheduling.queue import AGEING_S, LEAD, FairQueue
+from text_generation_router.scheduling.fairness import LAG, LEAD
+from text_generation_router.scheduling.queue import AGEING_S, FairQueue
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 TENANTS = [TenantId(name) for name in ("a", "b", "c", "d")]
@@ -150,11 +150,11 @@ class QueueMachine(RuleBasedStateMachine):
                 return
             assert self.queue.peek() is expected.sequence
             tenant = expected.qos.tenant
-            self.queue.tenants.started(tenant)
+            self.queue.started(expected.sequence)
             self.queue.remove(expected.sequence)
             self.model.take_out(expected)
             self.model.running[tenant] += 1
-            self.charge(tenant, expected.work)
+            self.charge(expected, expected.work)
             self.running.append(expected)
 
     @precondition(lambda self: self.running)
@@ -163,22 +163,22 @@ class QueueMachine(RuleBasedStateMachine):
         waiter = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         tenant = waiter.qos.tenant
         if fate == "end too early":
-            self.charge(tenant, -(waiter.work // 2))
+            self.charge(waiter, -(waiter.work // 2))
         if fate == "send back":
             waiter.sent_back = True
             self.model.put(waiter)
             self.queue.requeue(waiter.sequence)
         self.model.running[tenant] -= 1
-        self.queue.tenants.ended(tenant)
+        self.queue.ended(waiter.sequence)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tokens=st.sampled_from([-100, 1, 70_000]))
     def correct(self, data: st.DataObject, tokens: int) -> None:
-        self.charge(data.draw(st.sampled_from(self.running)).qos.tenant, tokens)
+        self.charge(data.draw(st.sampled_from(self.running)), tokens)
 
-    def charge(self, tenant: TenantId, tokens: int) -> None:
-        self.model.charge(tenant, tokens)
-        self.queue.charge(tenant, tokens)
+    def charge(self, waiter: Waiter, tokens: int) -> None:
+        self.model.charge(waiter.qos.tenant, tokens)
+        self.queue.charge(waiter.sequence, tokens)
 
     @precondition(lambda self: self.queue.peek() is not None)
     @rule()

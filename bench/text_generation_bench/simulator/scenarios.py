@@ -283,8 +283,8 @@ def _agents(source: ScenarioInput) -> ScenarioLoad:
     sample = [draw_session(random, scale) for _ in range(100)]
     busy = sum(_busy_s(model, turn, context) for each in sample for turn, context in each.contexts()) / len(sample)
     times = poisson_times(random, AGENT_LOAD * source.replicas / busy, 0.0, source.seconds)
-    drawn = (draw_session(random, scale) for _ in count())
-    return ScenarioLoad(AgentSource(source.pool, random, systems).sessions(times, drawn))
+    drawn = (draw_session(source.random(f"session {number}"), scale) for number in count())
+    return ScenarioLoad(AgentSource(source.pool, source.random("texts"), systems).sessions(times, drawn))
 
 
 def _busy_s(model: CostModel, turn: AgentTurn, context: int) -> float:
@@ -350,7 +350,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             "as many users as slots, all busy: half of them with one agent, half with 16 sub-agents",
             _users,
             replicas=1,
-            seconds=120.0,
+            seconds=300.0,
             policies=("ours", "fcfs"),
         ),
         "overload": Scenario(

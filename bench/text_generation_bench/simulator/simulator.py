@@ -150,11 +150,11 @@ class Simulator:
 
     def _qos(self, arrival: Arrival) -> QualityOfService:
         default = arrival.queue_s is None and arrival.total_s is None and arrival.priority is Priority.DEFAULT
-        if self.config.blind or (default and arrival.tenant == NO_TENANT):
+        if self.config.blind or (default and arrival.tenant == NO_TENANT and not arrival.job):
             return DEFAULT_QOS
         queue_by = None if arrival.queue_s is None else arrival.at + arrival.queue_s
         end_by = None if arrival.total_s is None else arrival.at + arrival.total_s
-        return QualityOfService(arrival.tenant, arrival.priority, queue_by=queue_by, end_by=end_by)
+        return QualityOfService(arrival.tenant, arrival.priority, queue_by=queue_by, end_by=end_by, job=arrival.job)
 
     def _leave(self, request_id: RequestId) -> None:
         if request_id in self.statistics.live:

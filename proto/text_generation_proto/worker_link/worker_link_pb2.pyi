@@ -151,6 +151,7 @@ class Submit(google.protobuf.message.Message):
     FRUITLESS_MOVES_FIELD_NUMBER: builtins.int
     TURN_END_FIELD_NUMBER: builtins.int
     MEDIA_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
     request: builtins.int
     """unique over workers and their restarts"""
     ignore_eos: builtins.bool
@@ -171,6 +172,8 @@ class Submit(google.protobuf.message.Message):
     """consecutive ones without a new token in between"""
     turn_end: builtins.int
     """tokens of the prompt before the template's marker of the answer; 0: not known"""
+    job: builtins.bytes
+    """the session or user of the tenant; empty: not known"""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -216,9 +219,10 @@ class Submit(google.protobuf.message.Message):
         fruitless_moves: builtins.int = ...,
         turn_end: builtins.int = ...,
         media: collections.abc.Iterable[text_generation_proto.v1.shard_pb2.Media] | None = ...,
+        job: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "end_by", b"end_by", "first_token_by", b"first_token_by", "grammar", b"grammar", "logprobs", b"logprobs", "queue_by", b"queue_by", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "media", b"media", "moves", b"moves", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "turn_end", b"turn_end"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "job", b"job", "logprobs", b"logprobs", "media", b"media", "moves", b"moves", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "turn_end", b"turn_end"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end_by", b"_end_by"]) -> typing.Literal["end_by"] | None: ...
     @typing.overload

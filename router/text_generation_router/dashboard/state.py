@@ -20,7 +20,6 @@ from text_generation_router.dashboard.history import History
 from text_generation_router.metrics import Metrics
 from text_generation_router.metrics.requests import FIRST_TOKEN_BUCKETS
 from text_generation_router.metrics.steps import TOKEN_GAP_BUCKETS
-from text_generation_router.request import TenantId
 from text_generation_router.scheduling.fairness import Tenant
 from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster import Cluster
@@ -157,7 +156,7 @@ class StateKeeper:
 
     def _tenants(self) -> Iterator[Json]:
         scheduler = self._cluster.scheduler
-        tenants, ahead = scheduler.queue.tenants, Counter[TenantId]()
+        tenants, ahead = scheduler.queue.tenants, Counter[str]()
         for sequence in scheduler.requests.values():
             if sequence.charged_tokens:  # for all tokens that are expected of it
                 ahead[sequence.request.qos.tenant] += sequence.expected_new_tokens - len(sequence.generated)

@@ -19,7 +19,7 @@ def charge_first_start(sequence: ScheduledSequence, replica: ReplicaScheduler, q
         replica.prompt_tokens += len(sequence.request.prompt)
         replica.hit_tokens += cached
         sequence.charged_tokens = len(sequence.request.prompt) - cached + sequence.expected_new_tokens
-    queue.charge(sequence.request.qos.tenant, sequence.charged_tokens)
+    queue.charge(sequence, sequence.charged_tokens)
 
 
 def count_hits(sequence: ScheduledSequence, replica: ReplicaScheduler, queue: FairQueue) -> None:
@@ -29,4 +29,4 @@ def count_hits(sequence: ScheduledSequence, replica: ReplicaScheduler, queue: Fa
     found = sequence.engine_cached_tokens - sequence.counted_hits
     sequence.counted_hits += found
     replica.hit_tokens += found
-    queue.charge(sequence.request.qos.tenant, -found)
+    queue.charge(sequence, -found)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from operator import attrgetter
 
 from text_generation_router.request import RequestId
+from text_generation_router.scheduling.keys import common_bytes
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.prefix_tree import common_bytes
 from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
 
 MIN_SHARED_TOKENS = 64

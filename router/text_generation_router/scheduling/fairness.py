@@ -13,6 +13,8 @@ priority) would wait all that time. So there is also a virtual time, as in weigh
 the weight of all active tenants, and a tenant enters at most LAG behind it. Among tenants that stay it changes nothing:
 their counters keep up with it.
 
+The jobs of a tenant (a session and its sub-agents) have accounts of the same kind, in a `Tenants` of its own.
+
 Memory: an idle tenant is forgotten unless it is in debt (its counter is above the value at which it would enter). The
 MAX_IDLE largest debts are kept.
 """
@@ -23,23 +25,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from text_generation_router.request import TenantId
+from text_generation_router.request import Priority, TenantId
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
+LEAD = {Priority.SYSTEM: 64_000, Priority.INTERACTIVE: 16_000, Priority.DEFAULT: 0, Priority.BULK: -16_000}
+"""Virtual tokens by which a priority is ahead between tenants, and between jobs."""
+WARMTH = 4
+"""Tokens by which a job may be ahead of another for each token that its next sequence has less to compute. So a turn goes before cold
+prompts while its context is cached: served in turns, the contexts of all jobs would push each other out of the cache."""
 LAG = 80_000.0
-"""Virtual tokens by which a tenant may enter behind virtual time: the largest lead that priorities give (`queue.LEAD`)."""
-MAX_IDLE = 4096
-"""Idle tenants whose debt is remembered."""
+"""Virtual tokens by which a tenant may enter behind virtual time: the largest lead that priorities give."""
+MAX_IDLE, MAX_IDLE_JOBS = 4096, 64
+"""Idle tenants, and jobs of a tenant, whose debt is remembered."""
 WEIGHT_UNITS = 2**20
 """Weights are multiples of 1 / WEIGHT_UNITS, so that their sums are exact."""
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """The account of one tenant, and its sequences that wait for their first turn."""
+    """The account of one tenant, or of one of its jobs, and its sequences that wait for their first turn."""
 
-    name: TenantId
+    name: str
     number: int
     """Order of appearance, for ties."""
     weight: float
@@ -55,13 +62,39 @@ class Tenant:
     work: int = 0
     """Expected tokens of the queued sequences."""
     line: LazyHeap[ScheduledSequence] = field(default_factory=lambda: LazyHeap(attrgetter("queue_key")))
-    """Waiting sequences, except skipped ones."""
+    """Waiting sequences, except skipped ones, and of a tenant those of jobs."""
+    jobs: Tenants | None = None
+    """The accounts of the jobs of a tenant; None before the first."""
     head: ScheduledSequence | None = None
-    """The first in `line`."""
+    """The sequence that goes next."""
+
+    is_job: bool = False
+    """True for the account of a job."""
 
     @property
     def active(self) -> bool:
         return bool(self.queued or self.running)
+
+    def first(self) -> ScheduledSequence | None:
+        """Return the sequence that goes next: of those that belong to no job, or of the job with the least claim."""
+        alone = self.line.first()
+        job = None if self.jobs is None else self.jobs.ready.first()
+        if job is None or (alone is not None and (_claim(alone.entry, alone), alone.arrival) <= _by_claim(job)):
+            return alone
+        return job.head
+
+
+def _claim(counter: float, sequence: ScheduledSequence) -> float:
+    """Return the virtual tokens by which a job gets its turn: those served, less the lead of a priority, and WARMTH times the work."""
+    return counter - LEAD[sequence.request.qos.priority] + WARMTH * sequence.work
+
+
+def _by_claim(tenant: Tenant) -> Key:
+    head = tenant.head
+    assert head is not None, "only accounts with a head are compared"
+    if tenant.is_job:
+        return _claim(tenant.counter, head), head.arrival
+    return tenant.counter - LEAD[head.request.qos.priority], head.arrival
 
 
 def _by_counter(tenant: Tenant) -> Key:
@@ -71,10 +104,15 @@ def _by_counter(tenant: Tenant) -> Key:
 class Tenants:
     """The accounts of active tenants (with a queued or running sequence), and of idle ones in debt."""
 
-    def __init__(self, weights: Mapping[TenantId, float]) -> None:
+    def __init__(self, weights: Mapping[TenantId, float], max_idle: int = MAX_IDLE) -> None:
         """`weights` are 0.001 to 1000, by default 1: see `config.Weights`."""
-        self._weights = {name: round(weight * WEIGHT_UNITS) / WEIGHT_UNITS for name, weight in weights.items()}
-        self._known: dict[TenantId, Tenant] = {}
+        self._max_idle = max_idle
+        self.ready: LazyHeap[Tenant] = LazyHeap(_by_claim)
+        """Those with a head, the one that goes next first."""
+        self._weights: dict[str, float] = {
+            name: round(weight * WEIGHT_UNITS) / WEIGHT_UNITS for name, weight in weights.items()
+        }
+        self._known: dict[str, Tenant] = {}
         self._appeared = 0
         self._waiting: LazyHeap[Tenant] = LazyHeap(_by_counter)
         self._idle: LazyHeap[Tenant] = LazyHeap(_by_counter)
@@ -85,11 +123,11 @@ class Tenants:
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._known.values())
 
-    def __getitem__(self, name: TenantId) -> Tenant:
+    def __getitem__(self, name: str) -> Tenant:
         """Return the account of `name`, which is active or in debt."""
         return self._known[name]
 
-    def work(self, name: TenantId) -> int:
+    def work(self, name: str) -> int:
         """Return the expected tokens of the queued sequences of `name`."""
         return self._known[name].work if name in self._known else 0
 
@@ -99,7 +137,7 @@ class Tenants:
         tenant = self._waiting.first()
         return self._last_waiting_counter if tenant is None else tenant.counter
 
-    def share(self, name: TenantId) -> float:
+    def share(self, name: str) -> float:
         """Return the part of the service, in (0, 1], that `name` gets while all active tenants have enough to do."""
         tenant = self._known.get(name)
         if tenant is not None and tenant.active:
@@ -107,12 +145,12 @@ class Tenants:
         weight = self._weights.get(name, 1.0)
         return weight / (self._active_weight + weight)
 
-    def enqueue(self, name: TenantId, work: int, *, waits: bool) -> Tenant:
+    def enqueue(self, name: str, work: int, *, waits: bool) -> Tenant:
         """Count a sequence of `work` tokens into the queue; it `waits` for its first turn, or was requeued."""
         tenant = self._activate(name)
         if waits:
             if not tenant.waiting:
-                tenant.counter = max(tenant.counter, self._entry_counter())
+                tenant.counter = max(tenant.counter, self.entry_counter)
             tenant.waiting += 1
             self._waiting.put(tenant)
         tenant.queued += 1
@@ -132,52 +170,78 @@ class Tenants:
                     self._virtual_time = self._last_waiting_counter
         self._deactivate(tenant)
 
-    def started(self, name: TenantId) -> None:
+    def started(self, name: str) -> Tenant:
         """Count a sequence of `name` that was placed."""
-        self._activate(name).running += 1
+        tenant = self._activate(name)
+        tenant.running += 1
+        return tenant
 
-    def ended(self, name: TenantId) -> None:
+    def ended(self, name: str) -> None:
         """Count a sequence of `name` that left its replica."""
         tenant = self._known[name]
         assert tenant.running, "a sequence starts before it ends"
         tenant.running -= 1
         self._deactivate(tenant)
 
-    def charge(self, name: TenantId, tokens: int) -> Tenant:
+    def charge(self, name: str, tokens: int) -> Tenant:
         """Charge `name`, which is active, for tokens; negative ones correct an earlier charge."""
         tenant = self._known[name]
         tenant.charged += tokens
         tenant.counter += tokens / tenant.weight
         self._virtual_time += tokens / self._active_weight
-        if tokens < 0 and tenant.waiting:
-            self._waiting.put(tenant)
+        if tokens < 0:
+            if tenant.waiting:
+                self._waiting.put(tenant)
+            if tenant.head is not None:
+                self.ready.put(tenant)
         return tenant
+
+    def advance(self, tokens: float) -> None:
+        """Let virtual time rise by what was served to others: a sequence of no job is a job of its own, without an account."""
+        self._virtual_time += tokens
+
+    def choose(self, tenant: Tenant) -> None:
+        """Look again which of its sequences goes next."""
+        head = tenant.first()
+        if head is tenant.head:
+            return
+        tenant.head = head
+        if head is None:
+            self.ready.discard(tenant)
+        else:
+            self.ready.put(tenant)
 
     def check_invariants(self, queued: Sequence[ScheduledSequence]) -> None:
         """Raise AssertionError unless the accounts agree with the `queued` sequences."""
         for tenant in self:
-            own = [sequence for sequence in queued if sequence.request.qos.tenant == tenant.name]
+            own = [each for each in queued if tenant.name == (each.job if tenant.is_job else each.request.qos.tenant)]
             waiting = [sequence for sequence in own if not sequence.requeued]
             assert (tenant.queued, tenant.waiting) == (len(own), len(waiting))
             assert tenant.work == sum(sequence.work for sequence in own)
-            assert len(tenant.line) == sum(not sequence.skipped for sequence in waiting)
-            assert tenant.head is tenant.line.first()
+            shown = [each for each in waiting if not each.skipped]
+            assert len(tenant.line) == sum(tenant.is_job or not each.job for each in shown)
+            assert (tenant.head is None) == (not shown)
+            if tenant.jobs is not None:
+                tenant.jobs.check_invariants([each for each in own if each.job])
         assert self._active_weight == sum(tenant.weight for tenant in self if tenant.active)
+        assert len(self.ready) == sum(tenant.head is not None for tenant in self)
         assert len(self._waiting) == sum(tenant.waiting > 0 for tenant in self)
         assert len(self._idle) == sum(not tenant.active for tenant in self)
 
-    def _entry_counter(self) -> float:
+    @property
+    def entry_counter(self) -> float:
         """Return the smallest counter with which a tenant that had nothing waiting may enter."""
         lowest = self.min_counter
         # A correction may be made under another total weight than its charge: bound the drift of virtual time.
         self._virtual_time = min(max(self._virtual_time, lowest), lowest + 2 * LAG)
         return max(lowest, self._virtual_time - LAG)
 
-    def _activate(self, name: TenantId) -> Tenant:
+    def _activate(self, name: str) -> Tenant:
         tenant = self._known.get(name)
         if tenant is None:
             self._appeared += 1
-            tenant = Tenant(name, self._appeared, self._weights.get(name, 1.0), self.min_counter)
+            weight = self._weights.get(name, 1.0)
+            tenant = Tenant(name, self._appeared, weight, self.min_counter, is_job=self._max_idle == MAX_IDLE_JOBS)
             self._known[name] = tenant
         if not tenant.active:
             self._idle.discard(tenant)
@@ -191,6 +255,8 @@ class Tenants:
         self._active_weight -= tenant.weight
         self._idle.put(tenant)
         lowest = self.min_counter
-        while (least := self._idle.first()) is not None and (least.counter <= lowest or len(self._idle) > MAX_IDLE):
+        while (least := self._idle.first()) is not None and (
+            least.counter <= lowest or len(self._idle) > self._max_idle
+        ):
             self._idle.discard(least)
             del self._known[least.name]

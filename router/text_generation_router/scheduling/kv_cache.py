@@ -159,6 +159,11 @@ class KVCache:
         """Return True if a group has fewer than `blocks` blocks available."""
         return self.available < blocks or any(pool.available < blocks for pool in self.pools)
 
+    def may_limit_prompts(self, spare: int, budget: int, growth_tokens: int, prompts: int) -> bool:
+        """Return True if a group after the first may lack blocks for `budget` tokens of prompts, with `spare` blocks left."""
+        blocks = spare + budget // self.block_size + prompts * (growth_tokens // self.block_size + 3)
+        return bool(self.pools) and self.is_scarce(blocks)
+
     def reach(self, sequence: ScheduledSequence, running: int) -> int:
         """Return the prompt tokens of `sequence` that can be scheduled with the blocks that it has or may get."""
         ends = [
@@ -172,7 +177,7 @@ class KVCache:
 
     def starved(self, prompts: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
         """Return those of `prompts` that have tokens to schedule, no block for one, and no chunk under way."""
-        if not self.is_scarce(1):
+        if not self.pools or not self.is_scarce(1):
             return []
         idle = (each for each in prompts if each.num_scheduled_tokens == each.num_computed_tokens)
         return [each for each in idle if each.unscheduled_tokens and self.reach(each, 0) <= 0]

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from text_generation_router.scheduling.keys import common_bytes
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool, number_of
 
@@ -398,19 +399,3 @@ def _backwards(node: Node, behind: int, group: int) -> Iterator[GroupBlock]:
 
 def _by_last_use(leaf: Node) -> Key:
     return leaf.last_used, leaf.created
-
-
-def common_bytes(run: bytes | bytearray, key: bytes, at: int, size: int) -> int:
-    """Return the bytes that `run` and `key[at:]` have in common, in whole blocks of `size` bytes."""
-    # A binary search that compares each stretch in place: about one pass over the bytes.
-    same, differ = 0, min(len(run), len(key) - at) // size + 1
-    with memoryview(run) as view:
-        if key.startswith(view[: (differ - 1) * size], at):  # most often all of it is the same
-            return (differ - 1) * size
-        while differ - same > 1:
-            middle = (same + differ) // 2
-            if key.startswith(view[same * size : middle * size], at + same * size):
-                same = middle
-            else:
-                differ = middle
-    return same * size

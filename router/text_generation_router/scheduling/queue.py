@@ -1,4 +1,4 @@
-"""FairQueue: the order in which queued sequences get their turn. Fair between tenants, urgent first, no starvation.
+"""FairQueue: the order in which queued sequences get their turn. Fair between tenants and jobs, urgent first, no starvation.
 
 1. Requeued sequences (preempted, or their replica was lost) go first, in order of arrival.
 2. Between tenants the smallest key goes next, ties by arrival of the tenant's next sequence.
@@ -8,14 +8,20 @@
    Service is charged by the caller (`charge`); for tenants that had nothing waiting see `fairness`. A priority buys a
    bounded lead, in tokens: a tenant that floods the queue at a high priority gets that far ahead of the others, once. A
    low priority puts it that far behind, at most.
-3. Within a tenant the earliest due time goes next, ties by arrival.
+3. Within a tenant the same between its jobs, where the key is
+
+       key = tokens served to the job - LEAD[priority] + WARMTH x work of its next sequence
+
+   so that a turn whose context is cached goes before a cold prompt of equal claim. A sequence that belongs to no job is a job
+   of its own, which was served nothing.
+4. Within a job, and between sequences of no job, the earliest due time goes next, ties by arrival.
 
        due = arrival time + AGEING_S x priority, at most first_token_by, at least the arrival time
 
    So each priority is first come, first served, and a bulk request goes before interactive ones that came 60 s after it.
    A `first_token_by` before the arrival counts as the arrival: such a request does not overtake those already waiting.
 
-With one tenant and one priority this is first come, first served. All operations are O(log n) amortised.
+With one tenant, one priority and no jobs this is first come, first served. All operations are O(log n) amortised.
 """
 
 from __future__ import annotations
@@ -23,15 +29,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from text_generation_router.request import Priority, QualityOfService, TenantId
-from text_generation_router.scheduling.fairness import Tenant, Tenants
-from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
+from text_generation_router.request import QualityOfService, TenantId
+from text_generation_router.scheduling.fairness import MAX_IDLE_JOBS, Tenant, Tenants
+from text_generation_router.scheduling.jobs import PrefixJobs
+from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 AGEING_S = 30.0
 """Seconds of waiting that make up for one priority level."""
-LEAD = {Priority.SYSTEM: 64_000, Priority.INTERACTIVE: 16_000, Priority.DEFAULT: 0, Priority.BULK: -16_000}
-"""Virtual tokens by which a priority is ahead between tenants."""
 
 
 def due_time(qos: QualityOfService, arrived_at: float) -> float:
@@ -42,25 +47,20 @@ def due_time(qos: QualityOfService, arrived_at: float) -> float:
     return max(arrived_at, min(by_priority, qos.first_token_by))
 
 
-def _tenant_key(tenant: Tenant) -> Key:
-    assert tenant.head is not None, "only tenants with a head are compared"
-    return tenant.counter - LEAD[tenant.head.request.qos.priority], tenant.head.arrival
-
-
 class FairQueue:
     """The waiting sequences, in fair order."""
 
     def __init__(self, weights: Mapping[TenantId, float]) -> None:
         self.tenants = Tenants(weights)
+        self._prefix_jobs = PrefixJobs()
         self._sequences: dict[int, ScheduledSequence] = {}
         """By arrival."""
-        self._ready: LazyHeap[Tenant] = LazyHeap(_tenant_key)
-        """Tenants with a head."""
         self._requeued: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("queue_key"))
         self.work = 0
         """Expected tokens of the queue."""
 
     def put(self, sequence: ScheduledSequence) -> None:
+        sequence.job = sequence.job or self._prefix_jobs.name(sequence)
         self._enqueue(sequence, due_time(sequence.request.qos, sequence.arrived_at))
 
     def requeue(self, sequence: ScheduledSequence) -> None:
@@ -72,7 +72,7 @@ class FairQueue:
         """Return the sequence that goes next, or None. Skipped ones do not count."""
         if (sequence := self._requeued.first()) is not None:
             return sequence
-        tenant = self._ready.first()
+        tenant = self.tenants.ready.first()
         return None if tenant is None else tenant.head
 
     def remove(self, sequence: ScheduledSequence) -> None:
@@ -84,6 +84,8 @@ class FairQueue:
         sequence.skipped = False
         del self._sequences[sequence.arrival]
         self.work -= sequence.work
+        if sequence.job and tenant.jobs is not None:
+            tenant.jobs.dequeue(tenant.jobs[sequence.job], sequence.work, waited=not sequence.requeued)
         self.tenants.dequeue(tenant, sequence.work, waited=not sequence.requeued)
 
     def skip(self, sequence: ScheduledSequence) -> None:
@@ -99,11 +101,27 @@ class FairQueue:
                 sequence.skipped = False
                 self._show(sequence, self.tenants[sequence.request.qos.tenant])
 
-    def charge(self, tenant: TenantId, tokens: int) -> None:
-        """Charge `tenant`, which has a queued or running sequence; negative tokens correct an earlier charge."""
-        account = self.tenants.charge(tenant, tokens)
-        if tokens < 0 and account.head is not None:
-            self._ready.put(account)
+    def started(self, sequence: ScheduledSequence) -> None:
+        """Count a sequence that was placed; before it is removed."""
+        tenant = self.tenants.started(sequence.request.qos.tenant)
+        if sequence.job:
+            _jobs(tenant).started(sequence.job)
+
+    def ended(self, sequence: ScheduledSequence) -> None:
+        """Count a sequence that left its replica."""
+        tenant = self.tenants[sequence.request.qos.tenant]
+        if sequence.job:
+            _jobs(tenant).ended(sequence.job)
+        self.tenants.ended(tenant.name)
+
+    def charge(self, sequence: ScheduledSequence, tokens: int) -> None:
+        """Charge the tenant and the job of a queued or running sequence; negative tokens correct an earlier charge."""
+        tenant = self.tenants.charge(sequence.request.qos.tenant, tokens)
+        if sequence.job:
+            _jobs(tenant).charge(sequence.job, tokens)
+            self.tenants.choose(tenant)
+        elif tenant.jobs is not None:
+            tenant.jobs.advance(tokens / (tenant.queued + tenant.running))
 
     def __len__(self) -> int:
         """Return the number of queued sequences, including skipped ones."""
@@ -130,13 +148,15 @@ class FairQueue:
         assert self.work == sum(sequence.work for sequence in sequences)
         assert len(sequences) == sum(tenant.queued for tenant in self.tenants)
         assert len(self._requeued) == sum(sequence.requeued and not sequence.skipped for sequence in sequences)
-        assert len(self._ready) == sum(tenant.head is not None for tenant in self.tenants)
 
     def _enqueue(self, sequence: ScheduledSequence, rank: float) -> None:
         arrival = sequence.arrival
         assert arrival not in self._sequences, "a sequence is queued once"
         sequence.queue_key, sequence.skipped = (rank, arrival), False
         tenant = self.tenants.enqueue(sequence.request.qos.tenant, sequence.work, waits=not sequence.requeued)
+        sequence.entry = 0.0 if tenant.jobs is None else tenant.jobs.entry_counter
+        if sequence.job:
+            _jobs(tenant).enqueue(sequence.job, sequence.work, waits=not sequence.requeued)
         self._sequences[arrival] = sequence
         self.work += sequence.work
         self._show(sequence, tenant)
@@ -145,19 +165,28 @@ class FairQueue:
         if sequence.requeued:
             self._requeued.put(sequence)
             return
-        tenant.line.put(sequence)
-        if tenant.head is None or sequence.queue_key < tenant.head.queue_key:
-            tenant.head = sequence
-            self._ready.put(tenant)
+        if sequence.job:
+            jobs = _jobs(tenant)
+            jobs[sequence.job].line.put(sequence)
+            jobs.choose(jobs[sequence.job])
+        else:
+            tenant.line.put(sequence)
+        self.tenants.choose(tenant)
 
     def _hide(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
         if sequence.requeued:
             self._requeued.discard(sequence)
             return
-        tenant.line.discard(sequence)
-        if sequence is tenant.head:
-            tenant.head = tenant.line.first()
-            if tenant.head is None:
-                self._ready.discard(tenant)
-            else:
-                self._ready.put(tenant)
+        if sequence.job:
+            jobs = _jobs(tenant)
+            jobs[sequence.job].line.discard(sequence)
+            jobs.choose(jobs[sequence.job])
+        else:
+            tenant.line.discard(sequence)
+        self.tenants.choose(tenant)
+
+
+def _jobs(tenant: Tenant) -> Tenants:
+    if tenant.jobs is None:
+        tenant.jobs = Tenants({}, MAX_IDLE_JOBS)
+    return tenant.jobs

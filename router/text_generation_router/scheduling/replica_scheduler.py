@@ -92,10 +92,9 @@ class ReplicaScheduler:
 
     def has_blocks(self, sequence: ScheduledSequence) -> bool:
         """Return True if it can hold `sequence`, with blocks now for all its known tokens, even if none is cached."""
-        nothing = self.cache.tree.find(sequence.salt, b"")
-        return self.can_hold(sequence) and self.cache.has_room(
-            sequence, nothing, sequence.length, self._growth_margin, self.prompts
-        )
+        nothing, margin = self.cache.tree.find(sequence.salt, b""), self._growth_margin
+        fits = self.can_hold(sequence)
+        return fits and self.cache.has_room(sequence, nothing, sequence.length, margin, self.prompts)
 
     def can_hold(self, sequence: ScheduledSequence) -> bool:
         """Return True if `sequence` could run here alone, to its last token."""
@@ -117,9 +116,8 @@ class ReplicaScheduler:
         if not cache.has_room(sequence, prefix, tokens, margin, self.prompts):
             return False
         cache.lock_prefix(sequence, prefix)
-        cached = prefix.blocks
-        needed = cache.blocks_for(tokens) - cached
-        wanted = cache.blocks_for(min(sequence.length + self._policy.growth_tokens, sequence.max_length)) - cached
+        cached, grown = prefix.blocks, min(sequence.length + self._policy.growth_tokens, sequence.max_length)
+        needed, wanted = cache.blocks_for(tokens) - cached, cache.blocks_for(grown) - cached
         cache.allocate(sequence, max(needed, wanted if wanted + margin <= cache.available else 0))
         if cache.pools:
             sequence.capacity = (cached + 1) * self.spec.block_size
@@ -145,26 +143,20 @@ class ReplicaScheduler:
     def schedule(self) -> SchedulerOutput | None:
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
             return None
-        running, cache = len(self._running), self.cache
+        running, cache, growth = len(self._running), self.cache, self._policy.growth_tokens
         spare = running + self.prompts.blocks_kept if cache.pools and self.prompts.unscheduled else running
-        allocations, stalled = cache.grow(self._policy.growth_tokens, spare)
-        if cache.pools:
-            stalled += cache.starved(self.prompts)
+        allocations, stalled = cache.grow(growth, spare)
+        stalled += cache.starved(self.prompts)
         if stalled and not self._placed and not any(each.blocks for each in self._to_release):
             self._preempt()
         budget = self.prompts.unscheduled
         if not self.spec.self_scheduling:
             budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running, len(self.prompts))
         placements, prefill = [], []
-        reach, scarce = None, False
-        if cache.further_pools:
-            block_size = self.spec.block_size
-            growth = len(self.prompts) * (self._policy.growth_tokens // block_size + 3)
-            scarce = cache.is_scarce(spare + budget // block_size + growth)
-            if scarce or cache.states is not None:  # chunks end where checkpoints are left
-                reach = partial(cache.reach, running=running)
+        scarce = cache.may_limit_prompts(spare, budget, growth, len(self.prompts))
+        reach = partial(cache.reach, running=running) if scarce else None
         for sequence, chunk in self.prompts.schedule(budget, reach):
-            cache.chunk_scheduled(sequence, self._policy.growth_tokens, spare if scarce else None, allocations)
+            cache.chunk_scheduled(sequence, growth, spare if scarce else None, allocations)
             if sequence.state is State.PLACED:
                 placements.append(self._start(sequence))
             prefill.append((sequence.slot, chunk))
@@ -314,8 +306,7 @@ class ReplicaScheduler:
         else:  # its release is under way
             sequence.num_computed_tokens += chunk
         self.cache.commit(sequence, sequence.num_computed_tokens)
-        if self.cache.further_pools:
-            self.cache.give_back(sequence)
+        self.cache.give_back(sequence)
         return chunk
 
     def _update_tokens(self, output: StepOutput, deliveries: Deliveries, left: list[ScheduledSequence]) -> int:

@@ -161,7 +161,7 @@ class Scheduler:
             if sent:
                 return
             if not sequence.generated:  # nothing was computed
-                self.queue.charge(sequence.request.qos.tenant, -sequence.charged_tokens)
+                self.queue.charge(sequence, -sequence.charged_tokens)
                 sequence.charged_tokens = 0
         self._forget(sequence)
 
@@ -185,7 +185,7 @@ class Scheduler:
         """Place queued sequences on replicas with room. Return the replicas that got some."""
         placed: dict[int, None] = {}
         for sequence, replica in self._dispatcher.place():
-            self.queue.tenants.started(sequence.request.qos.tenant)
+            self.queue.started(sequence)
             self.queue.remove(sequence)
             charge_first_start(sequence, replica, self.queue)
             placed[replica.replica] = None
@@ -226,19 +226,18 @@ class Scheduler:
     def _requeue(self, sequence: ScheduledSequence) -> None:
         sequence.work = self._work(sequence)
         self.queue.requeue(sequence)
-        self.queue.tenants.ended(sequence.request.qos.tenant)
+        self.queue.ended(sequence)
 
     def _forget(self, sequence: ScheduledSequence) -> None:
         """Forget a sequence that waits or left its replica. Its tenant pays for generated, not for expected tokens."""
         del self._sequences[sequence.id]
         self._deadlines.discard(sequence)
-        tenant = sequence.request.qos.tenant
         if sequence.charged_tokens:
-            self.queue.charge(tenant, len(sequence.generated) - sequence.expected_new_tokens)
+            self.queue.charge(sequence, len(sequence.generated) - sequence.expected_new_tokens)
         if sequence.state is State.WAITING:
             self.queue.remove(sequence)
         else:
-            self.queue.tenants.ended(tenant)
+            self.queue.ended(sequence)
 
     def add(self) -> int:
         """Return the number of a new replica, which does not serve yet. No number is used twice."""

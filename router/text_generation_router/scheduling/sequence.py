@@ -58,6 +58,10 @@ class ScheduledSequence:
     generated: list[TokenId] = field(default_factory=list)
 
     # In the queue.
+    job: str = ""
+    """The name of the job of its tenant to which it belongs; "": none."""
+    entry: float = 0.0
+    """Virtual tokens with which a job entered when it was queued."""
     work: int = 0
     """Expected cost in tokens: prompt tokens that are not cached, and new tokens. Constant while queued."""
     queue_key: Key = (0.0, 0)
@@ -123,6 +127,7 @@ class ScheduledSequence:
 
     def __post_init__(self) -> None:
         self.id = self.request.id
+        self.job = self.request.qos.job
         self.length = len(self.request.prompt)
         self.expected_length = self.length + self.expected_new_tokens
         self.max_length = self.length + self.request.max_new_tokens - 1

@@ -78,6 +78,7 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
         first_token_by=qos.first_token_by,
         queue_by=qos.queue_by,
         end_by=qos.end_by,
+        job=text_to_pb(qos.job),
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
         turn_end=request.turn_end,
@@ -105,6 +106,7 @@ def request_from_pb(message: pb.Submit, before: Request | None = None) -> Reques
         message.first_token_by if message.HasField("first_token_by") else None,
         message.queue_by if message.HasField("queue_by") else None,
         message.end_by if message.HasField("end_by") else None,
+        text_from_pb(message.job),
     )
     return Request(
         id=RequestId(message.request),

@@ -175,4 +175,9 @@ class MessagesBody(CountTokensBody, OpenFields):
     top_k: Int32 | None = None
     """Keep the k most probable tokens."""
     metadata: AnyMetadata | None = None
-    """Accepted; not used."""
+    """`user_id`, a text: without a session, the requests of one user are charged together."""
+
+    @property
+    def named_job(self) -> str:
+        user = (self.metadata or {}).get("user_id")
+        return super().named_job or (user if isinstance(user, str) else "")

@@ -4,6 +4,7 @@
     priority    x-smg-priority, at most the key's
     deadlines   x-slo-ttft-ms: target for the first token; x-queue-timeout-ms: for leaving the queue;
                 x-request-timeout-ms, grpc-timeout: for the complete response
+    job         the session: SESSION, the headers of Claude Code, Codex, opencode and others, else fields of the body
 
 The names are those of inference gateways (llm-d, the Gateway API's inference extension, SMG) and of gRPC, where they
 have one. `x-llm-d-slo-tpot-ms` is not read: the time per step is a setting of the server, not of a request.
@@ -31,12 +32,15 @@ FIRST_TOKEN = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 QUEUE_TIMEOUT = "x-queue-timeout-ms"
 REQUEST_TIMEOUT = "x-request-timeout-ms"
 GRPC_TIMEOUT = "grpc-timeout"
-HEADERS = (*TENANT, PRIORITY, *FIRST_TOKEN, QUEUE_TIMEOUT, REQUEST_TIMEOUT, GRPC_TIMEOUT)
+SESSION = ("x-claude-code-session-id", "x-opencode-session", "session_id", "session-id", "x-session-id")
+HEADERS = (*TENANT, PRIORITY, *FIRST_TOKEN, QUEUE_TIMEOUT, REQUEST_TIMEOUT, GRPC_TIMEOUT, *SESSION)
 """Every header that `read_caller` reads."""
 
 MAX_TIMEOUT_S = 1e7
 """Four months; a longer timeout is taken for a mistake."""
 MAX_SALT_LENGTH = 256
+MAX_JOB_LENGTH = 256
+"""Characters of the name of a job that count, the last ones: clients put the session at the end."""
 
 _MILLISECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
 _GRPC = re.compile(r"([0-9]{1,8})([HMSmun])")
@@ -58,6 +62,8 @@ class Caller:
     first_token_by: float | None = None
     queue_by: float | None = None
     end_by: float | None = None
+    job: str = ""
+    """The session that the headers name."""
 
 
 def read_caller(headers: Mapping[str, str], arrived: float, holder: KeyHolder) -> Caller:
@@ -70,6 +76,7 @@ def read_caller(headers: Mapping[str, str], arrived: float, holder: KeyHolder) -
         _deadline(headers, arrived, *FIRST_TOKEN),
         _deadline(headers, arrived, QUEUE_TIMEOUT),
         _deadline(headers, arrived, REQUEST_TIMEOUT, GRPC_TIMEOUT),
+        next((headers[name] for name in SESSION if headers.get(name)), ""),
     )
 
 
@@ -128,6 +135,11 @@ class QosFields(Body):
             return Priority.INTERACTIVE
         return Priority.BULK if self.priority > 0 else Priority.DEFAULT
 
+    @property
+    def named_job(self) -> str:
+        """The session or the user that the body names; "": none."""
+        return ""
+
 
 class TieredFields(QosFields):
     """The same fields for dialects that have service tiers."""
@@ -152,6 +164,14 @@ class OpenFields(TieredFields):
     """0 takes the most probable token; default: 1."""
     top_p: Float32 | None = None
     """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
+    prompt_cache_key: Name | None = None
+    """The session: its requests are charged together, and it has one share of the tenant's. A header that names one goes first."""
+    session_id: Name | None = None
+    """vLLM's: the same."""
+
+    @property
+    def named_job(self) -> str:
+        return self.prompt_cache_key or self.session_id or ""
 
 
 def quality_of_service(
@@ -162,6 +182,7 @@ def quality_of_service(
     deadlines    the earliest one counts; the operator's are defaults and upper bounds
     priority     the header's, then the body's, then the default; at most that of the caller's key. A target for the first
                  token is worth no more than that priority
+    job          the session of the headers, else the session or the user of the body. It orders the tenant's own requests only
     salt         the body's, prefixed with the tenant's name where tenants must not share cached prompts
 
     The first part that sets a field wins. Raises InvalidRequest.
@@ -182,6 +203,7 @@ def quality_of_service(
         first_token_by=first_token_by,
         queue_by=_earliest(caller.queue_by, caller.arrived, queue),
         end_by=_earliest(caller.end_by, caller.arrived, whole),
+        job=(caller.job or next((part.named_job for part in parts if part.named_job), ""))[-MAX_JOB_LENGTH:],
     )
 
 

@@ -168,7 +168,7 @@ class ResponsesBody(OpenFields):
     top_logprobs: UInt32 | None = None
     """Report the log-probabilities of the text, and those of this number of most probable tokens at each position."""
     user: Name | None = None
-    """Repeated in the answer."""
+    """Repeated in the answer. Without a session, the requests of one user are charged together."""
     background: SkipJsonSchema[bool | None] = None
     """True is refused: nothing is stored."""
     previous_response_id: SkipJsonSchema[Name | None] = None
@@ -177,3 +177,7 @@ class ResponsesBody(OpenFields):
     """Refused: nothing is stored."""
     prompt: SkipJsonSchema[dict[str, Any] | None] = None
     """Refused: nothing is stored."""
+
+    @property
+    def named_job(self) -> str:
+        return super().named_job or self.user or ""

@@ -128,7 +128,11 @@ class OpenAIBody(ConstraintFields, OpenFields):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """vLLM's: keep this number of tokens at the end of the prompt."""
     user: Name | None = None
-    """Accepted; not used."""
+    """The end user: without a session, the requests of one are charged together."""
+
+    @property
+    def named_job(self) -> str:
+        return super().named_job or self.user or ""
 
     @property
     def lora_path(self) -> str | None:

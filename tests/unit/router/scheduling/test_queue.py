@@ -8,8 +8,8 @@ import pytest
 
 from text_generation_router.config import RouterConfig
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
-from text_generation_router.scheduling.fairness import LAG, MAX_IDLE
-from text_generation_router.scheduling.queue import AGEING_S, LEAD, FairQueue
+from text_generation_router.scheduling.fairness import LAG, LEAD, MAX_IDLE, MAX_IDLE_JOBS
+from text_generation_router.scheduling.queue import AGEING_S, FairQueue
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 A, B = TenantId("a"), TenantId("b")
@@ -32,10 +32,11 @@ class QueueDriver:
         arrived_at: float = 0.0,
         work: int = WORK,
         first_token_by: float | None = None,
+        job: str = "",
     ) -> ScheduledSequence:
         """Queue a new sequence and return it."""
         self.arrivals += 1
-        qos = QualityOfService(tenant, priority, first_token_by=first_token_by)
+        qos = QualityOfService(tenant, priority, first_token_by=first_token_by, job=job)
         request = Request(RequestId(self.arrivals), (1,), 1, qos=qos)
         sequence = ScheduledSequence(request, self.arrivals, arrived_at, 1, work=work)
         self.queue.put(sequence)
@@ -44,18 +45,17 @@ class QueueDriver:
     def charge(self, tenant: TenantId, tokens: int) -> None:
         """Charge for a sequence that ends at once."""
         self.queue.tenants.started(tenant)
-        self.queue.charge(tenant, tokens)
+        self.queue.tenants.charge(tenant, tokens)
         self.queue.tenants.ended(tenant)
 
     def serve(self) -> ScheduledSequence:
         """Remove the next sequence, charge for it, run and end it."""
         sequence = self.queue.peek()
         assert sequence is not None
-        tenant = sequence.request.qos.tenant
-        self.queue.tenants.started(tenant)
+        self.queue.started(sequence)
         self.queue.remove(sequence)
-        self.queue.charge(tenant, sequence.work)
-        self.queue.tenants.ended(tenant)
+        self.queue.charge(sequence, sequence.work)
+        self.queue.ended(sequence)
         return sequence
 
     def order(self) -> list[int]:
@@ -153,3 +153,57 @@ def test_sequences_that_left_keep_no_memory(driver: QueueDriver) -> None:
 
 def test_lag_is_the_largest_lead_of_priorities() -> None:
     assert max(LEAD.values()) - min(LEAD.values()) == LAG
+
+
+def test_jobs_of_a_tenant_get_equal_shares_however_many_requests_each_has(driver: QueueDriver) -> None:
+    for _ in range(16):
+        driver.put(job="many")
+    for _ in range(4):
+        driver.put(job="few")
+    names = [driver.serve().job for _ in range(8)]
+    assert names.count("few") == 4
+
+
+def test_a_warm_turn_goes_before_a_cold_prompt_of_equal_claim(driver: QueueDriver) -> None:
+    cold = driver.put(job="new", work=20 * WORK)
+    warm = driver.put(job="old", work=WORK)
+    assert driver.order() == [warm.arrival, cold.arrival]
+
+
+def test_a_job_that_was_served_more_goes_later_although_it_is_warm(driver: QueueDriver) -> None:
+    driver.put(job="served", work=8 * WORK)
+    driver.serve()
+    other = driver.put(job="other", work=2 * WORK)
+    driver.put(job="served", work=WORK)
+    assert driver.serve() is other
+
+
+def test_jobs_of_another_tenant_have_no_effect(driver: QueueDriver) -> None:
+    for _ in range(4):
+        driver.put(A, job="session")
+    mine = driver.put(B, job="session")
+    driver.serve()
+    assert driver.serve() is mine, "the same name is another job"
+
+
+def test_a_job_is_not_starved_by_requests_of_no_job(driver: QueueDriver) -> None:
+    driver.put(job="served", work=2 * int(LAG))
+    driver.serve()
+    turn = driver.put(job="served", work=2 * WORK)
+    driver.put()
+    served = 0
+    while driver.serve() is not turn:
+        driver.put()
+        served += WORK
+    assert served < 4 * LAG
+
+
+def test_idle_jobs_are_forgotten(driver: QueueDriver) -> None:
+    driver.queue.skip(driver.put(job="waits"))
+    for number in range(3 * MAX_IDLE_JOBS):
+        driver.put(job=str(number), work=WORK + number)
+        driver.serve()
+    (tenant,) = driver.queue.tenants
+    assert tenant.jobs is not None
+    assert 1 < len(list(tenant.jobs)) <= MAX_IDLE_JOBS + 1
+    driver.queue.check_invariants()

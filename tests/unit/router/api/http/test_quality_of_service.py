@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from api_settings import api_settings
 
+from text_generation_router.api.anthropic.schemas import MessagesBody
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.http.caller import Caller, TieredFields, quality_of_service
-from text_generation_router.api.http.keys import KeyHolder
+from text_generation_router.api.http.caller import Caller, TieredFields, quality_of_service, read_caller
+from text_generation_router.api.http.keys import ANYONE, KeyHolder
+from text_generation_router.api.openai.responses_schemas import ResponsesBody
+from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
 from text_generation_router.scheduling.queue import due_time
@@ -151,3 +154,29 @@ def test_separated_tenants_never_have_the_same_salt() -> None:
         for salt in (None, "b", "a\0", "\0a")
     }
     assert len(salts) == 12
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "job"),
+    [
+        ({"x-claude-code-session-id": "s", "session_id": "t"}, {"prompt_cache_key": "k"}, "s"),
+        ({"session_id": "codex"}, {"user": "u"}, "codex"),
+        ({"x-opencode-session": "o"}, {}, "o"),
+        ({"x-session-id": ""}, {"prompt_cache_key": "k", "session_id": "s", "user": "u"}, "k"),
+        ({}, {"session_id": "s", "user": "u"}, "s"),
+        ({}, {"user": "u"}, "u"),
+        ({"x-session-id": "a" * 300 + "b" * 256}, {}, "b" * 256),
+        ({}, {}, ""),
+    ],
+)
+def test_the_job_is_the_session_or_the_user(headers: dict[str, str], body: dict[str, str], job: str) -> None:
+    caller = read_caller(headers, NOW, ANYONE)
+    for asked in (ChatBody(messages=[], **body), ResponsesBody(input="", **body)):
+        assert quality_of_service(caller, CONFIG, asked).job == job
+
+
+def test_anthropic_names_its_user_in_the_metadata() -> None:
+    body = MessagesBody.model_validate({"messages": [], "max_tokens": 1, "metadata": {"user_id": "u"}})
+    assert quality_of_service(CALLER, CONFIG, body).job == "u"
+    odd = MessagesBody.model_validate({"messages": [], "max_tokens": 1, "metadata": {"user_id": 7}})
+    assert quality_of_service(CALLER, CONFIG, odd).job == ""

@@ -43,7 +43,7 @@ def test_heads_attend_to_latent_rows(
     heads: int, latent: int, rotated: int, device: torch.device, dtype: torch.dtype
 ) -> None:
     shape = heads, 1, latent + rotated
-    attention = PagedChunkAttention(*shape, device, scale=shape[2] ** -0.5, latent=latent)
+    attention = PagedChunkAttention(*shape, device, scale=shape[2] ** -0.5, softcap=None, groups={}, latent=latent)
     compare(attention, shape, None, None, None, device, dtype, latent)
 
 
