@@ -43,6 +43,8 @@ class RequestTimes:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     turn: int = 0
+    session: str = ""
+    """The session of the agent that sent it."""
     error: str = ""
     is_counted: bool = True
     """The server counted the tokens; else they are events."""
@@ -198,13 +200,18 @@ class _LevelRun:
     async def _play_chat(self, chat: PlannedChat, planned: float | None = None) -> None:
         turns: list[tuple[Prompt, str]] = []
         for number, (prompt, new_tokens) in enumerate(chat.turns):
-            if number and self._settings.think_time:
-                await asyncio.sleep(self._settings.think_time)
+            async with asyncio.TaskGroup() as tasks:
+                for each in chat.subagents.get(number, ()):
+                    tasks.create_task(self._play_chat(each))
+            if pause := chat.pauses[number] if chat.pauses else self._settings.think_time * bool(number):
+                await asyncio.sleep(pause)
+            if number in chat.resets:
+                turns.clear()
             turns.append((prompt, ""))
-            body = self._bodies.body(chat.system, turns, new_tokens)
+            body = self._bodies.body(chat.system, turns, new_tokens, chat.session)
             stream = AnswerStream(self._settings.dialect, wants_text=number + 1 < len(chat.turns))
             times = await self._request(body, stream)
-            times.turn = number
+            times.turn, times.session = number, chat.session
             if planned is not None and number == 0:
                 times.late = times.start + self._start - planned
             if times.error:

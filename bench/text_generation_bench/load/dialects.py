@@ -37,12 +37,16 @@ class BodyMaker:
     extra: dict[str, Any]
     """Fields to add; None removes one."""
 
-    def body(self, system: Prompt, turns: Sequence[tuple[Prompt, str]], new_tokens: int) -> bytes:
-        """Return the body for the last of some turns; the turns before it have their answers."""
+    def body(self, system: Prompt, turns: Sequence[tuple[Prompt, str]], new_tokens: int, session: str = "") -> bytes:
+        """Return the body for the last of some turns of a session; the turns before it have their answers."""
         if self.dialect == "tgi":
             parameters = {"max_new_tokens": new_tokens, "details": True} | self.sampling
             return self._bytes({"inputs": _joined(system, turns), "parameters": parameters})
         fields: dict[str, Any] = {"model": self.model}
+        if session:
+            fields |= (
+                {"metadata": {"user_id": session}} if self.dialect == "anthropic" else {"prompt_cache_key": session}
+            )
         if self.dialect in ("responses", "anthropic"):
             names = ("input", "instructions") if self.dialect == "responses" else ("messages", "system")
             length = "max_output_tokens" if self.dialect == "responses" else "max_tokens"

@@ -13,6 +13,8 @@ from text_generation_bench.load.workload import Level
 SHARES = (0.5, 0.9, 0.95, 0.99)
 ITL_SHARE = 0.99
 """A request holds the target of --itl-target if this share of its times between events does."""
+SESSION_SHARE = 0.9
+"""Share of the requests of a session that must hold the targets."""
 BUSY = 0.85
 """Share of a core from which on the client is called the bottleneck."""
 LATE_S = 0.01
@@ -133,7 +135,25 @@ def level_result(level: Level, reports: Sequence[ClientReport], targets: Mapping
             "requests_per_s": _rounded(held / seconds),
             "share": _rounded(held / max(len(requests), 1)),
         }
+    if any(request.session for request in requests):
+        result["agents"] = _agents(requests, targets)
     return result | {"per_request": [request_row(request) for request in requests]}
+
+
+def _agents(requests: Sequence[RequestTimes], targets: Mapping[str, float]) -> dict[str, Any]:
+    """Return the measures of sessions. One is served if a share of SESSION_SHARE of its requests holds all targets."""
+    sessions: dict[str, list[bool]] = {}
+    for request in requests:
+        sessions.setdefault(request.session, []).append(is_good(request, targets))
+    per_token = [request.latency / request.tokens for request in requests if request.tokens and not request.error]
+    known = [request for request in requests if request.prompt_tokens is not None and not request.error]
+    cached, sent = sum(each.cached_tokens or 0 for each in known), sum(each.prompt_tokens or 0 for each in known)
+    return {
+        "seconds_per_token": distribution(per_token),
+        "hit_rate": _rounded(cached / max(sent, 1)),
+        "sessions": len(sessions),
+        "served": sum(sum(held) >= SESSION_SHARE * len(held) for held in sessions.values()),
+    }
 
 
 def _client(reports: Sequence[ClientReport], requests: Sequence[RequestTimes]) -> dict[str, float]:

@@ -53,7 +53,7 @@ class TextSource:
             self.tokenizer = load_tokenizer(settings.tokenizer_name, settings.revision)
             self._words = _single_tokens(self.tokenizer)
             self._special = len(self.tokenizer.encode("").ids)
-        elif settings.dialect == "openai" and settings.turns == 1:
+        elif settings.dialect == "openai" and settings.turns == 1 and settings.scenario is None:
             self._ids_below = settings.vocab_size
 
     def blocks(self, seed: int, ids: Sequence[int], size: int, length: int) -> Prompt:

@@ -135,6 +135,8 @@ def _play(settings: LoadSettings, clients: Clients, view: View, level: Level) ->
 def expected(settings: LoadSettings, level: Level) -> Expected:
     """Return the requests of a level as far as they are known, else its seconds."""
     chats: int | None
+    if settings.scenario:
+        return Expected(None, settings.duration)
     if settings.trace is not None:
         chats = settings.requests or len(read_trace(settings))
     elif settings.requests:

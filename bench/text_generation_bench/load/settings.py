@@ -53,6 +53,7 @@ class LoadSettings(argparse.Namespace):
     sequence_length: int | None
     decode_length: int | None
     dataset: Path | None
+    scenario: str | None
     turns: int
     system_length: int
     system_prompts: int
@@ -259,6 +260,9 @@ def _text_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
     )
     add("--dataset", type=Path, metavar="FILE",
         help="prompts: JSON or JSON lines with prompt, messages or conversations (ShareGPT's file), and maybe output_length")  # fmt: skip
+    add("--scenario", choices=("agents",),
+        help="sessions of coding agents, -b of them at a time: turns, pauses of tool calls, sub-agents, drawn by --seed or from "
+        "--trace, a file or folder of AIPerf's weka_trace; -s is the longest context, default: 200000")  # fmt: skip
     add(
         "--turns",
         type=above(1),
@@ -367,6 +371,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> LoadSettings:
     if "@" in host:
         parser.error("argument --url: a user and a password belong into --header or --api-key")
     modes = [name for name in ("batch_size", "rate", "search_rate", "trace") if getattr(settings, name)]
+    _check_scenario(parser, settings, modes)
     if settings.search_rate and not settings.targets:
         parser.error("--search-rate needs a target: --ttft-target, --itl-target, --tpot-target or --latency-target")
     if settings.target_share > 1:
@@ -382,3 +387,12 @@ def parse_settings(argv: Sequence[str] | None = None) -> LoadSettings:
         if path is not None and not path.parent.is_dir():
             parser.error(f"argument --{name}: no folder {path.parent}")
     return settings
+
+
+def _check_scenario(parser: argparse.ArgumentParser, settings: LoadSettings, modes: list[str]) -> None:
+    if not settings.scenario:
+        return
+    if "trace" in modes:  # it names the sessions, not the times
+        modes.remove("trace")
+    if settings.dialect == "tgi" or settings.dataset or settings.turns > 1:
+        parser.error("--scenario needs a dialect with chats (--dialect), and neither --dataset nor --turns")

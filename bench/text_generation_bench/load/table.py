@@ -49,6 +49,12 @@ def milliseconds(times: Mapping[str, Any], name: str, digits: int) -> str:
 def notes(result: Mapping[str, Any]) -> list[str]:
     """Return the errors of a level by text, and the warnings about its measurement."""
     lines = [f"{result['level']}: {count} × {text}" for text, count in result["error_texts"].items()]
+    if agents := result.get("agents"):
+        per_token = agents["seconds_per_token"]
+        times = f"{milliseconds(per_token, 'p50', 1)} (p50), {milliseconds(per_token, 'p90', 1)} (p90) ms from end to end a new token"
+        lines.append(
+            f"{result['level']}: {times}; {agents['hit_rate']:.1%} hits; {agents['served']} of {agents['sessions']} sessions served"
+        )
     if reason := client_warning(result):
         lines.append(
             f"{result['level']}: warning: the client may be the bottleneck: {reason}; use --processes or a free core"

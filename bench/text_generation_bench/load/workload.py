@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
 
+from text_generation_bench.agents import LONGEST_CONTEXT, AgentSession, draw_session, read_weka
 from text_generation_bench.load.dialects import Prompt
 from text_generation_bench.load.prompts import TextSource, draw_lengths, number_of, read_dataset, read_records
 from text_generation_bench.load.settings import OPEN_LOOP_SECONDS, LoadSettings, fail
@@ -34,6 +36,14 @@ class PlannedChat:
     system: Prompt
     turns: list[tuple[Prompt, int]]
     """The prompt of each turn, and its new tokens."""
+    pauses: Sequence[float] = ()
+    """Seconds before each turn; those of the settings if there are none."""
+    resets: frozenset[int] = frozenset()
+    """Turns before which the chat so far is dropped."""
+    subagents: Mapping[int, Sequence[PlannedChat]] = field(default_factory=dict)
+    """Chats that are played before a turn, at once."""
+    session: str = ""
+    """The name of the session of an agent and its sub-agents."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Share:
 
 def levels(settings: LoadSettings) -> list[Level]:
     """Return the levels of the sweep."""
-    if settings.trace is not None:
+    if settings.trace is not None and settings.scenario is None:
         arrivals = read_trace(settings)
         seconds = max(arrivals[-1].at, 1e-9)
         return [Level(0, "trace", len(arrivals) / seconds, is_open_loop=True)]
@@ -105,6 +115,7 @@ class Workload:
         self._systems: list[Prompt] = [""]
         if settings.system_length:
             self._systems = [self._source.draw(random, settings.system_length) for _ in range(settings.system_prompts)]
+        self._agents = _read_agents(settings)
 
     def warm_up(self, level: Level) -> Iterator[PlannedChat]:
         """Yield chats that no level has, without end."""
@@ -122,7 +133,8 @@ class Workload:
         arrivals = self._arrivals(level, np.random.default_rng((self._settings.seed, level.number)))
         random = self._random(level)
         chats = self._chats(random)
-        size = block_size(read_trace(self._settings)) if self._settings.trace is not None else 1
+        has_trace = self._settings.trace is not None and self._settings.scenario is None
+        size = block_size(read_trace(self._settings)) if has_trace else 1
         for at, prompt, new, blocks in islice(arrivals, self._share.index, None, self._share.processes):
             chat = next(chats)
             turns = [(text, new or own) for text, own in chat.turns]
@@ -139,7 +151,7 @@ class Workload:
 
     def _arrivals(self, level: Level, random: np.random.Generator) -> Iterator[DueRequest]:
         settings = self._settings
-        if settings.trace is not None:
+        if settings.trace is not None and settings.scenario is None:
             times = iter(read_trace(settings))
         else:
             times = (DueRequest(at) for at in arrival_times(settings, level.value, random))
@@ -153,6 +165,8 @@ class Workload:
 
     def _chats(self, random: np.random.Generator) -> Iterator[PlannedChat]:
         settings, order = self._settings, np.arange(len(self._records))
+        if settings.scenario:
+            yield from self._sessions(random)
         for number in count():
             system = self._systems[int(random.integers(len(self._systems)))]
             if self._records:
@@ -167,6 +181,47 @@ class Workload:
                 prompt, new = draw_lengths(settings, random)
                 turns.append((self._source.draw(random, prompt), new))
             yield PlannedChat(0.0, system, turns)
+
+    def _sessions(self, random: np.random.Generator) -> Iterator[PlannedChat]:
+        """Yield sessions of agents, without end; those of a trace in turn."""
+        scale = (self._settings.sequence_length or LONGEST_CONTEXT) / LONGEST_CONTEXT
+        for number in count():
+            own = Random(int(random.integers(2**62)))
+            session = self._agents[number % len(self._agents)] if self._agents else draw_session(own, scale)
+            yield self._agent(session, random, f"{own.getrandbits(64):016x}")
+
+    def _agent(self, session: AgentSession, random: np.random.Generator, name: str) -> PlannedChat:
+        # All agents of a kind have the same instructions: they follow from the seed and the length.
+        kind = np.random.default_rng((self._settings.seed, 3, session.system_tokens))
+        system = self._source.draw(kind, session.system_tokens) if session.system_tokens else ""
+        context, resets = 0, set[int]()
+        for number, turn in enumerate(session.turns):
+            if turn.kept is not None and 2 * turn.kept < context:
+                resets.add(number)
+            context = (context if turn.kept is None else turn.kept) + turn.added + turn.new_tokens
+        return PlannedChat(
+            0.0,
+            system,
+            [(self._source.draw(random, turn.added), turn.new_tokens) for turn in session.turns],
+            [turn.pause_s for turn in session.turns],
+            frozenset(resets),
+            {
+                number: [self._agent(each, random, name) for each in turn.subagents]
+                for number, turn in enumerate(session.turns)
+                if turn.subagents
+            },
+            name,
+        )
+
+
+def _read_agents(settings: LoadSettings) -> list[AgentSession]:
+    if not settings.scenario or settings.trace is None:
+        return []
+    try:
+        sessions = [each for each in read_weka(settings.trace) if each.turns]
+    except (OSError, ValueError) as error:
+        fail(f"--trace: {error}")
+    return sessions or fail(f"--trace: {settings.trace}: no session")
 
 
 def arrival_times(settings: LoadSettings, rate: float, random: np.random.Generator) -> Iterator[float]:

@@ -251,3 +251,30 @@ def test_a_search_finds_the_highest_rate_that_holds_the_targets(capacity: float)
         assert rate <= capacity < fails_at <= 1.05 * rate
     else:
         assert rate is None
+
+
+def test_sessions_of_agents_are_drawn_by_seed_and_read_from_a_trace(tmp_path: Path) -> None:
+    arguments = ["--dialect", "openai-chat", "--scenario", "agents", "-s", "2000", "--seed", "4", "-b", "2", "-r", "3"]
+
+    def sessions(*more: str) -> list[PlannedChat]:
+        settings = parse_settings([*arguments, *more])
+        return list(Workload(settings, Share(0, 1)).closed(levels(settings)[0]))
+
+    drawn = sessions()
+    assert len(drawn) == 6
+    assert drawn == sessions()
+    assert len({chat.session for chat in drawn}) == 6
+    assert len({chat.system for chat in drawn}) == 1, "they share their instructions"
+    assert any(chat.subagents for chat in drawn)
+    for chat in drawn:
+        assert len(chat.turns) == len(chat.pauses) > 1
+        assert all(each.session == chat.session for agents in chat.subagents.values() for each in agents)
+    request = {"t": 0, "type": "n", "in": 100, "out": 7, "hash_ids": [1, 2]}
+    other = {"t": 9, "type": "n", "in": 60, "out": 5, "hash_ids": [3], "think_time": 2.0}
+    child = {"t": 1, "type": "subagent", "requests": [request]}
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"block_size": 64, "requests": [request, child, other]}))
+    first, *_ = sessions("--trace", str(trace))
+    assert [new for _, new in first.turns] == [7, 5]
+    assert (list(first.pauses), first.resets) == ([0.0, 2.0], {1})
+    assert [each.turns[0][1] for each in first.subagents[1]] == [7]
