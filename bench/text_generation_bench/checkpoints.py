@@ -22,7 +22,7 @@ from text_generation_bench.simulator.cost_model import MACHINES, CostModel
 from text_generation_bench.simulator.simulator import Simulator
 from text_generation_bench.simulator.traces import AgentSource, Arrival, TokenPool, system_prompts
 from text_generation_router.scheduling import kv_cache
-from text_generation_router.scheduling.checkpoints import Checkpoint, checkpoints
+from text_generation_router.scheduling.checkpoints import StateCheckpoint, checkpoints
 
 STATE_BYTES = 60 << 20
 """Bytes of a state of Qwen3-Next-80B-A3B."""
@@ -30,13 +30,15 @@ SEED = 7
 STATES, USUAL_TOKENS = 4, 16384
 """The formula of the warm-up: states for each so many tokens."""
 
-Policy = Callable[[int, int, int, int, int], list[Checkpoint]]
+Policy = Callable[[int, int, int, int, int], list[StateCheckpoint]]
 
 
-def fixed(length: int, turn_end: int, branch: int, cached: int, block_size: int, every: int = 512) -> list[Checkpoint]:
+def fixed(
+    length: int, turn_end: int, branch: int, cached: int, block_size: int, every: int = 512
+) -> list[StateCheckpoint]:
     """Return checkpoints at fixed distances, as other servers leave them."""
     del turn_end, branch, block_size
-    return [Checkpoint(position) for position in range((length - 1) // every * every, cached, -every)]
+    return [StateCheckpoint(position) for position in range((length - 1) // every * every, cached, -every)]
 
 
 def sessions(count_: int, seconds_between: float) -> tuple[Iterator[Arrival], int]:

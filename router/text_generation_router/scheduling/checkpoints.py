@@ -19,7 +19,7 @@ SPACING = 8192
 MIN_GAIN = 128
 
 
-class Checkpoint(NamedTuple):
+class StateCheckpoint(NamedTuple):
     """A checkpoint to leave."""
 
     position: int
@@ -27,7 +27,7 @@ class Checkpoint(NamedTuple):
     """It takes no block of another, and is evicted first."""
 
 
-def checkpoints(length: int, turn_end: int, branch: int, cached: int, block_size: int) -> list[Checkpoint]:
+def checkpoints(length: int, turn_end: int, branch: int, cached: int, block_size: int) -> list[StateCheckpoint]:
     """Return the checkpoints for `length` known tokens, the last one first. All are after `cached` and before `length`.
 
     `turn_end`: the end of the turn, 0 if it is not known. `branch`: the tokens that it shares with a prompt that goes on otherwise.
@@ -39,4 +39,4 @@ def checkpoints(length: int, turn_end: int, branch: int, cached: int, block_size
     if length - last >= MIN_GAIN:  # new tokens from before a preemption
         wanted[(length - 1) // block_size * block_size] = True
     wanted[last] = False
-    return [Checkpoint(*each) for each in sorted(wanted.items(), reverse=True) if each[0] > cached]
+    return [StateCheckpoint(*each) for each in sorted(wanted.items(), reverse=True) if each[0] > cached]

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence, Set
 from operator import attrgetter
 
 from text_generation_router.request import RequestId
-from text_generation_router.scheduling.checkpoints import Checkpoint, checkpoints
+from text_generation_router.scheduling.checkpoints import StateCheckpoint, checkpoints
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, PendingPrompts
 from text_generation_router.scheduling.messages import Allocations, FurtherBlocks, ReplicaSpec
 from text_generation_router.scheduling.prefix_tree import Prefix, PrefixTree
@@ -108,7 +108,7 @@ class KVCache:
         sequence.cached_tokens = prefix.blocks * self.block_size
         sequence.own_cached_tokens = self.tree.known_blocks(lock, sequence.request.qos.tenant) * self.block_size
 
-    def _checkpoints(self, sequence: ScheduledSequence, prefix: Prefix) -> list[Checkpoint]:
+    def _checkpoints(self, sequence: ScheduledSequence, prefix: Prefix) -> list[StateCheckpoint]:
         request, size = sequence.request, self.block_size
         if not self._caching or request.replayed:
             return []

@@ -276,9 +276,8 @@ class PrefixTree:
         Return also the last blocks of each further group, those needed to continue there, and `Prefix.branch`.
         """
         found = self._descend(root, key)
-        branch = 0
-        if self._pools and found[1] + found[3] < len(key) and (found[2] is not None or found[0].children):
-            branch = (found[1] + found[3]) // self._block_bytes
+        same, goes_on = found[1] + found[3], found[2] is not None or found[0].children
+        branch = same // self._block_bytes if goes_on and same < len(key) else 0
         while self._pools:
             node, covered, child, inside = found
             count = accepted = (covered + inside) // self._block_bytes

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from text_generation_router.scheduling.checkpoints import Checkpoint
+from text_generation_router.scheduling.checkpoints import StateCheckpoint
 from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, HeldBlocks, WindowPool
 
 
@@ -24,15 +24,15 @@ class HeldStates:
     """The states of a sequence."""
 
     current: GroupBlock
-    """The block to which its last chunk writes. With `after`, it is a checkpoint."""
+    """The block to which its last chunk writes. While there is one in `after`, it is a checkpoint."""
     source: Sequence[GroupBlock]
     """The checkpoint from which it continues, until its first chunk is computed."""
-    wanted: list[Checkpoint]
+    wanted: list[StateCheckpoint]
     """The checkpoints that it is to leave, the last one first."""
     kept: dict[int, GroupBlock] = field(default_factory=dict)
-    """Those that it left, and that are not in the tree, by the index of the block that they end."""
+    """The checkpoints that it left and still holds, by the index of the block that they end."""
     spare: set[int] = field(default_factory=set)
-    """Which of them are spare."""
+    """The indices of spare ones."""
     after: list[GroupBlock] = field(default_factory=list)
     """The block of the chunk after a checkpoint, until that is scheduled."""
 
@@ -51,7 +51,7 @@ class HeldStates:
 
     def leave(self, position: int) -> None:
         """Leave a checkpoint at `position` too, which is not scheduled and before the end of the prompt."""
-        self.wanted = sorted({*self.wanted, Checkpoint(position)}, reverse=True)
+        self.wanted = sorted({*self.wanted, StateCheckpoint(position)}, reverse=True)
 
     def leaves_within(self, first: int, end: int, block_size: int) -> bool:
         """Return True if it left a checkpoint in positions [first, end], or is to leave one."""
@@ -66,7 +66,7 @@ class StatePool(WindowPool):
         """Return True if there is a block for a sequence that continues from `prefix`, its checkpoint or none."""
         return self.available > sum(1 for block in prefix if not block.holders)
 
-    def start(self, prefix: Sequence[GroupBlock], wanted: list[Checkpoint]) -> HeldStates:
+    def start(self, prefix: Sequence[GroupBlock], wanted: list[StateCheckpoint]) -> HeldStates:
         """Return what a sequence holds that continues from `prefix`, its checkpoint or none."""
         for block in prefix:
             block.uses += 1

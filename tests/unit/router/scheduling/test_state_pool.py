@@ -1,4 +1,4 @@
-"""Where sequences leave checkpoints of their states, and which of them go first."""
+"""The checkpoints of states that sequences leave, and the order in which they are evicted."""
 
 from __future__ import annotations
 
