@@ -16,12 +16,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from text_generation_bench.random_adapters import write_adapters
 from text_generation_proto.cache_groups import CacheGroup
-from text_generation_proto.values import Stopping, WarmUpLimits
+from text_generation_proto.values import Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders
 from text_generation_shard.engines import build_engine
@@ -48,19 +48,22 @@ def run(
     new_tokens: int,
     groups: Sequence[CacheGroup] = (CacheGroup(0),),
     adapters: Sequence[str] = ("",),
-    seed: int = 0,
+    sampling: Sampling = Sampling(),
 ) -> Run:
     """Run all sequences, each with the next of `adapters`; prompts are computed in steps of the suggested number of tokens.
+
+    The seed of `sampling` chooses the prompts, too.
 
     Sequences share blocks of window groups that have too few for all: this takes no less time.
     """
     blocks = -(-(prompt_tokens + new_tokens) // engine.info.block_size)
-    draw = random.Random(f"{seed} {sequences}")
+    draw = random.Random(f"{sampling.seed} {sequences}")
     admissions = tuple(
         NewSequence(
             slot=slot,
             prompt=tuple(draw.randrange(engine.info.vocab_size) for _ in range(prompt_tokens)),
             stopping=Stopping(max_new_tokens=new_tokens),
+            sampling=replace(sampling, seed=(sampling.seed or 0) * sequences + slot),
             blocks=tuple(own),
             further_blocks=tuple(
                 (0, (slot,) if group.is_state else tuple(block % group.num_blocks for block in own))
@@ -107,6 +110,9 @@ def main() -> None:
     parser.add_argument(
         "--speculate", default="0", help="as the flag of the shard; each run is repeated without drafts"
     )
+    parser.add_argument(
+        "--drawn", action="store_true", help="draw tokens: greedy texts of random weights repeat themselves"
+    )
     parser.add_argument("--synthetic-acceptance", type=float, default=0.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -146,10 +152,11 @@ def measure(args: argparse.Namespace, adapters: str) -> None:
         for seed in range(
             args.rounds
         ):  # in turns; other prompts in each round, or drafts would be found in earlier outputs
+            sampling = Sampling(greedy=not args.drawn, seed=seed)
             for outcomes, (_, names, active) in zip(runs, variants, strict=True):
                 if isinstance(engine, TorchEngine):
                     engine.drafter = active
-                outcomes.append(run(engine, sequences, args.prompt, args.new, groups, names, seed))
+                outcomes.append(run(engine, sequences, args.prompt, args.new, groups, names, sampling))
         for outcomes, (name, _, _) in zip(runs, variants, strict=True):
             best = min(outcomes, key=lambda outcome: outcome.seconds)
             gap = statistics.median(best.gaps) * 1e3 if best.gaps else float("nan")

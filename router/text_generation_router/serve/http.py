@@ -212,6 +212,7 @@ def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
         engine=model.info.engine,
         dtype=model.info.dtype,
         device_type=model.info.device.partition(":")[0],
+        speculate=max(0, model.info.max_tokens_per_step - 1),
         special_tokens=templates.special_tokens,
         chat_template=templates.default_text or None,
     )

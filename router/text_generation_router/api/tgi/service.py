@@ -129,6 +129,8 @@ class InfoAnswer(ResponseBody):
     """`cuda` or `cpu`."""
     engine: str
     """`tensorrt-llm`, `torch` or `echo`."""
+    speculate: int
+    """Most tokens that the torch engine drafts for a sequence in a step; 0: none. Not part of TGI."""
     unsupported: dict[str, str]
     """Parameters that the engine does not support, by their name in the shard's protocol, with the reason."""
     replicas: int
@@ -150,6 +152,7 @@ class ModelInfo:
     """`tensorrt-llm`, `torch` or `echo`."""
     dtype: str = ""
     device_type: str = ""
+    speculate: int = 0
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of `bos_token`, `eos_token`, ..."""
     chat_template: str | None = None
@@ -222,6 +225,7 @@ class InfoRoutes:
             "model_dtype": self._model.dtype,
             "model_device_type": self._model.device_type,
             "engine": self._model.engine,
+            "speculate": self._model.speculate,
             "unsupported": dict(limits.unsupported),
             "replicas": stats.num_replicas,
             "replicas_serving": stats.serving_replicas,

@@ -49,6 +49,10 @@ def read_model(
         raise EngineError(
             f"--kv-cache-dtype {config.kv_cache_dtype}: the tensorrt-llm engine has kv_cache_config: {{dtype: fp8}} in --trtllm-options"
         )
+    if config.speculate not in ("auto", "0"):
+        raise EngineError(
+            f"--speculate {config.speculate}: the tensorrt-llm engine has speculative_config in --trtllm-options"
+        )
     path = Path(config.model_path)
     found = inspect_folder(path)
     if isinstance(found, CompiledEngine):
