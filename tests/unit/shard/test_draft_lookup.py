@@ -96,9 +96,12 @@ def test_a_long_prompt_is_indexed_in_parts(source: LookupDrafts) -> None:
 
 
 def test_many_tokens_are_indexed_as_single_ones_are() -> None:
-    at_once, one_by_one = TokenIndex(list(TEXT)), TokenIndex(list(TEXT))
-    at_once.extend(400)
-    for end in range(401):
+    text = list(TEXT * 2)
+    at_once, one_by_one = TokenIndex(text, 10), TokenIndex(text, 10)
+    at_once.extend(800)
+    for end in range(801):
         one_by_one.extend(end)
-    assert at_once._places == one_by_one._places
-    assert at_once.find([0, *TEXT[90:94]]) == (94, 4)
+    for end in range(20, 400):
+        found = at_once.find(text[end - 8 : end])
+        assert found == one_by_one.find(text[end - 8 : end])
+        assert found == (end + 400, 8)

@@ -11,6 +11,11 @@ from text_generation_shard.step.drafts.lookup import Draft, LookupDrafts
 from text_generation_shard.step.drafts.synthetic import SyntheticDrafts
 from text_generation_shard.step.sequence import Sequence, StepRows
 
+MANY = 32
+QUIET_STEPS = 32
+PAUSE = 4
+"""With MANY sequences, and without drafts for QUIET_STEPS, drafts are looked for in one of so many steps."""
+
 
 class Drafter:
     """Drafts tokens where that is expected to be faster. Told of each step, from which it learns."""
@@ -22,6 +27,8 @@ class Drafter:
         """The source in the place of a lookup, in measurements."""
         self._acceptance = Acceptance()
         self._lookup = LookupDrafts(self._acceptance)
+        self._quiet = 0
+        """Steps since one had drafts."""
         plain = StepTimes()
         self._lengths = DraftLengths(max_tokens, plain, StepTimes() if runs_ahead else plain)
 
@@ -51,7 +58,10 @@ class Drafter:
     def _candidates(
         self, sequences: Sequences[Sequence], lead: int
     ) -> tuple[list[tuple[Sequence, Draft]], Iterable[int]]:
+        self._quiet += 1
         if not self._lengths.may_pay(len(sequences), self.most):
+            return [], []
+        if len(sequences) >= MANY and self._quiet > QUIET_STEPS and self._quiet % PAUSE:
             return [], []
         source = self.synthetic or self._lookup
         source.forget_ended()
@@ -63,7 +73,10 @@ class Drafter:
         ]
         gains = [self._acceptance.gains(draft.source, draft.match, len(draft.tokens)) for _, draft in candidates]
         chosen = self._lengths.choose(len(sequences), gains, lead) if candidates else None
-        return candidates, chosen or [0] * len(candidates)
+        if chosen is None:
+            return [], []
+        self._quiet = 0
+        return candidates, chosen
 
     def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
         """Learn from the time between the records of a step without prompts and of the one before."""

@@ -124,9 +124,9 @@ class DraftLengths:
 
     max_tokens: int
     plain: StepTimes
-    """Of steps that begin before the tokens of the one before are known."""
+    """Times of steps that begin before the tokens of the one before are known."""
     waiting: StepTimes
-    """Of steps that wait for these tokens; the same object as `plain` where all do."""
+    """Times of steps that wait for these tokens; the same object as `plain` where all do."""
     _since_plain: int = 0
     """Steps with drafts since one of `plain` without."""
 

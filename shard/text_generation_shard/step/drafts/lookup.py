@@ -1,7 +1,7 @@
 """Drafts by lookup: the tokens that followed the last ones of a sequence before, in its own text or in recent outputs.
 
-An index maps a hash of each run of n tokens to the place after its last occurrence. A sequence whose last tokens are found there
-follows that text as long as its new tokens equal it, which costs one comparison a token. Texts are token ids. Those of recent
+An index has the places after each run of RUN tokens; of the last ones, that with the longest match is taken. A sequence follows the
+text there as long as its new tokens equal it, which costs one comparison a token. Texts are token ids. Those of recent
 outputs are kept by scope, two generations of RECENT_TOKENS each: sequences of different scopes share nothing.
 """
 
@@ -11,27 +11,22 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-import numpy as np
-
 from text_generation_shard.step.drafts.length import Acceptance
 from text_generation_shard.step.sequence import Sequence
 
-RUNS = (5, 3)
-"""Lengths of the runs of tokens that are looked up, in this order."""
+RUN = 3
+CANDIDATES = 8
+"""Places of a run that are compared."""
 LONGEST_MATCH = 32
 """Last tokens that are compared with those before a place."""
 INDEXED_TOKENS = 32768
-"""Tokens of a sequence that are indexed: the last ones. About 3 MB."""
+"""Tokens of a sequence that are indexed: the last ones. About 4 MB."""
 TOKENS_AT_ONCE = 4096
-"""Tokens that are indexed in a step, about a millisecond."""
-FEW_TOKENS = 32
-"""Up to so many new tokens are compared one by one."""
+"""Tokens of a sequence that are indexed in a step, about a millisecond."""
 RECENT_TOKENS = 16384
 RECENT_SCOPES = 32
-END = (1 << 32) - 1
-"""Ends an output among others: no token."""
-MULTIPLIER = 0x9E3779B97F4A7C15
-MASK = (1 << 61) - 1
+END = (1 << 20) - 1
+"""Ends an output among others: no token. Ids have 20 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,47 +40,42 @@ class Draft:
 
 
 class TokenIndex:
-    """The places after the runs of `tokens`, which may grow, from token `start` on."""
+    """The places after each run of RUN tokens in `tokens`, which may grow, from token `start` on."""
 
     def __init__(self, tokens: list[int], start: int = 0) -> None:
         self.tokens = tokens
         self.end = start
         """Runs that end here or before are indexed."""
-        self._start = start
-        self._places: tuple[dict[int, int], ...] = tuple({} for _ in RUNS)
+        self._first = start + RUN
+        self._last: dict[int, int] = {}
+        """The last place of each run."""
+        self._before: list[int] = []
+        """For each place, from `_first` on, the one before it with the same run; 0 without."""
 
     def extend(self, end: int) -> None:
         """Index the runs that end at `end` or before."""
-        first, self.end = self.end + 1, max(self.end, end)
-        for run, places in zip(RUNS, self._places, strict=True):
-            low = max(first, self._start + run)
-            if end - low < FEW_TOKENS:
-                for place in range(low, end + 1):
-                    places[_hash(self.tokens[place - run : place])] = place
-                continue
-            tokens = np.array(self.tokens[low - run : end], dtype=np.uint64)
-            hashes = np.zeros(end - low + 1, dtype=np.uint64)
-            for offset in range(run):
-                hashes = hashes * np.uint64(MULTIPLIER) + tokens[offset : offset + len(hashes)]
-            places.update(zip((hashes & np.uint64(MASK)).tolist(), range(low, end + 1), strict=True))
+        low, self.end = max(self.end + 1, self._first), max(self.end, end)
+        tokens, last, before = self.tokens[low - RUN : end], self._last, self._before
+        for place, (a, b, c) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False), low):
+            key = a << 40 | b << 20 | c
+            before.append(last.get(key, 0))
+            last[key] = place
 
-    def find(self, last: list[int]) -> tuple[int, int]:
-        """Return a place after tokens that equal the end of `last`, and the number of these; (0, 0) if there is none."""
-        for run, places in zip(RUNS, self._places, strict=True):
-            if len(last) >= run and (place := places.get(_hash(last[-run:]), 0)):
-                before = self.tokens[max(self._start, place - len(last)) : place]
-                pairs = zip(reversed(before), reversed(last), strict=False)
-                length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-                if length >= run:  # else two runs have the same hash
-                    return place, length
-        return 0, 0
-
-
-def _hash(run: list[int]) -> int:
-    value = 0
-    for token in run:
-        value = value * MULTIPLIER + token
-    return value & MASK
+    def find(self, end: list[int]) -> tuple[int, int]:
+        """Return the place after the most tokens that equal the end of a text, and their number; (0, 0) if they are too few."""
+        if len(end) < RUN:
+            return 0, 0
+        place = self._last.get(end[-3] << 40 | end[-2] << 20 | end[-1], 0)
+        best = 0, 0
+        for _ in range(CANDIDATES):
+            if not place:
+                break
+            before = self.tokens[max(self._first - RUN, place - len(end)) : place]
+            pairs = zip(reversed(before), reversed(end), strict=False)
+            if (length := sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))) > best[1]:
+                best = place, length
+            place = self._before[place - self._first]
+        return best
 
 
 @dataclass(slots=True)
