@@ -22,6 +22,9 @@ class ScriptedDrafts(Drafter):
         self._vocab_size = vocab_size
         self._draw = random.Random(seed)
 
+    def may_draft(self, rows: int) -> bool:
+        return True
+
     def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
         drafted = {sequence.slot: self._draft(sequence) for sequence in sequences}
         return {slot: tokens for slot, tokens in drafted.items() if tokens}

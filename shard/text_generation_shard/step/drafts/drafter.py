@@ -14,7 +14,7 @@ from text_generation_shard.step.sequence import Sequence, StepRows
 MANY = 32
 QUIET_STEPS = 32
 PAUSE = 4
-"""With MANY sequences, and without drafts for QUIET_STEPS, drafts are looked for in one of so many steps."""
+"""With MANY rows, and without drafts for QUIET_STEPS, drafts are looked for in one of PAUSE steps."""
 
 
 class Drafter:
@@ -28,7 +28,13 @@ class Drafter:
         self._acceptance = Acceptance()
         self._lookup = LookupDrafts(self._acceptance)
         self._quiet = 0
-        """Steps since one had drafts."""
+        """Steps that were asked for since one had drafts."""
+        self._waited = False
+        """True if the next step waits for the tokens of the one before, to have drafts."""
+        self._worth = 1.0
+        """Share of such steps that had drafts."""
+        self._may_pay: dict[int, bool] = {}
+        """By number of rows."""
         plain = StepTimes()
         self._lengths = DraftLengths(max_tokens, plain, StepTimes() if runs_ahead else plain)
 
@@ -36,33 +42,51 @@ class Drafter:
     def of(cls, info: EngineInfo, *, runs_ahead: bool) -> Drafter | None:
         """Return the drafter of an engine; None if it drafts nothing."""
         most = info.max_tokens_per_step - 1
-        return cls(most, info.max_slots, runs_ahead=runs_ahead) if most > 0 else None
+        return cls(most, max(info.max_slots, 1 + most), runs_ahead=runs_ahead) if most > 0 else None
 
     def accept_synthetically(self, tokens: float, vocab_size: int) -> None:
         """Take drafts as right so that a step with the longest ones yields `tokens` tokens of a sequence on average."""
         self.synthetic = SyntheticDrafts(self._acceptance, self.most, tokens, vocab_size)
 
+    def may_draft(self, rows: int) -> bool:
+        """Return False if no step with so many rows should have drafts, whatever its sequences are."""
+        self._quiet += 1
+        if self._waited:
+            return True
+        if rows >= MANY and self._quiet > QUIET_STEPS and self._quiet % PAUSE:
+            return False
+        if self._quiet % PAUSE == 0 or rows not in self._may_pay:
+            if len(self._may_pay) > MANY:
+                self._may_pay.clear()
+            self._may_pay[rows] = self._lengths.may_pay(rows, self.most)
+        return self._may_pay[rows]
+
     def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
         """Return the drafts of the next step, by slot; `sequences` are all that it continues."""
         candidates, lengths = self._candidates(sequences, lead=0)
-        return {
+        drafts = {
             sequence.slot: draft.tokens[:length]
             for (sequence, draft), length in zip(candidates, lengths, strict=True)
             if length
         }
+        if drafts:
+            self._quiet = 0
+        if self._waited:
+            self._waited, self._worth = False, self._worth + (bool(drafts) - self._worth) / PAUSE
+        return drafts
 
     def pay_after(self, sequences: Sequences[Sequence]) -> bool:
-        """Return True if the step after the one in progress, whose tokens are not known, should have drafts."""
-        return any(self._candidates(sequences, lead=1)[1])
+        """Return True if the step after the one in progress, whose tokens are not known, should have drafts.
+
+        It then waits for these tokens. If there are mostly no drafts after all, it does so in one of PAUSE steps only.
+        """
+        if any(self._candidates(sequences, lead=1)[1]):
+            self._waited = self._worth > 0.5 or self._quiet % PAUSE == 0
+        return self._waited
 
     def _candidates(
         self, sequences: Sequences[Sequence], lead: int
     ) -> tuple[list[tuple[Sequence, Draft]], Iterable[int]]:
-        self._quiet += 1
-        if not self._lengths.may_pay(len(sequences), self.most):
-            return [], []
-        if len(sequences) >= MANY and self._quiet > QUIET_STEPS and self._quiet % PAUSE:
-            return [], []
         source = self.synthetic or self._lookup
         source.forget_ended()
         candidates = [
@@ -71,12 +95,11 @@ class Drafter:
             if (sequence.matcher is None or sequence.matcher.is_quick)
             and (draft := source.drafts(sequence, min(self.most + lead, sequence.end - len(sequence.tokens))))
         ]
-        gains = [self._acceptance.gains(draft.source, draft.match, len(draft.tokens)) for _, draft in candidates]
-        chosen = self._lengths.choose(len(sequences), gains, lead) if candidates else None
-        if chosen is None:
+        if not candidates:
             return [], []
-        self._quiet = 0
-        return candidates, chosen
+        gains = [self._acceptance.gains(draft.source, draft.match, len(draft.tokens)) for _, draft in candidates]
+        chosen = self._lengths.choose(len(sequences), gains, lead)
+        return ([], []) if chosen is None else (candidates, chosen)
 
     def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
         """Learn from the time between the records of a step without prompts and of the one before."""

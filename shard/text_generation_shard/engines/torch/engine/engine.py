@@ -205,15 +205,17 @@ class TorchEngine(SynchronousEngine):
 
     def _must_record(self, step: _Step) -> bool:
         """Return True if the next step cannot begin before this one is recorded: either has drafts."""
-        if self.drafter is None:
+        drafter, table = self.drafter, self._table
+        if drafter is None:
             return False
-        return bool(step.rows.drafting) or self.drafter.pay_after(self._table.decoding())
+        return bool(step.rows.drafting) or (drafter.may_draft(len(table)) and drafter.pay_after(table.decoding()))
 
     def _next_rows(self) -> StepRows:
         """Return the rows of the next step; the last one is recorded."""
-        if self.drafter is None:
-            return self._table.rows()
-        return self._table.rows(self.drafter.drafts(self._table.decoding()))
+        drafter, table = self.drafter, self._table
+        if drafter is None or not drafter.may_draft(len(table)):
+            return table.rows()
+        return table.rows(drafter.drafts(table.decoding()))
 
     @property
     def running(self) -> int:

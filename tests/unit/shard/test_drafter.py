@@ -1,0 +1,103 @@
+"""The drafts of a step: where they are looked for, and rates that are set for measurements."""
+
+from __future__ import annotations
+
+import pytest
+
+from text_generation_proto.values import Stopping
+from text_generation_shard.engine import NewSequence, StepResult
+from text_generation_shard.step.drafts.drafter import MANY, PAUSE, QUIET_STEPS, Drafter, drafting_of
+from text_generation_shard.step.drafts.synthetic import probability_of
+from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRow, StepRows, take_tokens
+
+VOCABULARY = 1000
+
+
+def sequences(count: int, repeats: int = 1) -> list[Sequence]:
+    made = [
+        Sequence.of(NewSequence(slot, tuple(range(1 + slot, 30 + slot)) * repeats, Stopping(10_000)))
+        for slot in range(count)
+    ]
+    for sequence in made:
+        sequence.end = 5000
+    return made
+
+
+def drafter(rows: int, *, most: int = 3) -> Drafter:
+    """Return a drafter that knows the time of a step without drafts, and that more tokens take no longer."""
+    made = Drafter(most, 256, runs_ahead=True)
+    for tokens in (rows, 4 * rows):
+        empty = StepRows(None, [StepRow(sequence, 0, 1, samples=True) for sequence in sequences(tokens)])
+        made.took(empty, 0.01, began_ahead=True)
+    return made
+
+
+def test_a_step_waits_for_the_one_before_only_to_have_drafts() -> None:
+    it = drafter(2)
+    assert not it.pay_after(sequences(2))
+    repeating = sequences(2, repeats=2)
+    assert it.may_draft(2)
+    assert it.pay_after(repeating)
+    assert it.may_draft(2)
+    assert it.drafts(repeating) == {0: (1, 2, 3), 1: (2, 3, 4)}
+
+
+def test_a_step_seldom_waits_where_drafts_seldom_follow() -> None:
+    it, repeating = drafter(2), sequences(2, repeats=2)
+    waits = 0
+    for _ in range(100):
+        it.may_draft(2)
+        if it.pay_after(repeating):
+            waits += 1
+            assert it.drafts([]) == {}
+    assert 0 < waits < 40
+
+
+def test_many_sequences_without_drafts_are_looked_at_in_one_of_some_steps() -> None:
+    it = drafter(MANY)
+    looked = [it.may_draft(MANY) for _ in range(QUIET_STEPS + 10 * PAUSE)]
+    assert looked[:QUIET_STEPS] == [True] * QUIET_STEPS
+    assert sum(looked[QUIET_STEPS:]) == 10
+
+
+def test_no_draft_is_longer_than_the_blocks_of_its_sequence() -> None:
+    it, (sequence,) = drafter(1, most=8), sequences(1, repeats=2)
+    sequence.end = len(sequence.tokens) + 2
+    assert it.drafts([sequence]) == {0: (1, 2)}
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(3, 2.6), (8, 3.0), (3, 4.0), (1, 1.25)])
+def test_synthetic_drafts_yield_the_tokens_asked_for(most: int, tokens: float) -> None:
+    it = drafter(1, most=most)
+    it.accept_synthetically(tokens, VOCABULARY)
+    assert it.synthetic is not None
+    (sequence,) = sequences(1)
+    steps, taken = 4000, 0
+    for step in range(steps):
+        draft = it.synthetic.drafts(sequence, most)
+        assert draft is not None
+        row = StepRow(sequence, len(sequence.tokens) - 1, 1 + most, samples=True, drafts=draft.tokens)
+        output = SamplerOutput([step % VOCABULARY] * (1 + most), [0.0] * (1 + most))
+        rows = StepRows(None, [row])
+        it.synthetic.judge(rows, output)
+        taken += take_tokens(row, 0, output)[0]
+        sequence.generated = 0
+        del sequence.tokens[40:]
+    assert taken / steps == pytest.approx(tokens, rel=0.03)
+    assert probability_of(tokens, most) <= 1
+
+
+def test_drafts_are_counted() -> None:
+    first, second, third = sequences(3)
+    rows = StepRows(
+        None,
+        [
+            StepRow(first, 29, 4, samples=True, drafts=(1, 2, 3)),
+            StepRow(second, 29, 1, samples=True),
+            StepRow(third, 29, 3, samples=True, drafts=(1, 2)),
+        ],
+    )
+    counted = drafting_of(rows, StepResult(slots=[1, 0], token_counts=[1, 3], token_ids=[5, 1, 2, 9]))
+    assert counted is not None
+    assert (counted.drafts, counted.draft_tokens, counted.accepted_tokens) == (2, 5, 2)
+    assert drafting_of(StepRows(None, rows.others[1:2]), StepResult(slots=[1])) is None
