@@ -75,7 +75,7 @@ class AdaptedLinear:
         dtype: torch.dtype,
     ) -> None:
         self.base, self.projections = base, tuple(projections)
-        self._step = step
+        self._step, self.device = step, device
         self._rank = max(MIN_RANK, 1 << (rank - 1).bit_length())
         outputs, inputs = [part.outputs.length for part in projections], projections[0].inputs.length
         self._parts = torch.arange(len(projections)).repeat_interleave(torch.tensor(outputs))

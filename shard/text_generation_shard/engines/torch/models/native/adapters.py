@@ -93,6 +93,8 @@ class ModelAdapters(StepAdapters, AdapterStore):
             loading.result()
 
     def _load(self, adapter: LoraAdapter) -> Matrices:
+        if self._linears[0].device.type == "cuda":
+            torch.cuda.set_device(self._linears[0].device)  # of this thread, which pins memory
         path, matrices = adapter.folder / WEIGHTS, dict[str, tuple[Tensor, Tensor]]()
         try:
             with safe_open(path, framework="pt") as file:
