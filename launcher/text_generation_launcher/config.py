@@ -33,7 +33,7 @@ UNSUPPORTED = {
 }
 """TGI settings that this server does not have and that change what is served, with the alternatives."""
 NO_EFFECT = (
-    "cuda_graphs", "disable_custom_kernels", "master_addr", "master_port", "max_image_fetch_size", "prometheus_port",
+    "cuda_graphs", "disable_custom_kernels", "master_addr", "master_port", "prometheus_port",
     "trust_remote_code", "usage_stats", "watermark_delta", "watermark_gamma",
 )  # fmt: skip
 """TGI settings that are accepted and change nothing here: each answer is the same without them."""
@@ -84,7 +84,7 @@ class LauncherConfig(
         Topic.REQUESTS: "max_input_tokens max_input_length",
         Topic.TENSORRT_LLM: "trtllm_options trtllm_launch trtllm_hosts",
         Topic.LOGS: "env usage_stats prometheus_port disable_custom_kernels cuda_graphs watermark_gamma watermark_delta "
-        "master_addr master_port max_image_fetch_size",
+        "master_addr master_port",
     }
     usages: ClassVar[Sequence[str]] = ("--model-id MODEL [flags]", *(form for form, _ in COMMANDS.values()))
 
@@ -151,8 +151,6 @@ class LauncherConfig(
     """Accepted for compatibility with TGI: the shards of a host meet at a socket. Shards of several hosts: --leader-address."""
     master_port: NonNegativeInt = 0
     """Accepted for compatibility with TGI; no effect."""
-    max_image_fetch_size: NonNegativeInt = 0
-    """Accepted for compatibility with TGI: images are not served."""
     env: bool = False
     """Log versions, devices and platform at start; without a model print them, and end. A flag only. The command
     `text-generation-launcher env` prints them and the settings, and ends."""

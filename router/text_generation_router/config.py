@@ -103,7 +103,7 @@ class RouterSettings(SharedSettings, ShardAccess):
         "payload_limit max_connections max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout "
         "http_workers compute_type docker_label aip_predict_route aip_health_route",
         Topic.REQUESTS: "max_input_tokens max_total_tokens max_best_of max_stop_sequences max_top_n_tokens "
-        "max_client_batch_size allowed_media_domains disable_grammar_support token_logprobs enable_prefill_logprobs",
+        "max_client_batch_size allowed_media_domains max_image_fetch_size disable_grammar_support token_logprobs enable_prefill_logprobs",
         Topic.QUEUE: "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights max_priority "
         "trust_caller_headers validation_workers",
         Topic.BATCHING: "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms waiting_served_ratio "
@@ -171,6 +171,8 @@ class RouterSettings(SharedSettings, ShardAccess):
     allowed_media_domains: CommaList = ()
     """Hosts that images are fetched from by URL, with commas between, each with its port if it is not 80 or 443. Default: none;
     images come as `data:` URIs."""
+    max_image_fetch_size: PositiveInt = 20_000_000
+    """Largest file of an image that is fetched, in bytes; a larger value counts as 20 MB, the limit of all images."""
     validation_workers: PositiveInt = 2
     """Threads that tokenize; at least two."""
     payload_limit: PositiveInt = 32_000_000

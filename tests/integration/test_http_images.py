@@ -175,7 +175,7 @@ async def test_the_bytes_of_the_pictures_of_all_answers_are_limited(
 
 
 async def test_a_tenant_does_not_hold_all_memory_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("text_generation_router.api.assemble.MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(reader, "MAX_HELD_BYTES", 0)
     monkeypatch.setattr(reader, "MAX_REQUEST_BYTES", 3 * len(RED))
     async with serve(image_model(tmp_path), limits=WITH_IMAGES, linked=True, echo_step_ms=50) as stack:
         body = chat(part(RED), part(RED)) | {"max_tokens": 500}

@@ -20,7 +20,7 @@ from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
-from text_generation_router.media.reader import MAX_HELD_BYTES, ImageReader
+from text_generation_router.media.reader import ImageReader
 from text_generation_router.media.tokens import ImageTokens
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
@@ -85,7 +85,7 @@ def _image_reader(tokenizer: Tokenizer, settings: Settings, stage: PendingWork) 
         return None
     if tokens is None:
         return None
-    return ImageReader(tokens, most, config.allowed_media_domains, stage, MAX_HELD_BYTES // config.http_workers)
+    return ImageReader(tokens, most, config, stage)
 
 
 def find_call_format(config: RouterConfig, templates: ChatTemplates, tokenizer: Tokenizer) -> str:

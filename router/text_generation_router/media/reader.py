@@ -5,13 +5,14 @@ from __future__ import annotations
 import binascii
 import re
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from typing import Self
 
 from text_generation_router.admission_queue import PendingWork
 from text_generation_router.chat.conversation import Json, image_part
+from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.media.fetch import Fetcher, too_large
@@ -42,14 +43,12 @@ _DATA = re.compile(r"data:[\w.+/-]{0,100}(?:;[\w.+=/-]{1,100}){0,4},", re.ASCII)
 class ImageReader:
     """Reads the images of requests for a model that takes some."""
 
-    def __init__(
-        self, tokens: ImageTokens, max_images: int, hosts: Collection[str], stage: PendingWork, max_held_bytes: int
-    ) -> None:
-        """`max_images`: of a request. `hosts`: those that images are fetched from. `stage`: the bound of waiting work."""
+    def __init__(self, tokens: ImageTokens, max_images: int, config: RouterConfig, stage: PendingWork) -> None:
+        """`max_images`: of a request. `stage`: the bound of waiting work."""
         self.tokens = tokens
         self._max_images = max_images
-        self._fetcher = Fetcher(hosts, MAX_BYTES)
-        self._held = Permits(max(max_held_bytes, MAX_REQUEST_BYTES))
+        self._fetcher = Fetcher(config.allowed_media_domains, min(config.max_image_fetch_size, MAX_BYTES))
+        self._held = Permits(max(MAX_HELD_BYTES // config.http_workers, MAX_REQUEST_BYTES))
         """The bytes of images that are referred to, by tenant."""
         self._sandbox = Sandbox(
             "text_generation_router.media.headers:measure",
