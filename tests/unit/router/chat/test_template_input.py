@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from text_generation_router.chat.conversation import Conversation, Json, Tool
-from text_generation_router.chat.template import DEFAULT_TOOL_PROMPT, plain_message, template_input
+from text_generation_router.chat.conversation import Conversation, Json, Tool, image_part, join_parts, text_part
+from text_generation_router.chat.template import DEFAULT_TOOL_PROMPT, TemplateRenderer, plain_message, template_input
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.errors import InvalidRequest, TemplateError
 
@@ -140,3 +141,43 @@ def test_a_message_as_transformers_passes_it() -> None:
 def test_what_cannot_be_a_prompt(conversation: Conversation, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         variables(conversation)
+
+
+IMAGE = image_part("data:image/png;base64,AAAA")
+PICTURE: Json = {"role": "user", "content": ["Look", IMAGE, "at it"]}
+
+
+def test_a_template_gets_images_in_their_places_without_their_data() -> None:
+    message = PICTURE | {"content": join_parts(PICTURE["content"])}
+    [given] = variables(Conversation([message], [NOW]))["messages"]
+    assert [part["type"] for part in given["content"]] == ["text", "image", "text"]
+    assert given["content"][1] == {"type": "image"}
+    assert given["content"][2]["text"].startswith("at it\n---\n[")  # the text about the tools
+    assert Conversation([HELLO, message, HI, message]).images == [IMAGE["image"]] * 2
+
+
+def test_texts_that_follow_each_other_are_one_part_and_alone_no_part() -> None:
+    assert join_parts(["a", "b"], "\n") == "a\nb"
+    assert join_parts([]) == ""
+    assert join_parts(["a", "b", IMAGE, "c"], "-") == [text_part("a-b"), IMAGE, text_part("c")]
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for p in m['content'] | list %}{{ p['text'] }}{% endfor %}{% endfor %}", True),
+        (
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+            "{{ p.text }}{% endfor %}{% endif %}{% endfor %}",
+            False,
+        ),
+    ],
+)
+async def test_a_template_that_reads_parts_gets_texts_as_parts(template: str, reads: bool, tmp_path: Path) -> None:
+    templates = ChatTemplates.load(tmp_path, override=template)
+    assert (variables(Conversation([HELLO]), templates)["messages"][0]["content"] != "Hello") == reads
+    async with TemplateRenderer(templates, workers=1) as renderer:
+        assert await renderer.render(Conversation([HELLO])) == "Hello"
+        assert await renderer.render(Conversation([HELLO, HI])) == "HelloHi"  # it is continued
