@@ -25,6 +25,8 @@ def difference(info: pb.InfoResponse, expected: pb.InfoResponse) -> str | None:
         mine, other = getattr(info, name), getattr(expected, name)
         if mine != other:
             return f"its {name} is {mine!r}, not {other!r}"
+    if info.max_images < expected.max_images:
+        return f"it takes {info.max_images} images, not {expected.max_images}"
     known = {capability.field for capability in expected.unsupported}
     for capability in info.unsupported:
         if capability.field not in known:

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Self
 
 from text_generation_router.admission_queue import PendingWork
-from text_generation_router.chat.conversation import Json, image_part
+from text_generation_router.chat.conversation import Json, image_part, join_parts
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.large_inputs import run_in_thread_if_large
@@ -69,13 +69,16 @@ class ImageReader:
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
 
-    def parts_of(self, text: str) -> list[str | Json]:
-        """Return the parts of a text: images in TGI's form are parts, but for URLs that are not fetched."""
+    def divided(self, message: Json) -> Json:
+        """Return a message of a chat. In a user's text, images in TGI's form are parts, but for URLs that are not fetched."""
+        text = message.get("content")
+        if message["role"] != "user" or not isinstance(text, str) or MARK not in text:
+            return message
         pieces: list[str | Json] = [*MARKDOWN.split(text)]
-        for number, source in enumerate(map(str, pieces[1::2])):
+        for at, source in enumerate(map(str, pieces[1::2])):
             is_served = source.startswith("data:image/") or self._fetcher.allows(source)
-            pieces[2 * number + 1] = image_part(source) if is_served else f"{MARK}{source})"
-        return [piece for piece in pieces if piece]
+            pieces[2 * at + 1] = image_part(source) if is_served else f"{MARK}{source})"
+        return message | {"content": join_parts([piece for piece in pieces if piece])}
 
     async def read(self, sources: Sequence[str], tenant: TenantId, count: int = 1) -> list[Picture]:
         """Return the images at these URLs or `data:` URIs, for `count` answers.

@@ -71,12 +71,13 @@ class ReplicaInfo:
 def merge_capabilities(replicas: Iterable[ReplicaInfo | None]) -> ReplicaInfo:
     """Return the description for which requests are prepared, so that they can run on any of `replicas`.
 
-    It is the first one, with the unsupported capabilities of all. At least one replica must be given.
+    It is the first one, with the unsupported capabilities of all, and the fewest images. At least one replica must be given.
     """
     present = [replica for replica in replicas if replica is not None]
     unsupported = {name: reason for replica in reversed(present) for name, reason in replica.unsupported.items()}
     info = pb.InfoResponse()
     info.CopyFrom(present[0].info)
+    info.max_images = min(replica.info.max_images for replica in present)
     del info.unsupported[:]
     info.unsupported.extend(pb.Unsupported(field=name, reason=reason) for name, reason in unsupported.items())
     return ReplicaInfo(info, present[0].pool)

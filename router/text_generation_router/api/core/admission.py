@@ -19,13 +19,12 @@ from text_generation_router.api.core.parameters import (
     new_tokens,
 )
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.chat.conversation import Json, join_parts
+from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.grammar.translate import TRANSLATED
 from text_generation_router.media.reader import ImageReader
-from text_generation_router.media.tokens import MARK
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.request import PlacedImage, QualityOfService, Request, RequestId, TenantId, TokenId
 from text_generation_router.text.tokenizer_pool import TokenizerPool
@@ -135,25 +134,21 @@ class RequestPreparer:
         proven = await self._grammars.prove(grammar, tenant)
         return proven if is_translated else grammar
 
-    def check_images(self, images: Sequence[str]) -> None:
-        """Raise InvalidRequest if there are images and the model takes none."""
-        if images and self._images is None:
-            raise InvalidRequest(
-                "image modality is not supported: this model takes no images",
-                param="messages",
-                code="unsupported_value",
-            )
-
     def split_images(self, text: str) -> tuple[str, Sequence[str]]:
         """Return a text in which images in TGI's form are those of the model, and their sources."""
         return (text, ()) if self._images is None else self._images.tokens.split(text)
 
-    def with_images(self, message: Json) -> Json:
-        """Return a message of a chat. In a user's text, images in TGI's form that can be read are parts of their own."""
-        text = message.get("content")
-        if self._images is None or message["role"] != "user" or not isinstance(text, str) or MARK not in text:
-            return message
-        return message | {"content": join_parts(self._images.parts_of(text))}
+    def with_images(self, conversation: Conversation) -> Conversation:
+        """Return a chat in which those images in TGI's form that can be read are parts of the users' messages.
+
+        Raises InvalidRequest if there are images and the model takes none.
+        """
+        if self._images is not None:
+            return replace(conversation, messages=[*map(self._images.divided, conversation.messages)])
+        if conversation.images:
+            said = "image modality is not supported: this model takes no images"
+            raise InvalidRequest(said, param="messages", code="unsupported_value")
+        return conversation
 
     async def count_tokens(self, text: str, images: Sequence[str], tenant: TenantId) -> int:
         """Return the number of tokens of the prompt of a chat. Raises as `prepare` does."""

@@ -243,11 +243,8 @@ class ChatPreparer:
         self, conversation: Conversation, tools: Sequence[Tool], tenant: TenantId
     ) -> tuple[str, Sequence[str]]:
         """Return the prompt text, and the sources of its images."""
-        preparer = self._serving.preparer
-        shown = replace(conversation, tools=tools, messages=[*map(preparer.with_images, conversation.messages)])
-        images = shown.images
-        preparer.check_images(images)
-        return await self._renderer.render(shown, tenant), images
+        shown = self._serving.preparer.with_images(replace(conversation, tools=tools))
+        return await self._renderer.render(shown, tenant), shown.images
 
     async def prepare(
         self, conversation: Conversation, options: GenerationOptions, qos: QualityOfService, count: int = 1

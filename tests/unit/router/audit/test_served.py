@@ -12,7 +12,15 @@ from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, S
 from text_generation_router.audit.auditor import is_chosen
 from text_generation_router.audit.findings import Findings
 from text_generation_router.audit.served import KeptRequests, Served
-from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
+from text_generation_router.request import (
+    ImageFile,
+    PlacedImage,
+    Priority,
+    QualityOfService,
+    Request,
+    RequestId,
+    TenantId,
+)
 
 
 def served(number: int = 1, tenant: str = "", prompt: int = 10, tokens: int = 4, **options: object) -> Served:
@@ -43,6 +51,13 @@ def test_a_replay_is_the_prompt_and_the_served_tokens_without_the_clients_terms(
     assert (replay.sampling.top_k, replay.grammar, replay.adapter) == (3, grammar, "x")
     assert replay.logprobs == LogprobOptions(generated=True)
     assert (replay.qos.priority, replay.qos.end_by, replay.stop_sequences) == (Priority.BULK, None, ())
+
+
+def test_a_replay_has_the_images_of_its_request_which_count_as_memory() -> None:
+    media = (PlacedImage(2, 3, ImageFile(b"1", bytes(10_000))),)
+    kept, plain = served(media=media), served()
+    assert kept.replay(RequestId(-1), 100).media == media
+    assert kept.bytes - plain.bytes == 10_000
 
 
 def test_the_last_token_is_left_out_where_it_does_not_fit() -> None:

@@ -34,6 +34,11 @@ def test_a_shard_with_fewer_capabilities_or_another_engine_may_not() -> None:
     why = a_shard(seed="the sampler has none").differs_from(a_shard(min_p="old"))
     assert why == "it does not support seed, which requests may use: the sampler has none"
     assert a_shard("echo").differs_from(a_shard()) == "its engine is 'echo', not 'tensorrt-llm'"
+    images, none = a_shard(), a_shard()
+    images.info.max_images = 4
+    assert images.differs_from(none) is None
+    assert none.differs_from(images) == "it takes 0 images, not 4"
+    assert merge_capabilities([images, none]).info.max_images == 0
 
 
 def test_unknown_grammar_kinds_are_ignored() -> None:
