@@ -186,7 +186,7 @@ async def test_info_lists_the_limits(stack: Stack) -> None:
     fields += (
         "max_input_tokens max_total_tokens token_logprobs validation_workers max_client_batch_size router version "
     )
-    fields += "server_version sha docker_label model_dtype model_device_type engine unsupported replicas replicas_serving shards prefix_cache isolated"
+    fields += "server_version sha docker_label model_dtype model_device_type engine speculate unsupported replicas replicas_serving shards prefix_cache isolated"
     assert list(info) == fields.split()
     assert info["version"] == "3.3.7", "a version that TGI's clients know"
     assert (info["model_id"], info["max_total_tokens"], info["router"]) == ("echo", 2048, "text-generation-router")
