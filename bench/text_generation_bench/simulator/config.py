@@ -11,6 +11,7 @@ from types import MappingProxyType
 from text_generation_bench.simulator.autoscaling import Rule, by_average, by_value
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_router.scheduling.chunking import PendingPrompts
+from text_generation_router.scheduling.jobs import PrefixJobs
 from text_generation_router.scheduling.kv_cache import KVCache
 from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec
 from text_generation_router.scheduling.policy import Dispatch, Policy
@@ -92,7 +93,22 @@ class _TgiPrompts(PendingPrompts):
         return 0, None
 
 
-class TgiScheduler(Scheduler):
+class _NoJobs(PrefixJobs):
+    """Finds no job by its prompts."""
+
+    def name(self, sequence: ScheduledSequence) -> str:
+        return ""
+
+
+class FcfsScheduler(Scheduler):
+    """A scheduler without jobs."""
+
+    def __init__(self, policy: Policy, replicas: int) -> None:
+        super().__init__(policy, replicas)
+        self.queue.prefix_jobs = _NoJobs()
+
+
+class TgiScheduler(FcfsScheduler):
     """A scheduler that reserves blocks and caches prompts as TGI 3 does."""
 
     def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
@@ -125,7 +141,7 @@ def _ours_with(**changes: object) -> Callable[[CostModel, int | None], PolicyVar
 
 
 def _fcfs(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
-    return replace(_ours(model, max_queued_tokens), blind=True)
+    return replace(_ours(model, max_queued_tokens), blind=True, scheduler=FcfsScheduler)
 
 
 def _tgi(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:

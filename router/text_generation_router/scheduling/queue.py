@@ -52,7 +52,7 @@ class FairQueue:
 
     def __init__(self, weights: Mapping[TenantId, float]) -> None:
         self.tenants = Tenants(weights)
-        self._prefix_jobs = PrefixJobs()
+        self.prefix_jobs = PrefixJobs()
         self._sequences: dict[int, ScheduledSequence] = {}
         """By arrival."""
         self._requeued: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("queue_key"))
@@ -60,7 +60,7 @@ class FairQueue:
         """Expected tokens of the queue."""
 
     def put(self, sequence: ScheduledSequence) -> None:
-        sequence.job = sequence.job or self._prefix_jobs.name(sequence)
+        sequence.job = sequence.job or self.prefix_jobs.name(sequence)
         self._enqueue(sequence, due_time(sequence.request.qos, sequence.arrived_at))
 
     def requeue(self, sequence: ScheduledSequence) -> None:
