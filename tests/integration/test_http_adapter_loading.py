@@ -242,6 +242,7 @@ async def test_all_replicas_hold_an_adapter_or_none(tmp_path: Path) -> None:
         for address in (a, b, c):
             shards.shards[address].end_session()
         shards.engines[a].info = shards.engines[a].table.set_adapter("sql", held=False)  # as after a restart
+        await until(lambda: sum(each.losses for each in router.cluster.members) == 3)
         listener = submit(router, "sql")
         await listener.over.wait()
         assert listener.tokens == [3, 2]
