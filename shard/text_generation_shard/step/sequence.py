@@ -67,6 +67,8 @@ class Sequence:
     """The block of its state after its computed tokens, if the cache has a group of states."""
     state_write: int = 0
     """The block to which the next chunk writes, and then each step."""
+    states_ahead: list[tuple[int, int]] = field(default_factory=list)
+    """Later blocks of its state, each with the position of the first token that writes to it: chunks may wait for an image."""
     synced: list[int] = field(default_factory=lambda: [0])
     """Leading blocks of each group that the engine has copied to its block tables."""
     greedy_from: float = math.inf
@@ -137,6 +139,12 @@ class Sequence:
     def is_ready(self) -> bool:
         """False while the mask of its next token is computed beside the steps."""
         return self.matcher is None or self.matcher.is_ready
+
+    def chunk_of_state(self) -> int:
+        """Return the tokens of its chunk that write to one block of the state, and make that block `state_write`."""
+        if self.states_ahead and self.states_ahead[0][0] == self.computed:
+            _, self.state_write = self.states_ahead.pop(0)
+        return min([self.chunk, *(position - self.computed for position, _ in self.states_ahead)])
 
     def update_end(self, block_size: int) -> None:
         """Recompute `end` after the blocks changed."""

@@ -166,7 +166,7 @@ class SequenceTable:
         prompt_tokens = 0
         for sequence in self._chunked:
             if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
-                length = sequence.chunk
+                length = sequence.chunk_of_state()
                 if sequence.has_images:
                     # Chunks that waited for an image may be more than a step computes.
                     length = min(
@@ -340,7 +340,7 @@ class SequenceTable:
 
     def _allocate(self, sequence: Sequence, group: int, blocks: tuple[int, ...]) -> None:
         if self.groups[group].is_state:
-            sequence.state_write = blocks[-1]
+            sequence.states_ahead.append((sequence.computed + sequence.chunk, blocks[-1]))
             return
         sequence.tables[group].extend(blocks)
         sequence.update_end(self.info.block_size)

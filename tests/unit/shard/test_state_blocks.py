@@ -1,0 +1,60 @@
+"""Chunks that wait for an image write each to the block of the state that was ordered for it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from text_generation_proto.cache_groups import CacheGroup
+from text_generation_proto.values import Stopping
+from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling
+from text_generation_shard.media import Media
+from text_generation_shard.step.table import SequenceTable
+
+INFO = EngineInfo(
+    engine="torch",
+    model_id="",
+    model_type="llama",
+    scheduling=Scheduling.STEP,
+    eos_token_ids=(2,),
+    suggested_prefill_tokens=2048,
+    max_top_n_tokens=5,
+    dtype="float32",
+    device="cuda",
+    vocab_size=1000,
+    block_size=4,
+    max_slots=64,
+    max_sequence_length=4096,
+    max_images=1,
+)
+
+
+def test_chunks_that_waited_are_divided_at_the_blocks_of_states() -> None:
+    table = SequenceTable(INFO, (CacheGroup(16), CacheGroup(8, is_state=True)))
+    image = Media(offset=2, tokens=3, digest=b"", data=b"")
+    new = NewSequence(
+        0,
+        tuple(range(12)),
+        Stopping(max_new_tokens=2),
+        blocks=(0, 1, 2, 3),
+        further_blocks=((0, (5,)),),
+        media=(image,),
+        images=Future(),
+    )
+    assert not table.apply(Orders(1, placements=(new,), prefill=((0, 4),)))
+    written: list[tuple[int, int, int, int]] = []
+
+    def step() -> None:
+        rows = table.rows()
+        for row in rows.others:
+            written.append((row.start, row.length, row.sequence.state_read, row.sequence.state_write))
+        table.begin(rows)
+
+    step()
+    for number, block in ((2, 6), (3, 7)):
+        assert not table.apply(Orders(number, further_allocations=(((0, (block,)),),), prefill=((0, 4),)))
+    step()
+    assert written == [(0, 2, 5, 5)], "only the tokens before the image"
+    table.sequences[0].image_limit = 12
+    for _ in range(3):
+        step()
+    assert written[1:] == [(2, 2, 5, 5), (4, 4, 5, 6), (8, 4, 6, 7)]
