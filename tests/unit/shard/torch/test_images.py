@@ -13,10 +13,13 @@ from full_grid import full
 from reference_kernels import reference_engine
 from vision_models import Prompt, VisionModel, decoded, picture, vision_configs
 
-from text_generation_proto.values import FailureCode, WarmUpLimits
+from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.progress import StepMonitor
+from text_generation_shard.session import EngineSession
 
 NEW_TOKENS = 4
 SIZES = ((70, 45), (31, 90), (64, 64))
@@ -174,6 +177,25 @@ def test_chunks_wait_for_a_picture_and_add_up(small: tuple[VisionModel, TorchEng
     pending.set_result(later.result())
     driver.run()
     assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
+def test_a_session_decodes_the_pictures_of_its_orders(small: tuple[VisionModel, TorchEngine]) -> None:
+    vision, engine = small
+    engine.warm_up(limits())
+    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
+    tokens: list[int] = []
+
+    def emit(report: StepResult) -> None:
+        tokens.extend(report.token_ids)
+        if report.finished or report.failed:
+            session.end()
+
+    session = EngineSession(engine, emit, StepMonitor())
+    blocks = tuple(range(8))
+    new = NewSequence(0, prompt.ids, Stopping(max_new_tokens=NEW_TOKENS), blocks=blocks, media=prompt.media)
+    session.order(Orders(1, placements=(new,), prefill=((0, len(prompt.ids)),)))
+    session.run()
+    assert tokens == vision.greedy(prompt, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("file_format", [full("JPEG"), "WEBP", full("GIF")])

@@ -88,20 +88,23 @@ class CpuStep(PlainStep):
         images: StepImages | None = None,
     ) -> None:
         super().__init__(batch.positions, plan.layers)
-        slots = torch.from_numpy(batch.plan.column("slots")).long()
         if batch.plan.adapted:
-            self.adapters = slot_adapters[slots[batch.places]]
+            self.adapters = slot_adapters[self._slots(batch)]
         if images is not None:
             self.images = images.in_order(batch.places)
         if self.images is not None and self.images.positions is not None:
             self.rotary_positions = self.images.positions
         elif slot_shifts is not None:
-            self.rotary_positions = self.positions + slot_shifts[slots[batch.places]]
+            self.rotary_positions = self.positions + slot_shifts[self._slots(batch)]
         self._batch = batch
         self._plan = plan
         self._cache = cache
         self._slot_states = slot_states
         self._rows: StateRows | None = None
+
+    @staticmethod
+    def _slots(batch: StepBatch) -> Tensor:
+        return torch.from_numpy(batch.plan.column("slots")).long()[batch.places]
 
     def token_ids(self) -> Tensor:
         return self._batch.token_ids
