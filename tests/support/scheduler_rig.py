@@ -55,6 +55,8 @@ class Rig:
     step_s: float = 0.01
     self_scheduling: bool = False
     """Replicas schedule for themselves and have room for any sequence."""
+    tokens_per_step: int = 1
+    """New tokens of a sequence in a step, if its blocks have room."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters of replicas that are opened from now on."""
     windows: tuple[CacheGroup, ...] = ()
@@ -92,6 +94,7 @@ class Rig:
             adapters=self.adapters,
             further_groups=self.windows,
             max_loras=self.max_loras,
+            tokens_per_step=self.tokens_per_step,
         )
 
     def open_again(self, replica: int) -> None:
@@ -184,18 +187,24 @@ class Rig:
         chunks = self.take_orders(here, orders) if orders is not None else {}
         output = StepOutput(self.applied[replica], [], [], [], prefilled=list(chunks.items()), step_s=self.step_s)
         slots: list[int] = []
+        counts: list[int] = []
         for slot, sequence in list(here.items()):
             if slot in chunks:
                 sequence.to_prefill -= chunks[slot]
             if sequence.to_prefill or min(sequence.room) < 0:
                 continue
-            sequence.room = [room - 1 for room in sequence.room]
-            sequence.left -= 1
+            # The first token comes with the prompt, without drafts.
+            count = 1 if slot in chunks else min(self.tokens_per_step, min(sequence.room) + 1, sequence.left)
+            sequence.room = [room - count for room in sequence.room]
+            sequence.left -= count
             slots.append(slot)
+            counts.append(count)
             if not sequence.left:
                 output.finished[slot] = FinishReason.LENGTH
                 del here[slot]
-        output.slots, output.token_ids = slots, [TOKEN] * len(slots)
+        output.slots, output.token_ids = slots, [TOKEN] * sum(counts)
+        if self.tokens_per_step > 1:
+            output.token_counts = counts
         self.apply(replica, output)
 
     def take_orders(self, here: dict[int, Sequence], orders: SchedulerOutput) -> dict[int, int]:

@@ -51,6 +51,17 @@ def test_a_growing_sequence_gets_blocks_before_it_runs_out() -> None:
     assert sum(len(blocks) for orders in rig.orders for _, blocks in orders[1].allocations) > 0
 
 
+@pytest.mark.parametrize("tokens", [2, 4, 9])
+def test_sequences_have_room_for_drafts(tokens: int) -> None:
+    rig = Rig(a_policy(), slots=4, tokens_per_step=tokens)
+    for _ in range(4):
+        rig.submit(16, new=1 + 20 * tokens)
+    rig.until_idle()
+    # A turn for the prompts, and one for every `tokens` tokens: no draft was cut.
+    assert rig.now == pytest.approx(21 * rig.step_s)
+    assert sum(rig.tokens.values()) == 4 * (1 + 20 * tokens)
+
+
 def until_preempted(rig: Rig) -> SchedulerOutput:
     for _ in range(500):
         for orders in rig.turn():

@@ -9,7 +9,15 @@ import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_router.request import ImageFile, PlacedImage, Priority, QualityOfService, Request, RequestId
+from text_generation_router.request import (
+    ImageFile,
+    PlacedImage,
+    Priority,
+    QualityOfService,
+    Request,
+    RequestId,
+    TenantId,
+)
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_router.shards.convert import orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
@@ -53,6 +61,16 @@ def test_every_option_arrives() -> None:
     assert admission.stopping == Stopping(20, frozenset({2}), frozenset({8, 9}), min_new_tokens=6)
     assert admission.logprobs == LogprobOptions(prompt=True, prompt_top_n=4)
     assert admission.grammar == Grammar(GrammarKind.REGEX, "a+")
+
+
+def test_drafts_come_from_outputs_of_the_same_tenant_and_salt_only() -> None:
+    def scope(tenant: str, salt: str) -> str:
+        return received(sent(replace(PLAIN, qos=QualityOfService(tenant=TenantId(tenant), salt=salt)))).draft_scope
+
+    scopes = {scope(tenant, salt) for tenant in ("", "a", "b") for salt in ("", "a", "s")}
+    assert len(scopes) == 9
+    assert scope("a", "s") == scope("a", "s")
+    assert "tenant" not in scope("tenant", "salt")
 
 
 def test_blocks_of_all_groups_arrive() -> None:
