@@ -51,7 +51,7 @@ def test_a_growing_sequence_gets_blocks_before_it_runs_out() -> None:
     assert sum(len(blocks) for orders in rig.orders for _, blocks in orders[1].allocations) > 0
 
 
-@pytest.mark.parametrize("tokens", [2, 4, 9])
+@pytest.mark.parametrize("tokens", [2, 9, 17])
 def test_sequences_have_room_for_drafts(tokens: int) -> None:
     rig = Rig(a_policy(), slots=4, tokens_per_step=tokens)
     for _ in range(4):
