@@ -39,10 +39,22 @@ def test_a_draft_goes_on_as_the_text_did(source: LookupDrafts) -> None:
     assert drafted(source, it) == TEXT[103:109]
     it.tokens += TEXT[103:106]
     assert drafted(source, it, 2) == TEXT[106:108]
-    it.tokens += (1, *TEXT[200:202])
+    it.tokens += (1,)
+    assert drafted(source, it) == ()
+    it.tokens += TEXT[200:202]
     assert drafted(source, it) == ()
     it.tokens += TEXT[202:203]
     assert drafted(source, it) == TEXT[203:209]
+
+
+def test_a_text_is_followed_again_after_an_edit(source: LookupDrafts) -> None:
+    it = sequence((*TEXT, 7, *TEXT[100:104]))
+    assert drafted(source, it, 2) == TEXT[104:106]
+    for edit in (60_000, 60_001):
+        it.tokens.append(edit)
+        assert drafted(source, it) == ()
+    it.tokens.append(TEXT[105])
+    assert drafted(source, it, 3) == TEXT[106:109]
 
 
 def test_a_repetition_is_continued(source: LookupDrafts) -> None:

@@ -1,7 +1,7 @@
 """Drafts by lookup: the tokens that followed the last ones of a sequence before, in its own text or in recent outputs.
 
 An index has the places after each run of RUN tokens; of the last ones, that with the longest match is taken. A sequence follows the
-text there as long as its new tokens equal it, which costs one comparison a token. Texts are token ids. Those of recent
+text there as long as its new tokens equal it, which costs one comparison a token; after an edit it may return to it. Texts are token ids. Those of recent
 outputs are kept by scope, two generations of RECENT_TOKENS each: sequences of different scopes share nothing.
 """
 
@@ -17,6 +17,8 @@ from text_generation_shard.step.sequence import Sequence
 RUN = 3
 CANDIDATES = 8
 """Places of a run that are compared."""
+EDITED_TOKENS = 6
+"""Tokens after the place that a sequence left in which it may return to the text."""
 LONGEST_MATCH = 32
 """Last tokens that are compared with those before a place."""
 INDEXED_TOKENS = 32768
@@ -88,6 +90,14 @@ class _Followed:
     source: str
 
 
+def _returned(left: _Followed | None, last: int) -> _Followed | None:
+    """Return the place after the token `last` soon after the place that was left: an edit may have replaced what is between."""
+    near = [] if left is None else left.tokens[left.place : left.place + EDITED_TOKENS]
+    if left is None or last not in near:
+        return None
+    return _Followed(left.tokens, left.place + near.index(last) + 1, 1, left.source)
+
+
 @dataclass(slots=True)
 class _Known:
     """The state of a sequence."""
@@ -97,6 +107,8 @@ class _Known:
     seen: int = 0
     """Tokens that were compared."""
     followed: _Followed | None = None
+    left: _Followed | None = None
+    """The place that it followed last, until it follows another."""
 
 
 @dataclass(slots=True)
@@ -159,11 +171,11 @@ class LookupDrafts:
             known.followed = None
             return
         if known.followed is not None and not self._follow(known.followed, tokens[known.seen :]):
-            known.followed = None
+            known.followed, known.left = None, known.followed
         known.seen = end
         if known.followed is None:
             index.extend(end - 1)
-            known.followed = self._found(known, tokens[-LONGEST_MATCH:])
+            known.followed = self._found(known, tokens[-LONGEST_MATCH:]) or _returned(known.left, tokens[-1])
         index.extend(end)
 
     def _follow(self, followed: _Followed, tokens: list[int]) -> bool:
