@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import text_generation.types
 from anthropic.types import Usage as AnthropicUsage
+from checked_echo import CheckedEcho
 from every_dialect import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, VERBATIM, Asking, stream_data
-from http_stack import Stack, serve, served, until
+from http_stack import LIMITS, Stack, serve, served, until
 from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
 from openai.types import CompletionUsage
 from openai.types.responses import ResponseUsage
 from sse_client import chunks, post
+
+from text_generation_proto.cache_groups import CacheGroup
+from text_generation_shard.config import ShardConfig
 
 Json = dict[str, Any]
 PROMPT = 200
@@ -158,3 +163,27 @@ async def test_a_tenant_learns_nothing_of_the_prompts_of_others(demo_model: Path
         longer = text + " a" * 40
         assert await cached(stack, longer, alice) < PROMPT
         assert await cached(stack, longer, bob) < PROMPT
+
+
+WITHOUT_REASONING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>reason first{% endif %}"
+)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+async def test_of_a_model_with_states_the_next_turn_computes_its_new_tokens(demo_model: Path, linked: bool) -> None:
+    """The next turn has no reasoning: it differs from the first one in the start of the answer."""
+
+    def build(config: ShardConfig) -> CheckedEcho:
+        return CheckedEcho.build(config, further_groups=(CacheGroup(20, is_state=True),))
+
+    limits = replace(LIMITS, marks_turns=True)
+    async with serve(demo_model, limits=limits, chat_template=WITHOUT_REASONING, build=build, linked=linked) as stack:
+        messages = [{"role": "user", "content": " the" * PROMPT}]
+        first = await post(stack.client, "/v1/chat/completions", {"messages": messages, "max_tokens": 3})
+        messages += [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": " and again"}]
+        await until(lambda: stack.scheduler.stats().running == 0)
+        second = await post(stack.client, "/v1/chat/completions", {"messages": messages, "max_tokens": 3})
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert PROMPT - 16 <= cached < first["usage"]["prompt_tokens"]
