@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from text_generation_bench.agents import LONGEST_CONTEXT, AgentSession, draw_session, read_weka
+from text_generation_bench.load.agents import LONGEST_CONTEXT, AgentSession, draw_session, read_weka
 from text_generation_bench.load.dialects import Prompt
 from text_generation_bench.load.prompts import TextSource, draw_lengths, number_of, read_dataset, read_records
 from text_generation_bench.load.settings import OPEN_LOOP_SECONDS, LoadSettings, fail

@@ -11,7 +11,7 @@ from operator import attrgetter
 from random import Random
 from types import MappingProxyType
 
-from text_generation_bench.agents import SYSTEM_TOKENS, AgentTurn, draw_session
+from text_generation_bench.load.agents import SYSTEM_TOKENS, AgentTurn, draw_session
 from text_generation_bench.simulator.config import Outage
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.traces import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from text_generation_bench.agents import NEW_TOKENS, AgentSession, AgentTurn
+from text_generation_bench.load.agents import NEW_TOKENS, AgentSession, AgentTurn
 from text_generation_router.request import Priority, TenantId
 
 POOL_TOKENS = 1 << 18

@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from text_generation_bench.agents import AgentSession, AgentTurn, draw_session, read_weka
+from text_generation_bench.load.agents import AgentSession, AgentTurn, draw_session, read_weka
 
 
 def test_sessions_have_the_published_statistics() -> None:
