@@ -160,9 +160,12 @@ class KVCache:
         return self.available < blocks or any(pool.available < blocks for pool in self.pools)
 
     def may_limit_prompts(self, spare: int, budget: int, growth_tokens: int, prompts: int) -> bool:
-        """Return True if a group after the first may lack blocks for `budget` tokens of prompts, with `spare` blocks left."""
+        """Return True if a group after the first may lack blocks for `budget` tokens of prompts, with `spare` blocks left.
+
+        Chunks of sequences with states also end where checkpoints are left.
+        """
         blocks = spare + budget // self.block_size + prompts * (growth_tokens // self.block_size + 3)
-        return bool(self.pools) and self.is_scarce(blocks)
+        return self.states is not None or (bool(self.pools) and self.is_scarce(blocks))
 
     def reach(self, sequence: ScheduledSequence, running: int) -> int:
         """Return the prompt tokens of `sequence` that can be scheduled with the blocks that it has or may get."""
