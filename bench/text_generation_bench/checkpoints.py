@@ -16,7 +16,7 @@ from itertools import count
 from random import Random
 from unittest.mock import patch
 
-from text_generation_bench.agents import SYSTEM_TOKENS, draw_session
+from text_generation_bench.load.agents import SYSTEM_TOKENS, draw_session
 from text_generation_bench.simulator.config import POLICIES, LatencyTargets, SimConfig
 from text_generation_bench.simulator.cost_model import MACHINES, CostModel
 from text_generation_bench.simulator.simulator import Simulator

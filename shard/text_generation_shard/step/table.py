@@ -29,8 +29,14 @@ from dataclasses import dataclass, field, replace
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode
-from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult, sequence_problem
+from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult
 from text_generation_shard.grammar import GrammarError
+from text_generation_shard.step.order_checks import (
+    blocks_problem,
+    chunk_problem,
+    new_sequence_problem,
+    states_problem,
+)
 from text_generation_shard.step.persistent_batch import PersistentBatch
 from text_generation_shard.step.replay import Replay
 from text_generation_shard.step.sequence import (
@@ -115,7 +121,7 @@ class SequenceTable:
         for slot in orders.release:
             self._remove(slot)
         for new in orders.placements:
-            if problem := self._new_sequence_problem(new):
+            if problem := new_sequence_problem(new, self.info, self.groups, self.sequences):
                 # A slot in a failure is free afterwards. A sequence placed in a taken slot ends the other one too, or
                 # two sequences would share a slot on the wire.
                 self._remove(new.slot)
@@ -128,13 +134,15 @@ class SequenceTable:
             for slot, blocks in allocations:
                 # An order may cross a finish on the wire: ignore unknown slots.
                 if sequence := self.sequences.get(slot):
-                    if problem := self._blocks_problem(group, blocks) or self._states_problem(sequence, group):
+                    if problem := blocks_problem(self.groups, group, blocks) or states_problem(
+                        self.groups, sequence, group
+                    ):
                         failed.append(self.drop(sequence, FailureCode.INVALID, problem))
                     else:
                         self._allocate(sequence, group, blocks)
         for slot, tokens in orders.prefill:
             if sequence := self.sequences.get(slot):
-                if problem := self._chunk_problem(sequence, tokens):
+                if problem := chunk_problem(sequence, tokens, self.info.block_size):
                     failed.append(self.drop(sequence, FailureCode.INVALID, problem))
                     continue
                 self._chunked += [] if sequence.chunk else [sequence]
@@ -393,52 +401,3 @@ class SequenceTable:
                 constrained = sequence if sequence.replay is None else sequence.replay.walker
                 constrained.matcher, sequence.pending_matcher = future.result(), None
         return failed
-
-    def _new_sequence_problem(self, new: NewSequence) -> str | None:
-        if new.slot in self.sequences:
-            return f"slot {new.slot} is taken"
-        if (
-            new.adapter
-            and 0 < self.info.max_loras < len(self.info.adapters)
-            and (len({each.adapter for each in self.sequences.values()} - {"", new.adapter}) >= self.info.max_loras)
-        ):
-            return f"more LoRA adapters at a time than the {self.info.max_loras} of --max-loras"
-        if problem := sequence_problem(new, self.info) or self._blocks_problem(0, new.blocks):
-            return problem
-        if len(new.further_blocks) != len(self.groups) - 1:
-            return f"it has KV blocks of {1 + len(new.further_blocks)} groups, the cache has {len(self.groups)}"
-        size, computed = self.info.block_size, new.computed_tokens
-        for group, (first, blocks) in enumerate(new.further_blocks, 1):
-            if problem := self._blocks_problem(group, blocks):
-                return problem
-            if self.groups[group].is_state:
-                if (first, len(blocks)) != (0, 2 if computed else 1):
-                    return "it has its own state, and the one it continues from if computed_tokens is not 0"
-            elif first > self.groups[group].first_block(computed, size) or (first + len(blocks)) * size < computed:
-                return f"a KV block of group {group} is missing that the token after computed_tokens needs"
-        return None
-
-    def _states_problem(self, sequence: Sequence, group: int) -> str | None:
-        if self.groups[group].is_state and sequence.computed >= sequence.prompt_length:
-            return "a state is added after the prompt"
-        return None
-
-    def _blocks_problem(self, group: int, blocks: tuple[int, ...]) -> str | None:
-        if group >= len(self.groups):
-            return f"there is no group {group} of KV blocks"
-        num_blocks = self.groups[group].num_blocks
-        if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:
-            return f"a KV block is not one of {num_blocks}"
-        return None
-
-    def _chunk_problem(self, sequence: Sequence, tokens: int) -> str | None:
-        if sequence.chunk and not sequence.has_images:
-            return "a chunk is ordered twice for one step"
-        end = sequence.computed + sequence.chunk + tokens
-        if tokens < 1 or end > sequence.prompt_length:
-            return (
-                f"a chunk of {tokens} does not fit the {sequence.prompt_length - sequence.computed} prompt tokens left"
-            )
-        if end > min(map(len, sequence.tables)) * self.info.block_size:
-            return "a chunk runs past the allocated blocks"
-        return None
