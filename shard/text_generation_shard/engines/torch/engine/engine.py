@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from math import isfinite
@@ -41,11 +40,10 @@ from text_generation_shard.engine import (
     SynchronousEngine,
     TopTokens,
 )
-from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers
-from text_generation_shard.engines.torch.engine.executor import Executor, Launched
+from text_generation_shard.engines.torch.device.copies import EventRecorder, PinnedBuffers
+from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.in_flight import StepInFlight
 from text_generation_shard.engines.torch.engine.scoring import (
-    PendingScores,
-    PendingTokenScores,
     sampling_row,
     start_scores,
     start_token_scores,
@@ -55,11 +53,11 @@ from text_generation_shard.engines.torch.engine.verification import verifying_ro
 from text_generation_shard.engines.torch.engine.warm_up import cache_bytes, cache_groups, worst_step
 from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
-from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
+from text_generation_shard.engines.torch.sampling.sampler import sample, top_candidates
 from text_generation_shard.grammar import Grammars
 from text_generation_shard.step.drafts.drafter import Drafter, drafting_of
 from text_generation_shard.step.masks import Mask, TokenMasks
-from text_generation_shard.step.sequence import GREEDY, SamplerOutput, Sequence, StepRow, StepRows
+from text_generation_shard.step.sequence import GREEDY, SamplerOutput, StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 Masks = dict[int, Mask]
@@ -67,31 +65,6 @@ Masks = dict[int, Mask]
 NO_TOKEN = (FailureCode.NUMERICS, "the logits leave no token to choose")
 GREEDY_ROW = SamplingRow(GREEDY, 0, 0)
 """Settings of a persistent row in a step that is not greedy as a whole: the row itself still takes the most probable token."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in flight."""
-
-    rows: StepRows
-    started: DeviceEvent
-    computed: DeviceEvent | None
-    launched: Launched | None
-    """Until the tokens are sampled; then dropped, because its tensors are large."""
-    masking: Future[Masks] | None = None
-    masks: dict[int, Mask] = field(default_factory=dict)
-    """Masks of rows with a grammar, by the index of the sampled token."""
-    late: dict[int, Sequence] = field(default_factory=dict)
-    """Sequences whose mask is not ready, by index."""
-    sampled: Tensor | None = None
-    """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
-    scores: list[PendingScores | PendingTokenScores] = field(default_factory=list)
-    top_token_rows: list[tuple[StepRow, int]] = field(default_factory=list)
-    """Sampling rows that asked for top tokens, and the place of each sampled token in its row; `tops` holds their candidates."""
-    tops: TopCandidates | None = None
-    done: DeviceEvent | None = None
-    began_ahead: bool = False
-    """True if it began before the tokens of the step before were known."""
 
 
 class TorchEngine(SynchronousEngine):
@@ -126,7 +99,7 @@ class TorchEngine(SynchronousEngine):
         self._histories = TokenHistories(self._device)
         self._downloads = PinnedBuffers(self._device)
         """Sampled tokens are copied here."""
-        self._in_flight: _Step | None = None
+        self._in_flight: StepInFlight | None = None
         """The step that is launched but not yet recorded, if the executor runs ahead."""
 
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
@@ -192,7 +165,7 @@ class TorchEngine(SynchronousEngine):
             result = self._record(before)
         result = result or StepResult()
         result.failed += failed
-        if isinstance(launched, _Step):
+        if isinstance(launched, StepInFlight):
             launched = self._or_fail(launched.rows, partial(self._sample, launched))
         if isinstance(launched, StepResult):
             result.failed += launched.failed
@@ -203,7 +176,7 @@ class TorchEngine(SynchronousEngine):
             result.failed += failed
         return result
 
-    def _must_record(self, step: _Step) -> bool:
+    def _must_record(self, step: StepInFlight) -> bool:
         """Return True if the next step cannot begin before this one is recorded: either has drafts."""
         drafter, table = self.drafter, self._table
         if drafter is None:
@@ -262,7 +235,7 @@ class TorchEngine(SynchronousEngine):
         self._executor.allocate([group.num_blocks for group in groups])
         self._table.groups = groups
 
-    def _or_fail(self, rows: StepRows, part: Callable[[], _Step]) -> _Step | StepResult:
+    def _or_fail(self, rows: StepRows, part: Callable[[], StepInFlight]) -> StepInFlight | StepResult:
         """Run a part of a step. An error fails the sequences of this step only, unless the executor is broken for good."""
         try:
             return part()
@@ -271,16 +244,16 @@ class TorchEngine(SynchronousEngine):
                 raise
             return self._table.fail(rows, f"the step failed: {typed_line(error)}")
 
-    def _launch(self, rows: StepRows, *, began_ahead: bool = False, adapted: bool = False) -> _Step:
+    def _launch(self, rows: StepRows, *, began_ahead: bool = False, adapted: bool = False) -> StepInFlight:
         ahead = self._executor.runs_ahead
         # On a CPU the masks are computed during the forward pass; on a GPU they depend on tokens not read yet.
         masking = None if ahead else self._start_masks(rows)
         greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
         launched = self._executor.launch(rows, greedy=greedy, adapted=adapted)
         self._table.begin(rows)
-        return _Step(rows, launched.started, launched.computed, launched, masking, began_ahead=began_ahead)
+        return StepInFlight(rows, launched.started, launched.computed, launched, masking, began_ahead=began_ahead)
 
-    def _sample(self, step: _Step) -> _Step:
+    def _sample(self, step: StepInFlight) -> StepInFlight:
         """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
@@ -321,7 +294,7 @@ class TorchEngine(SynchronousEngine):
         step.done = self._events.record()
         return step
 
-    def _record(self, step: _Step) -> StepResult:
+    def _record(self, step: StepInFlight) -> StepResult:
         """Wait for the results of a step and record them."""
         assert step.done is not None
         if self._trace is not None:
@@ -342,7 +315,7 @@ class TorchEngine(SynchronousEngine):
         result.forward_ns = (step.computed or step.done).ns_since(step.started)
         return result
 
-    def _learn(self, step: _Step, result: StepResult) -> None:
+    def _learn(self, step: StepInFlight, result: StepResult) -> None:
         """Tell the drafter of a recorded step."""
         if self.drafter is None:
             return
@@ -364,7 +337,7 @@ class TorchEngine(SynchronousEngine):
         ]
         return self._masks.start(constrained) if constrained and self._masks is not None else None
 
-    def _sampling_rows(self, step: _Step, index: int, row: StepRow, masks: Masks) -> list[SamplingRow]:
+    def _sampling_rows(self, step: StepInFlight, index: int, row: StepRow, masks: Masks) -> list[SamplingRow]:
         """Return the settings of the tokens that a row samples, the first with this index, and note their masks in the step."""
         sequence, vocab_size = row.sequence, self.info.vocab_size
         if row.drafts:
@@ -380,7 +353,7 @@ class TorchEngine(SynchronousEngine):
         return [sampling_row(sequence, mask, history, vocab_size)]
 
 
-def _top_tokens(step: _Step, result: StepResult) -> list[TopTokens]:
+def _top_tokens(step: StepInFlight, result: StepResult) -> list[TopTokens]:
     if step.tops is None:
         return []
     counts = dict(zip(result.slots, result.token_counts or repeat(1)))  # noqa: B905 – repeat has no end
@@ -407,7 +380,7 @@ def _read(packed: Tensor, rows: int) -> SamplerOutput:
     return read
 
 
-def _add_mask_results(step: _Step, chosen: SamplerOutput) -> None:
+def _add_mask_results(step: StepInFlight, chosen: SamplerOutput) -> None:
     """Add the completions and failures reported by the grammar masks."""
     for index, mask in step.masks.items():
         if mask.is_complete:

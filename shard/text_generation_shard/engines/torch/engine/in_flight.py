@@ -1,0 +1,40 @@
+"""StepInFlight: a step from its launch until its tokens are recorded."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from text_generation_shard.engines.torch.device.copies import DeviceEvent
+from text_generation_shard.engines.torch.engine.executor import Launched
+from text_generation_shard.engines.torch.engine.scoring import PendingScores, PendingTokenScores
+from text_generation_shard.engines.torch.sampling.sampler import TopCandidates
+from text_generation_shard.step.masks import Mask
+from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step in flight."""
+
+    rows: StepRows
+    started: DeviceEvent
+    computed: DeviceEvent | None
+    launched: Launched | None
+    """Until the tokens are sampled; then dropped, because its tensors are large."""
+    masking: Future[dict[int, Mask]] | None = None
+    masks: dict[int, Mask] = field(default_factory=dict)
+    """Masks of rows with a grammar, by the index of the sampled token."""
+    late: dict[int, Sequence] = field(default_factory=dict)
+    """Sequences whose mask is not ready, by index."""
+    sampled: Tensor | None = None
+    """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
+    scores: list[PendingScores | PendingTokenScores] = field(default_factory=list)
+    top_token_rows: list[tuple[StepRow, int]] = field(default_factory=list)
+    """Sampling rows that asked for top tokens, and the place of each sampled token in its row; `tops` holds their candidates."""
+    tops: TopCandidates | None = None
+    done: DeviceEvent | None = None
+    began_ahead: bool = False
+    """True if it began before the tokens of the step before were known."""
