@@ -69,7 +69,7 @@ class Collector:
 
 @pytest.fixture(scope="module")
 def engines(demo_model: Path) -> list[TorchEngine]:
-    config = ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=16, speculate="2")
+    config = ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=16, speculate="0")
     return [build_engine(config) for _ in range(2)]
 
 

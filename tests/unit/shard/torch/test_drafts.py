@@ -139,7 +139,11 @@ class Traffic:
         """Raise AssertionError unless the other one was served the same."""
         for index, (mine, its) in enumerate(zip(self.served, other.served, strict=True)):
             assert self.tokens(index) == other.tokens(index), self.requests[index]
-            assert (mine[-1].finish, mine[-1].failure) == (its[-1].finish, its[-1].failure)
+            assert mine[-1].finish == its[-1].finish
+            failures = [
+                stream.failure and (stream.failure.code, stream.failure.message) for stream in (mine[-1], its[-1])
+            ]
+            assert failures[0] == failures[1]
             for name in ("logprobs", "prompt_logprobs", "top_tokens"):
                 values, expected = (_numbers([getattr(part, name) for part in parts]) for parts in (mine, its))
                 assert values == pytest.approx(expected, abs=tolerance, rel=tolerance, nan_ok=True), name
@@ -200,4 +204,4 @@ def with_and_without(driver: Driver, seed: int, kind: str) -> tuple[Traffic, Tra
 def test_drafts_change_nothing(driver: Driver, cache: str, kind: str, seed: int) -> None:
     plain, drafted = with_and_without(driver, seed, kind)
     drafted.check_equal(plain, TOLERANCES[cache])
-    assert drafted.accepted > 50
+    assert drafted.accepted > 10
