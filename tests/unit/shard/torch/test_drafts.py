@@ -33,8 +33,8 @@ GRAMMARS = [
 ]
 SMALLER = SHAPE | {"initializer_range": 0.15}
 """Logits so small that their rounding is below 1e-5."""
-TOLERANCES = {"full": 1e-5, "window": 1e-4, "fp8": 1e-4}
-"""Preemption alone changes log-probabilities as much."""
+TOLERANCES = {"full": 1e-5, "window": 1e-3, "fp8": 1e-3}
+"""Other chunks of a prompt alone change log-probabilities as much."""
 CONFIGS: dict[str, PretrainedConfig] = {
     "full": LlamaConfig(**SMALLER),
     "window": Gemma2Config(**SMALLER, sliding_window=20, query_pre_attn_scalar=16),
