@@ -73,7 +73,7 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
         for config in (transformers.CLIPVisionConfig, transformers.SiglipVisionConfig, transformers.PixtralVisionConfig)
     )
     wide = TEXT | {"head_dim": 16}
-    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
     hybrid = {
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "linear_num_key_heads": 2,

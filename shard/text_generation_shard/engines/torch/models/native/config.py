@@ -302,8 +302,8 @@ def _in_their_layout(folder: Path, experts: ExpertConfig | None, hidden_size: in
     if experts is None or not experts.family.may_transpose or not any(folder.glob("*.safetensors")):
         return experts
     checkpoint = Checkpoint(folder, text_only=True)
-    fused = next((name for name in checkpoint.names if name.endswith(FUSED_EXPERTS)), None)
-    return replace(experts, transposed=fused is not None and checkpoint.map([fused])[fused].shape[-1] != hidden_size)
+    down = next((name for name in checkpoint.names if name.endswith(experts.family.fused_names[1])), None)
+    return replace(experts, transposed=down is not None and checkpoint.map([down])[down].shape[-1] == hidden_size)
 
 
 def _dtype(raw: JsonObject) -> str:
