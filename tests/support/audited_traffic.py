@@ -66,7 +66,7 @@ class Audited:
         grammar = LINES if self.grammars and draw.random() < 0.3 else None
         qos = QualityOfService(TenantId(f"tenant {tenant}"), salt=f"tenant {tenant}")
         sampling = draw.choice(kinds)
-        return Request(next(self.cluster.ids), prompt, new, sampling, grammar=grammar, qos=qos)
+        return Request(next(self.cluster.ids), prompt, new, sampling=sampling, grammar=grammar, qos=qos)
 
     async def burst(self, size: int, new: int = 24, *, loses: int | None = None) -> None:
         """Serve some requests together, one alone, and two of one token, and wait for their audits.

@@ -56,7 +56,7 @@ def test_a_replay_is_the_prompt_and_the_served_tokens_without_the_clients_terms(
 def test_a_replay_has_the_images_of_its_request_which_count_as_memory() -> None:
     media = (PlacedImage(2, 3, ImageFile(b"1", bytes(10_000))),)
     kept, plain = served(media=media), served()
-    assert kept.replay(RequestId(-1), 100).media == media
+    assert kept.replay(100).media == media
     assert kept.bytes - plain.bytes == 10_000
 
 

@@ -50,7 +50,7 @@ def test_a_step_launches_no_more_kernels_than_needed(tmp_path: Path, tokens: int
     decoder = Decoder(config, weights, DeviceOps(recording, ALONE, torch.float32), ALONE)
     cache = [torch.zeros(tokens, 2, each.num_kv_heads, BLOCK_SIZE, each.head_dim) for each in config.layers]
     slots = torch.arange(tokens, dtype=torch.int32)
-    tables, numbers = [slots.unsqueeze(1)] * len(cache), torch.zeros(2, tokens, dtype=torch.int32)
+    tables, numbers = [slots.unsqueeze(1)] * len(cache), torch.zeros(3, tokens, dtype=torch.int32)
     context = StepContext(recording, cache, config.layers, tables, *numbers)
     columns = torch.stack((torch.full_like(slots, 5), torch.zeros_like(slots), slots))
     decoder.forward(DeviceStep(columns, tokens, context))

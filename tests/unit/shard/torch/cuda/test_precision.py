@@ -51,7 +51,8 @@ class Model:
         slots = torch.arange(SEQUENCES, dtype=torch.int32)
         tables, last_tokens = slots.unsqueeze(1), torch.zeros_like(slots)
         each = [tables] * len(cache)
-        return StepContext(self.kernels, cache, self.weights.layer_shapes, each, last_tokens, torch.zeros_like(slots))
+        numbers = last_tokens, torch.zeros_like(slots), torch.zeros_like(slots)
+        return StepContext(self.kernels, cache, self.weights.layer_shapes, each, *numbers)
 
     def logits(self, ids: Tensor) -> Tensor:
         """float32 [tokens · sequences, vocabulary] for `ids` [tokens, sequences]."""
