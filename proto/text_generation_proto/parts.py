@@ -23,6 +23,8 @@ BYTES_PER_LOGPROB = 16
 
 MAX_ORDERS_BYTES = 256 << 20
 """Bytes of the largest orders of any engine: 25 million prompt tokens in one step, or 1,000 of the longest grammars."""
+MAX_IMAGE_ORDERS_BYTES = 3 << 29
+"""The same for models that take images: more than a router holds of them."""
 
 Message = TypeVar("Message", pb.Orders, pb.StepReport)
 
@@ -75,6 +77,8 @@ class Joiner(Generic[Message]):
 
 def most_orders(info: pb.InfoResponse) -> int:
     """Return the bytes of the largest orders that a shard can apply."""
+    if info.max_images:
+        return MAX_IMAGE_ORDERS_BYTES
     by_engine = info.max_slots * (info.max_sequence_length * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE)
     return min(by_engine, MAX_ORDERS_BYTES)
 

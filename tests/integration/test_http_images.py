@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
+from checked_echo import CheckedEcho
 from http_stack import LIMITS, Stack, serve
 from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
 from pictures import data_uri, image_model, picture, tokens_of
 
 from text_generation_router.media import reader
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -27,9 +30,16 @@ RED, BLUE = picture(300, 200), picture(300, 200, "blue")
 IMAGE_TOKENS = tokens_of(300, 200)
 
 
+def echo_with_images(config: ShardConfig) -> Engine:
+    engine = CheckedEcho.build(config)
+    engine.info = engine.table.info = replace(engine.info, max_images=WITH_IMAGES.max_images)
+    return engine
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with serve(image_model(tmp_path_factory.mktemp("model")), limits=WITH_IMAGES) as running:
+    model = image_model(tmp_path_factory.mktemp("model"))
+    async with serve(model, limits=WITH_IMAGES, build=echo_with_images) as running:
         yield running
 
 
@@ -177,7 +187,9 @@ async def test_the_bytes_of_the_pictures_of_all_answers_are_limited(
 async def test_a_tenant_does_not_hold_all_memory_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "MAX_HELD_BYTES", 0)
     monkeypatch.setattr(reader, "MAX_REQUEST_BYTES", 3 * len(RED))
-    async with serve(image_model(tmp_path), limits=WITH_IMAGES, linked=True, echo_step_ms=50) as stack:
+    async with serve(
+        image_model(tmp_path), limits=WITH_IMAGES, build=echo_with_images, linked=True, echo_step_ms=50
+    ) as stack:
         body = chat(part(RED), part(RED)) | {"max_tokens": 500}
         async with stack.client.post("/v1/chat/completions", json=body | {"stream": True}) as running:
             assert running.status == 200

@@ -14,8 +14,6 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-
-
 LATENT = {
     "num_key_value_heads": 6,
     "q_lora_rank": 20,

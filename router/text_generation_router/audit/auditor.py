@@ -188,7 +188,7 @@ class Auditor:
     def _start(self) -> bool:
         """Start the next replay if there is room."""
         cluster, scheduler = self.cluster, self._scheduler
-        if not len(self.kept) or len(scheduler.queue):
+        if not len(self.kept) or len(scheduler.queue) or not scheduler.serving:
             return False
         if cluster.draining or cluster.stopping:
             return False

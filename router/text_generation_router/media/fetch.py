@@ -24,14 +24,14 @@ MAX_REDIRECTS = 3
 MAX_CONNECTIONS = 64
 """Connections to other servers at a time; further images wait for one."""
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_public(address: IpAddress) -> bool:
     """Return True for an address of the public internet, and none that stands for one of IPv4 by its form."""
     if isinstance(address, ipaddress.IPv6Address) and (
-        address.ipv4_mapped or address.sixtofour or address.teredo or address in _NAT64
+        address.sixtofour or address.teredo or address not in _GLOBAL_UNICAST
     ):
         return False
     return address.is_global and not address.is_multicast
@@ -65,6 +65,8 @@ class Fetcher:
 
     def allows(self, url: str) -> bool:
         """Return True if the URL is one of a listed host."""
+        if not self._hosts:
+            return False
         try:
             self._checked(URL(url))
         except (BadImage, ValueError):

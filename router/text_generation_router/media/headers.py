@@ -13,6 +13,8 @@ from typing import Any
 
 SIZE = Struct(">II")
 """Width and height in pixels."""
+MAX_SCANS = 100
+"""Scans of a JPEG, each of which costs a decoder the time of all pixels; encoders write about 10."""
 MAX_ASPECT = 100
 """Limit of the longer side divided by the shorter one; processors of models refuse or distort such images."""
 TRUNCATED, TRAILING, ANIMATED = "its file is cut off", "its file goes on after its end", "it is animated"
@@ -88,6 +90,8 @@ def _jpeg(data: bytes) -> Size:
         at += 2 + unpack_from(">H", data, at + 2)[0]
     if data.find(b"\xff\xd9", at) < 0:
         raise BadImage(TRUNCATED)
+    if data.count(b"\xff\xda", at) > MAX_SCANS:
+        raise BadImage(f"it is a JPEG of more than {MAX_SCANS} scans")
     return size or (0, 0)
 
 
@@ -99,6 +103,8 @@ def _webp(data: bytes) -> Size:
     while at < end:
         kind, length = unpack_from("<4sI", data, at)
         start = at + 8
+        if kind in (b"VP8X", b"VP8 ", b"VP8L") and (size or (kind == b"VP8X" and at > 12)):
+            raise BadImage("it is a WebP of several images")
         match kind:
             case b"VP8X":
                 if data[start] & 2:

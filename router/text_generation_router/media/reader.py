@@ -17,7 +17,7 @@ from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.media.fetch import Fetcher, too_large
 from text_generation_router.media.headers import SIZE, BadImage
-from text_generation_router.media.tokens import MARK, MARKDOWN, ImageTokens, Picture
+from text_generation_router.media.tokens import MARK, MARKDOWN, ImageTokens, ReadImage
 from text_generation_router.permits import Permits
 from text_generation_router.request import ImageFile, TenantId
 from text_generation_router.sandbox.pool import Sandbox, SandboxBroken, SandboxError
@@ -28,6 +28,8 @@ MAX_REQUEST_BYTES = 48_000_000
 """Bytes of all images of a request, counted once for each of its answers."""
 MAX_PIXELS = 1 << 25
 """Pixels of an image."""
+MAX_MARKS = 1000
+"""Images in TGI's form that are looked for in a text of a chat."""
 MAX_HELD_BYTES = 1 << 30
 """Bytes of images of all requests. A tenant below its share of them may exceed the limit, up to twice its value."""
 INLINE_CHARACTERS = 1 << 17
@@ -74,20 +76,20 @@ class ImageReader:
         text = message.get("content")
         if message["role"] != "user" or not isinstance(text, str) or MARK not in text:
             return message
-        pieces: list[str | Json] = [*MARKDOWN.split(text)]
+        pieces: list[str | Json] = [*MARKDOWN.split(text, MAX_MARKS)]
         for at, source in enumerate(map(str, pieces[1::2])):
             is_served = source.startswith("data:image/") or self._fetcher.allows(source)
             pieces[2 * at + 1] = image_part(source) if is_served else f"{MARK}{source})"
         return message | {"content": join_parts([piece for piece in pieces if piece])}
 
-    async def read(self, sources: Sequence[str], tenant: TenantId, count: int = 1) -> list[Picture]:
+    async def read(self, sources: Sequence[str], tenant: TenantId, count: int = 1) -> list[ReadImage]:
         """Return the images at these URLs or `data:` URIs, for `count` answers.
 
         Raises InvalidRequest, Overloaded, CannotKeepUp, Unhealthy.
         """
         if len(sources) > self._max_images:
             raise InvalidRequest(f"a request may have at most {self._max_images} images. Given: {len(sources)}")
-        pictures, size = list[Picture](), 0
+        pictures, size = list[ReadImage](), 0
         for number, source in enumerate(sources, 1):
             try:
                 picture = await self._read(source, tenant)
@@ -98,7 +100,7 @@ class ImageReader:
             pictures.append(picture)
         return pictures
 
-    async def _read(self, source: str, tenant: TenantId) -> Picture:
+    async def _read(self, source: str, tenant: TenantId) -> ReadImage:
         if source.startswith("data:"):
             large = len(source) > INLINE_CHARACTERS
             image = await run_in_thread_if_large(lambda: _image(_decoded(source)), large=large)
@@ -114,7 +116,7 @@ class ImageReader:
             raise Unhealthy("images cannot be read now") from error
         except SandboxError as error:
             raise BadImage(str(error)) from None
-        return Picture(image, (width, height))
+        return ReadImage(image, (width, height))
 
 
 def _decoded(source: str) -> bytes:

@@ -18,11 +18,11 @@ from text_generation_router.request import ImageFile, PlacedImage, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
 
 MARK = "![]("
-MARKDOWN = re.compile(r"!\[\]\(([^)\s]+)\)")
+MARKDOWN = re.compile(r"!\[\]\(([^()\s]{1,2048}|data:image/[a-z+.-]{1,32};base64,[A-Za-z0-9+/=]+)\)")
 """TGI's form of an image in a text: a URL or a `data:` URI."""
 
 
-class Picture(NamedTuple):
+class ReadImage(NamedTuple):
     """An image that was read."""
 
     image: ImageFile
@@ -69,7 +69,7 @@ class ImageTokens:
         return MARKDOWN.sub(lambda _: self.written, text), MARKDOWN.findall(text)
 
     def place(
-        self, ids: Sequence[TokenId], pictures: Sequence[Picture]
+        self, ids: Sequence[TokenId], pictures: Sequence[ReadImage]
     ) -> tuple[Sequence[TokenId], tuple[PlacedImage, ...]]:
         """Return a prompt with the tokens of its images. Raises InvalidRequest.
 

@@ -119,15 +119,7 @@ class Dispatcher:
         for over in [reason for reason in self._skipped if not _still_holds(reason)]:
             self._queue.unskip(self._skipped.pop(over))
         if self._without_adapter and self.has_room(len(self._queue)):
-            for adapter in list(self._without_adapter):
-                if not _takers(self._roomy, adapter):
-                    self._empty_place(adapter)
-                    continue
-                waiting = self._without_adapter.pop(adapter)
-                self._queue.unskip(waiting[:MAX_SKIPPED])
-                if later := waiting[MAX_SKIPPED:]:
-                    self._without_adapter[adapter] = later
-
+            self._unskip_takers()
         skipped = 0
         while skipped < MAX_SKIPPED and (sequence := self._queue.peek()) is not None:
             if not self.has_room(len(self._queue)):
@@ -147,6 +139,23 @@ class Dispatcher:
                 break
             else:
                 self._queue.skip(sequence)  # until a replica joins or stops to drain
+
+    def _unskip_takers(self) -> None:
+        """Look again at sequences whose adapter had no place, and forget those that were cancelled."""
+        for adapter, sequences in list(self._without_adapter.items()):
+            self._without_adapter[adapter] = [each for each in sequences if each.skipped]
+            if not self._without_adapter[adapter]:  # all were cancelled
+                del self._without_adapter[adapter]
+                for replica in filter(None, self._replicas.values()):
+                    replica.adapters.waits_no_more(adapter)
+                continue
+            if not _takers(self._roomy, adapter):
+                self._empty_place(adapter)
+                continue
+            waiting = self._without_adapter.pop(adapter)
+            self._queue.unskip(waiting[:MAX_SKIPPED])
+            if later := waiting[MAX_SKIPPED:]:
+                self._without_adapter[adapter] = later
 
     def _empty_place(self, adapter: str) -> None:
         """Let a place become free for an adapter on one of the replicas that hold it and have room."""

@@ -85,8 +85,11 @@ class Tenant:
 
 
 def _claim(counter: float, sequence: ScheduledSequence) -> float:
-    """Return the virtual tokens by which a job gets its turn: those served, less the lead of a priority, and WARMTH times the work."""
-    return counter - LEAD[sequence.request.qos.priority] + WARMTH * sequence.work
+    """Return the virtual tokens by which a job gets its turn: those served, less the lead of a priority, and WARMTH times the work.
+
+    That of the work is less than LAG, by which new jobs enter behind: so a long prompt is passed by few of them.
+    """
+    return counter - LEAD[sequence.request.qos.priority] + min(WARMTH * sequence.work, LAG / 2)
 
 
 def _by_claim(tenant: Tenant) -> Key:
@@ -108,7 +111,7 @@ class Tenants:
         """`weights` are 0.001 to 1000, by default 1: see `config.Weights`."""
         self._max_idle = max_idle
         self.ready: LazyHeap[Tenant] = LazyHeap(_by_claim)
-        """Those with a head, the one that goes next first."""
+        """Tenants with a head, the one that goes next first."""
         self._weights: dict[str, float] = {
             name: round(weight * WEIGHT_UNITS) / WEIGHT_UNITS for name, weight in weights.items()
         }

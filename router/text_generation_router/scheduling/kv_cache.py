@@ -3,14 +3,13 @@
 A block is free, owned by the prefix tree, or owned by one sequence. Blocks of the tree that no sequence uses count as
 available: they are evicted, least recently used first, when the free ones run out.
 
-These are the blocks of the first group, which is full. The pools of the further groups follow their own rules: see
-`window_pool` and `state_pool`. A sequence gets their blocks chunk by chunk, and gives back those that it no longer needs. A prompt is placed if each
-of them has room for what it holds at its end, beside what the prompts under way may still need.
+These are the blocks of the first group, which is full. The pools of the further groups follow their own rules: see `window_pool` and
+`state_pool`. A sequence gets their blocks chunk by chunk, and gives back those that it no longer needs. A prompt is placed if each of
+them has room for what it holds at its end, beside what the prompts under way may still need.
 
-A sequence gets the blocks of its prompt and a few for growth, not for its maximum length. Once fewer than LOW_ROOM
-positions are free it is due for more blocks. Below URGENT_ROOM it is served at the next step boundary, together with all
-others that are due. Where a step may compute drafted tokens, all of these are larger by ROOM_STEPS of its longest draft: a draft
-without room is cut.
+A sequence gets the blocks of its prompt and a few for growth, not for its maximum length. Once fewer than LOW_ROOM positions are free it
+is due for more blocks. Below URGENT_ROOM it is served at the next step boundary, with all others that are due. Where a step may compute
+drafted tokens, all of these are larger by ROOM_STEPS of its longest draft: a draft without room is cut.
 """
 
 from __future__ import annotations
@@ -375,30 +374,27 @@ class KVCache:
     def check_invariants(self, sequences: Set[ScheduledSequence]) -> None:
         """Raise AssertionError unless each block has one owner: free, tree, or one of `sequences`, all that have blocks."""
         owned = [*self._free, *(block for node in self.tree.nodes() for block in node.blocks)]
-        locks = []
+        locks = [sequence.prefix_lock for sequence in sequences if sequence.prefix_lock is not None]
         for sequence in sequences:
             assert sequence.prefix_lock is not None
-            locks.append(sequence.prefix_lock)
-            committed = sequence.committed_blocks
+            committed, path = sequence.committed_blocks, self.tree.blocks_to(sequence.prefix_lock)
             owned += (*sequence.duplicate_blocks, *sequence.blocks[committed:])
-            known = {*self.tree.blocks_to(sequence.prefix_lock), *sequence.duplicate_blocks}
-            assert len(self.tree.blocks_to(sequence.prefix_lock)) == committed
-            assert known >= set(sequence.blocks[:committed])
+            assert len(path) == committed
+            assert {*path, *sequence.duplicate_blocks} >= set(sequence.blocks[:committed])
             computed = max(sequence.num_computed_tokens, sequence.num_kv_tokens)
             assert committed * self.block_size <= computed, "only computed blocks are committed"
-            ends = [held.end for held in sequence.further]
-            assert sequence.capacity == min([len(sequence.blocks), *ends]) * self.block_size
+            blocks = min([len(sequence.blocks), *(held.end for held in sequence.further)])
+            assert sequence.capacity == blocks * self.block_size
         assert sorted(owned) == list(range(self.num_blocks)), "each block has one owner"
-        growing = set(self._growing.values())
-        assert growing <= sequences
-        assert all(each.capacity - each.length < self.low_room and each.capacity < each.max_length for each in growing)
+        assert sequences >= set(self._growing.values())
+        assert all(each.capacity < min(each.max_length, each.length + self.low_room) for each in self._growing.values())
         self.tree.check_invariants(locks)
         for number, pool in enumerate(self.pools):
             cached = (block for node in self.tree.nodes() for block in node.further[number])
             pool.check_invariants(cached, [sequence.further[number] for sequence in sequences])
             for sequence in sequences:
-                most = pool.group.first_block(sequence.num_kv_tokens, self.block_size)
-                assert sequence.further[number].first <= most, "no block is given back that is needed"
+                needed = pool.group.first_block(sequence.num_kv_tokens, self.block_size)
+                assert sequence.further[number].first <= needed
         if self.states is not None:
             cached = (block for node in self.tree.nodes() for block in node.further[-1])
             self.states.check_states(cached, [each.states for each in sequences if each.states is not None])

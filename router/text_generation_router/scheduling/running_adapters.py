@@ -40,9 +40,13 @@ class RunningAdapters:
 
     def started(self, adapter: str) -> None:
         if adapter:
-            if not self._running[adapter]:  # no other has to make way for it any more
-                self._closed = {each: waiter for each, waiter in self._closed.items() if waiter != adapter}
+            if not self._running[adapter]:
+                self.waits_no_more(adapter)
             self._running[adapter] += 1
+
+    def waits_no_more(self, adapter: str) -> None:
+        """Note that no place has to become free for this adapter."""
+        self._closed = {each: waiter for each, waiter in self._closed.items() if waiter != adapter}
 
     def ended(self, adapter: str) -> None:
         if adapter:

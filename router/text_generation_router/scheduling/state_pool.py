@@ -97,7 +97,7 @@ class StatePool(WindowPool):
         for block in held.source:
             self._drop((block,), self._behind if leaves and block.uses == 1 else self._recent)
         held.source = ()
-        for index in [index for index in held.kept if (index + 1) * self._block_size <= position]:
+        for index in [index for index in held.kept if (index + 1) * self._block_size < position]:
             self._drop((held.kept.pop(index),), self._behind if index in held.spare else self._recent)
 
     def finish(self, held: HeldStates) -> None:

@@ -30,7 +30,7 @@ class GroupBlock:
         """Sequences that hold it; 1 for a free block, which the next one takes as it is."""
         self.is_cached = False
         self.order: OrderedDict[GroupBlock, None]
-        """Where it stands while it can be evicted."""
+        """The order that has it while it can be evicted."""
         self.uses = 0
         """Sequences that continued from it, if it is a checkpoint."""
 

@@ -19,7 +19,7 @@ def new_sequence_problem(
         return f"slot {new.slot} is taken"
     if (
         new.adapter
-        and 0 < info.max_loras < len(info.adapters)
+        and info.max_loras
         and (len({each.adapter for each in sequences.values()} - {"", new.adapter}) >= info.max_loras)
     ):
         return f"more LoRA adapters at a time than the {info.max_loras} of --max-loras"
@@ -39,10 +39,10 @@ def new_sequence_problem(
     return None
 
 
-def states_problem(groups: Groups, sequence: Sequence, group: int) -> str | None:
-    """Return the problem of a block of a group that is given to `sequence`."""
-    if groups[group].is_state and sequence.computed >= sequence.prompt_length:
-        return "a state is added after the prompt"
+def states_problem(groups: Groups, sequence: Sequence, group: int, count: int) -> str | None:
+    """Return the problem of `count` more blocks of a group for `sequence`."""
+    if groups[group].is_state and (count != 1 or sequence.computed + sequence.chunk >= sequence.prompt_length):
+        return "a state is added after the prompt, or not alone"
     return None
 
 

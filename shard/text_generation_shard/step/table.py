@@ -9,12 +9,12 @@ Tokens of a sequence, as half-open intervals of positions:
 A sequence whose whole prompt is computed always has exactly one token to compute: it *decodes*. Before that it *prefills*, only
 as far as it was ordered to. Neither goes beyond its blocks: position p needs block p // block_size.
 
-A step has *begun* once its computation has started: from then on its positions count as computed, and the next step can begin
-too, although only the device knows the token that it needs. A step is *recorded* once its tokens are known on the host. An
-engine may be one step ahead of what is recorded; results for a sequence that was dropped meanwhile are discarded.
+A step has *begun* once its computation has started: its positions count as computed, and the next step can begin too, although only
+the device knows the token that it needs. A step is *recorded* once its tokens are known on the host. An engine may be one step ahead of
+what is recorded; results for a sequence that was dropped meanwhile are discarded.
 
-If the device keeps the last tokens, a sequence that needs nothing but the most probable token moves to the persistent batch with
-its first token. Its results are then reported but not stored: its `computed` and `generated` stop changing.
+If the device keeps the last tokens, a sequence that needs nothing but the most probable token moves to the persistent batch with its
+first token. Its results are then reported but not stored: its `computed` and `generated` stop changing.
 
 A decoding sequence may have *drafts*, guesses of its next tokens: the step computes their positions too, and samples the token
 after each. A draft is right if it is the token sampled for its position. `advance` records the right ones and the token after
@@ -31,12 +31,7 @@ from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult
 from text_generation_shard.grammar import GrammarError
-from text_generation_shard.step.order_checks import (
-    blocks_problem,
-    chunk_problem,
-    new_sequence_problem,
-    states_problem,
-)
+from text_generation_shard.step import order_checks
 from text_generation_shard.step.persistent_batch import PersistentBatch
 from text_generation_shard.step.replay import Replay
 from text_generation_shard.step.sequence import (
@@ -121,7 +116,7 @@ class SequenceTable:
         for slot in orders.release:
             self._remove(slot)
         for new in orders.placements:
-            if problem := new_sequence_problem(new, self.info, self.groups, self.sequences):
+            if problem := order_checks.new_sequence_problem(new, self.info, self.groups, self.sequences):
                 # A slot in a failure is free afterwards. A sequence placed in a taken slot ends the other one too, or
                 # two sequences would share a slot on the wire.
                 self._remove(new.slot)
@@ -134,15 +129,15 @@ class SequenceTable:
             for slot, blocks in allocations:
                 # An order may cross a finish on the wire: ignore unknown slots.
                 if sequence := self.sequences.get(slot):
-                    if problem := blocks_problem(self.groups, group, blocks) or states_problem(
-                        self.groups, sequence, group
-                    ):
+                    if problem := order_checks.blocks_problem(
+                        self.groups, group, blocks
+                    ) or order_checks.states_problem(self.groups, sequence, group, len(blocks)):
                         failed.append(self.drop(sequence, FailureCode.INVALID, problem))
                     else:
                         self._allocate(sequence, group, blocks)
         for slot, tokens in orders.prefill:
             if sequence := self.sequences.get(slot):
-                if problem := chunk_problem(sequence, tokens, self.info.block_size):
+                if problem := order_checks.chunk_problem(sequence, tokens, self.info.block_size):
                     failed.append(self.drop(sequence, FailureCode.INVALID, problem))
                     continue
                 self._chunked += [] if sequence.chunk else [sequence]

@@ -139,8 +139,8 @@ class _FaultyModel:
         if engine.fault == "rotation" and engine._moved:
             single = step.single_tokens()
             wrong = torch.tensor([slot in engine._moved for slot in single.slots.tolist()], dtype=torch.bool)
-            step.positions = step.positions.clone()
-            step.positions[single.places[wrong]] += 1
+            step.rotary_positions = step.positions.clone()
+            step.rotary_positions[single.places[wrong]] += 1
         if engine.fault == "window" and not step.sequences():
             runner = engine._engine._executor._runner
             layers = tuple(replace(layer, window=WINDOW) for layer in runner._shape.layers)

@@ -42,7 +42,7 @@ class Drafter:
     def of(cls, info: EngineInfo, *, runs_ahead: bool) -> Drafter | None:
         """Return the drafter of an engine; None if it drafts nothing."""
         most = info.max_tokens_per_step - 1
-        return cls(most, max(info.max_slots, 1 + most), runs_ahead=runs_ahead) if most > 0 else None
+        return cls(most, info.max_slots, runs_ahead=runs_ahead) if most > 0 else None
 
     def accept_synthetically(self, tokens: float, vocab_size: int) -> None:
         """Take drafts as right so that a step with the longest ones yields `tokens` tokens of a sequence on average."""

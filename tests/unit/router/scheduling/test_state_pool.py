@@ -6,7 +6,8 @@ import pytest
 from scheduler_rig import BLOCK, Rig, a_policy, words
 
 from text_generation_proto.cache_groups import CacheGroup
-from text_generation_router.scheduling.checkpoints import MIN_GAIN, SPACING, checkpoints
+from text_generation_router.scheduling.checkpoints import MIN_GAIN, SPACING, StateCheckpoint, checkpoints
+from text_generation_router.scheduling.state_pool import StatePool
 
 FAR = 10 * MIN_GAIN
 
@@ -78,3 +79,17 @@ def test_as_many_sequences_run_as_there_are_states() -> None:
     assert rig.replica().cache.usage["state"] == (3, 3)
     rig.until_idle()
     assert len(rig.finished) == 5
+
+
+def test_a_checkpoint_is_held_until_the_chunk_that_reads_it_is_computed() -> None:
+    """Its block is free for no other sequence before."""
+    pool = StatePool(CacheGroup(4, is_state=True), BLOCK)
+    held = pool.start((), [StateCheckpoint(2 * BLOCK)])
+    (own,) = held.blocks
+    pool.chunk_scheduled(held, 2 * BLOCK)
+    new = pool.chunk_scheduled(held, 3 * BLOCK)
+    assert new != (own.number,)
+    pool.settle(held, 2 * BLOCK)
+    assert own in held.blocks
+    pool.settle(held, 2 * BLOCK + 1)
+    assert own not in held.blocks

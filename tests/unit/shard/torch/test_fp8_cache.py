@@ -59,7 +59,7 @@ def test_numbers_are_rounded_relative_to_the_scale_of_their_head(kind: str) -> N
     index = cache.write_index((positions // BLOCK_SIZE).unsqueeze(0), positions % BLOCK_SIZE)
     cache.write(1, index, keys_values)
     read = torch.full((2, 1, 2, 32, 8), torch.nan)
-    cache.read(1, cache.read_index(torch.tensor([[0, 1]]), 2), read)
+    cache.read(1, cache.read_index(torch.tensor([[0, 1]]), 4), read)
     found = read[:, 0, :, :20].permute(2, 0, 1, 3).flatten(1, 2)
     assert found[3, 1, 2] == torch.finfo(FP8_DTYPES[kind]).max
     assert found[4, 1, 2].isnan()

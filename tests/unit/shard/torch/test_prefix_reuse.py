@@ -67,8 +67,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def driver(engine: TorchEngine) -> Driver:
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     # A read of a position that was not written gives NaN.
-    for pool in pools(engine):
-        pool.fill_(torch.nan)
+    with torch.inference_mode():
+        for pool in pools(engine):
+            pool.fill_(torch.nan)
     return driver
 
 

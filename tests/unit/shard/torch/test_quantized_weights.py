@@ -181,7 +181,7 @@ def test_packed_weights_are_those_that_are_dequantized(name: str) -> None:
 
 
 def test_rows_in_fp8_in_another_order() -> None:
-    """Of two projections with a scale each."""
+    """Two projections have a scale each."""
     parts = [Projection(name, ShardRange.whole(16), ShardRange.whole(32)) for name in "ab"]
     order, x = torch.arange(32).flip(0).roll(3), torch.randn(5, 32)
     results = []

@@ -77,8 +77,8 @@ def with_checkpoints(driver: Driver, prompt: tuple[int, ...], every: int) -> tup
 
 def same(stream: Stream, expected: Stream) -> None:
     assert stream.tokens == expected.tokens
-    # Of logits up to 10: a relative error of 2e-6.
-    assert stream.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+    # Of logits up to 10: a relative error of 5e-6.
+    assert stream.logprobs == pytest.approx(expected.logprobs, abs=5e-5)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])

@@ -40,8 +40,8 @@ Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,
 
 log = structlog.get_logger()
 
-AUTO_DRAFTS = 8
-"""Tokens of the longest draft, unless a flag says otherwise."""
+AUTO_DRAFTS = {"cpu": 8, "cuda": 0}
+"""Tokens of the longest draft, unless a flag says otherwise. On a GPU the effect of drafts was not measured."""
 
 MAX_WEIGHTS_PER_BYTE = 1.0
 """Most weights for a byte of a checkpoint without quantization: twice as many as in float16."""
@@ -173,7 +173,7 @@ def engine_info(
         grammar_kinds=grammars.kinds if grammars is not None else (),
         scores_generated=True,
         kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        max_tokens_per_step=1 + (AUTO_DRAFTS if config.speculate == "auto" else int(config.speculate)),
+        max_tokens_per_step=1 + (AUTO_DRAFTS[device.type] if config.speculate == "auto" else int(config.speculate)),
         adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
         max_loras=config.lora_slots,
     )

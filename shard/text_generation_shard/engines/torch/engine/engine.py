@@ -200,7 +200,7 @@ class TorchEngine(SynchronousEngine):
 
     @property
     def prefilling(self) -> int:
-        return self._table.prefilling
+        return self._table.prefilling + (0 if self._images is None else self._images.encoding)
 
     def on_broken(self, callback: Callable[[str], None]) -> None:
         self._executor.on_broken(callback)

@@ -140,6 +140,8 @@ class ImageSteps:
 
     def __init__(self, encoder: ImageEncoder, budget: int, is_broken_by: Callable[[Exception], bool]) -> None:
         self.encoder = encoder
+        self.encoding = 0
+        """Tokens of the image that is being encoded."""
         self._budget = budget
         self._is_broken_by = is_broken_by
         """Returns True for an error after which no step can be computed."""
@@ -157,6 +159,7 @@ class ImageSteps:
                         if tokens and tokens + len(picture.places) > self._budget:
                             return failed, tokens
                         tokens += len(picture.places)
+                        self.encoding = len(picture.places)
                         rows = self.encoder.encode(picture)
                         self.encoder.cached.put(picture.digest, rows)
                     if rows.shape[1] != len(picture.places):
@@ -170,6 +173,8 @@ class ImageSteps:
                 if self._is_broken_by(error):
                     raise
                 failed.append(table.drop(sequence, FailureCode.STEP, f"an image is not encoded: {typed_line(error)}"))
+            finally:
+                self.encoding = 0
         return failed, tokens
 
     def of_step(

@@ -91,7 +91,8 @@ class DeviceKernels:
                     *heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent
                 )
             self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device, latent=latent)
-        self.sample_greedy = GreedySampler(max_slots, vocab_size, shape.device).run
+        # Decode rows, with their drafts, and the last chunks of prompts.
+        self.sample_greedy = GreedySampler(2 * max_slots, vocab_size, shape.device).run
 
     def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
         for chunks in self._chunks.values():

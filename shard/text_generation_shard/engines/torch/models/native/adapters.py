@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from text_generation_common.lora import AdapterSource
-from text_generation_common.one_line import one_line
+from text_generation_common.one_line import one_line, typed_line
 from text_generation_shard.adapters import WEIGHTS, LoraAdapter, LoraRoom
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear, AdapterStore, StepAdapters
@@ -106,9 +106,14 @@ class ModelAdapters(StepAdapters, AdapterStore):
         return [linear.packed(matrices) for linear in self._linears]
 
     def _read(self, name: str, folder: str) -> Matrices:
-        adapter = self.read(AdapterSource(name, folder))
-        self._check(adapter)
-        return self._load(adapter)
+        try:
+            adapter = self.read(AdapterSource(name, folder))
+            self._check(adapter)
+            return self._load(adapter)
+        except (FileNotFoundError, EngineError):
+            raise
+        except Exception as error:
+            raise EngineError(f"the LoRA adapter {name} cannot be loaded: {typed_line(error)}") from error
 
     @torch.inference_mode()
     def change(self, command: str, name: str, argument: str | int) -> int | None:

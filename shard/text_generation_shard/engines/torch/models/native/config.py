@@ -18,6 +18,7 @@ from text_generation_shard.engines.torch.layers.rope import Rope
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertConfig, read_experts
 from text_generation_shard.engines.torch.models.native.families import FAMILIES
 from text_generation_shard.engines.torch.models.native.family import Family, Flag, Wrapper
+from text_generation_shard.engines.torch.models.native.fused_experts import in_their_layout, without_fused_experts
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes, read_latent, with_multipliers
 from text_generation_shard.engines.torch.models.native.layer_config import (
     KEYS_AS_VALUES,
@@ -38,8 +39,6 @@ from text_generation_shard.engines.torch.weights.quantization.format import Unsu
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme, choose_scheme, read_scheme
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_ids
 
-FUSED_EXPERTS = "experts.gate_up_proj"
-"""The end of the name of the gate and up projections of all experts of a layer."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 USE_WINDOW = "use_sliding_window"
 HEADS = ("lm_head.weight", "model.embed_tokens.weight")
@@ -170,7 +169,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     # With "vision", tokens of images alone attend to later ones.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise raw.error("use_bidirectional_attention: texts are generated with attention to earlier tokens only")
-    scheme = _without_fused_experts(folder, read_quantization(folder, raw, quantize))
+    scheme = without_fused_experts(folder, read_quantization(folder, raw, quantize))
     if scheme is not None and family.layer_multipliers:
         raise raw.unsupported("quantized weights cannot be multiplied by the factors of each projection")
     hidden_size = raw.count("hidden_size")
@@ -221,7 +220,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         logits_divisor=_multiplier(raw, family, "logits_scaling")
         / (raw.number("lm_head_multiplier", 1.0) if family.layer_multipliers else 1.0),
         eos_token_ids=eos_token_ids(folder, raw),
-        experts=_in_their_layout(folder, read_experts(raw, family.experts, num_layers, activation), hidden_size),
+        experts=in_their_layout(folder, read_experts(raw, family.experts, num_layers, activation), hidden_size),
         latent=latent,
         states=read_states(raw, family.states, num_layers, hidden_size),
         multipliers=read_multipliers(raw) if family.layer_multipliers else None,
@@ -284,26 +283,6 @@ def read_quantization(folder: Path, raw: JsonObject, asked: str | None) -> Schem
     except UnsupportedSchemeError as error:
         raise source.error(str(error)) from None
     return scheme
-
-
-def _without_fused_experts(folder: Path, scheme: Scheme | None) -> Scheme | None:
-    """Return the scheme without experts if a checkpoint has those of a layer in one tensor that is not quantized.
-
-    Such a tensor is not a linear layer, so that the config does not name it among those that are not quantized.
-    """
-    if scheme is None or scheme.online or not any(folder.glob("*.safetensors")):
-        return scheme
-    fused = any(name.endswith(FUSED_EXPERTS) for name in Checkpoint(folder, text_only=True).names)
-    return replace(scheme, ignored=(*scheme.ignored, "*.experts.*")) if fused else scheme
-
-
-def _in_their_layout(folder: Path, experts: ExpertConfig | None, hidden_size: int) -> ExpertConfig | None:
-    """Return the experts with the layout of their tensors in a checkpoint, if the family has two: Qwen3-VL and transformers differ."""
-    if experts is None or not experts.family.may_transpose or not any(folder.glob("*.safetensors")):
-        return experts
-    checkpoint = Checkpoint(folder, text_only=True)
-    down = next((name for name in checkpoint.names if name.endswith(experts.family.fused_names[1])), None)
-    return replace(experts, transposed=down is not None and checkpoint.map([down])[down].shape[-1] == hidden_size)
 
 
 def _dtype(raw: JsonObject) -> str:
