@@ -21,7 +21,7 @@ from pictures import data_uri, image_model, picture, tokens_of
 
 from text_generation_router.media import reader
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine
+from text_generation_shard.engine import Engine, Failure, Orders
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,9 +30,16 @@ RED, BLUE = picture(300, 200), picture(300, 200, "blue")
 IMAGE_TOKENS = tokens_of(300, 200)
 
 
+class EchoOfImages(CheckedEcho):
+    """The echo engine, which takes images and looks at none."""
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        return super().apply(replace(orders, placements=tuple(replace(each, media=()) for each in orders.placements)))
+
+
 def echo_with_images(config: ShardConfig) -> Engine:
-    engine = CheckedEcho.build(config)
-    engine.info = engine.table.info = replace(engine.info, max_images=WITH_IMAGES.max_images)
+    engine = EchoOfImages.build(config)
+    engine.info = replace(engine.info, max_images=WITH_IMAGES.max_images)
     return engine
 
 

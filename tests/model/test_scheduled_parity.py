@@ -82,7 +82,7 @@ def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
             RequestId(number),
             (*shared, *prompts[number + 3]),
             NEW_TOKENS,
-            Sampling() if number % 2 else Sampling(greedy=False, temperature=0.9, top_p=0.95, seed=number),
+            sampling=Sampling() if number % 2 else Sampling(greedy=False, temperature=0.9, top_p=0.95, seed=number),
             ignore_eos=True,
         )
         for number in range(4)
