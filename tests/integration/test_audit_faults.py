@@ -34,7 +34,13 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def engine(model: Path, fault: Fault | None) -> FaultyTorch:
     load_format = "auto" if (model / "model.safetensors").exists() else "dummy"
     config = ShardConfig(
-        engine="torch", model_path=str(model), load_format=load_format, device="cpu", dtype="float32", max_batch_size=16
+        engine="torch",
+        model_path=str(model),
+        load_format=load_format,
+        device="cpu",
+        dtype="float32",
+        max_batch_size=16,
+        speculate="0",  # steps with drafts depend on measured times
     )
     return FaultyTorch(config, fault)
 
