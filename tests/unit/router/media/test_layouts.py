@@ -15,7 +15,7 @@ from PIL import Image as PilImage
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.media.tokens import ImageTokens, Picture
+from text_generation_router.media.tokens import ImageTokens, ReadImage
 from text_generation_router.request import ImageFile
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -242,7 +242,7 @@ def load(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any], 
 
 def placed(tokens: ImageTokens, library: tokenizers.Tokenizer, text: str, sizes: list[tuple[int, int]]) -> list[int]:
     ids = library.encode(tokens.spelled(text), add_special_tokens=False).ids
-    return list(tokens.place(ids, [Picture(ImageFile(b"", b""), size) for size in sizes])[0])
+    return list(tokens.place(ids, [ReadImage(ImageFile(b"", b""), size) for size in sizes])[0])
 
 
 @pytest.mark.parametrize("case", CASES)
