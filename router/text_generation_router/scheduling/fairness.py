@@ -107,9 +107,9 @@ def _by_counter(tenant: Tenant) -> Key:
 class Tenants:
     """The accounts of active tenants (with a queued or running sequence), and of idle ones in debt."""
 
-    def __init__(self, weights: Mapping[TenantId, float], max_idle: int = MAX_IDLE) -> None:
-        """`weights` are 0.001 to 1000, by default 1: see `config.Weights`."""
-        self._max_idle = max_idle
+    def __init__(self, weights: Mapping[TenantId, float], *, of_jobs: bool = False) -> None:
+        """`weights` are 0.001 to 1000, by default 1: see `config.Weights`. `of_jobs`: the accounts are of one tenant's jobs."""
+        self._of_jobs = of_jobs
         self.ready: LazyHeap[Tenant] = LazyHeap(_by_claim)
         """Tenants with a head, the one that goes next first."""
         self._weights: dict[str, float] = {
@@ -244,7 +244,7 @@ class Tenants:
         if tenant is None:
             self._appeared += 1
             weight = self._weights.get(name, 1.0)
-            tenant = Tenant(name, self._appeared, weight, self.min_counter, is_job=self._max_idle == MAX_IDLE_JOBS)
+            tenant = Tenant(name, self._appeared, weight, self.min_counter, is_job=self._of_jobs)
             self._known[name] = tenant
         if not tenant.active:
             self._idle.discard(tenant)
@@ -258,8 +258,7 @@ class Tenants:
         self._active_weight -= tenant.weight
         self._idle.put(tenant)
         lowest = self.min_counter
-        while (least := self._idle.first()) is not None and (
-            least.counter <= lowest or len(self._idle) > self._max_idle
-        ):
+        most = MAX_IDLE_JOBS if self._of_jobs else MAX_IDLE
+        while (least := self._idle.first()) is not None and (least.counter <= lowest or len(self._idle) > most):
             self._idle.discard(least)
             del self._known[least.name]

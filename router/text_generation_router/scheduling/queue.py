@@ -10,7 +10,7 @@
    low priority puts it that far behind, at most.
 3. Within a tenant the same between its jobs, where the key is
 
-       key = tokens served to the job - LEAD[priority] + WARMTH x work of its next sequence
+       key = tokens served to the job - LEAD[priority] + WARMTH x work of its next sequence, at most LAG / 2
 
    so that a turn whose context is cached goes before a cold prompt of equal claim. A sequence that belongs to no job is a job
    of its own, which was served nothing.
@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from text_generation_router.request import QualityOfService, TenantId
-from text_generation_router.scheduling.fairness import MAX_IDLE_JOBS, Tenant, Tenants
+from text_generation_router.scheduling.fairness import Tenant, Tenants
 from text_generation_router.scheduling.jobs import PrefixJobs
 from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.sequence import ScheduledSequence
@@ -84,8 +84,9 @@ class FairQueue:
         sequence.skipped = False
         del self._sequences[sequence.arrival]
         self.work -= sequence.work
-        if sequence.job and tenant.jobs is not None:
-            tenant.jobs.dequeue(tenant.jobs[sequence.job], sequence.work, waited=not sequence.requeued)
+        if sequence.job:
+            jobs = _jobs(tenant)
+            jobs.dequeue(jobs[sequence.job], sequence.work, waited=not sequence.requeued)
         self.tenants.dequeue(tenant, sequence.work, waited=not sequence.requeued)
 
     def skip(self, sequence: ScheduledSequence) -> None:
@@ -164,29 +165,30 @@ class FairQueue:
     def _show(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
         if sequence.requeued:
             self._requeued.put(sequence)
-            return
-        if sequence.job:
-            jobs = _jobs(tenant)
-            jobs[sequence.job].line.put(sequence)
-            jobs.choose(jobs[sequence.job])
         else:
-            tenant.line.put(sequence)
-        self.tenants.choose(tenant)
+            _account(sequence, tenant).line.put(sequence)
+            self._choose(sequence, tenant)
 
     def _hide(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
         if sequence.requeued:
             self._requeued.discard(sequence)
-            return
-        if sequence.job:
-            jobs = _jobs(tenant)
-            jobs[sequence.job].line.discard(sequence)
-            jobs.choose(jobs[sequence.job])
         else:
-            tenant.line.discard(sequence)
+            _account(sequence, tenant).line.discard(sequence)
+            self._choose(sequence, tenant)
+
+    def _choose(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
+        """Look again which sequence of the job, and of the tenant, goes next."""
+        if sequence.job:
+            _jobs(tenant).choose(_account(sequence, tenant))
         self.tenants.choose(tenant)
 
 
 def _jobs(tenant: Tenant) -> Tenants:
     if tenant.jobs is None:
-        tenant.jobs = Tenants({}, MAX_IDLE_JOBS)
+        tenant.jobs = Tenants({}, of_jobs=True)
     return tenant.jobs
+
+
+def _account(sequence: ScheduledSequence, tenant: Tenant) -> Tenant:
+    """Return the account in whose line a sequence waits: of its job, else of its tenant."""
+    return _jobs(tenant)[sequence.job] if sequence.job else tenant
