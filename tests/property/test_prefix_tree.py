@@ -64,7 +64,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     @rule(salt=SALTS, tokens=TOKENS)
     def acquire(self, salt: str, tokens: list[int]) -> None:
         found = self.longest(salt, self.whole(tokens))
-        node, blocks = self.tree.acquire(salt, key(self.whole(tokens)))
+        node, blocks = self.tree.lock(self.tree.find(salt, key(self.whole(tokens))))
         assert blocks == [self.cached[path] for path in self.path(salt, found)]
         self.holders.append(Holder(node, salt, found))
 

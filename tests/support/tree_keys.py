@@ -16,7 +16,7 @@ def key(tokens: Iterable[int]) -> bytes:
 
 def cache(tree: PrefixTree, tokens: Sequence[int], blocks: Sequence[int], salt: str = SALT) -> list[int]:
     """Act as a request that computed `tokens` into `blocks`. Return the blocks that it keeps."""
-    node, held = tree.acquire(salt, key(tokens))
+    node, held = tree.lock(tree.find(salt, key(tokens)))
     cached = tree.peek(salt, key(tokens))
     node, present = tree.extend(node, key(tokens[cached:]), blocks[len(held) :])
     assert present == 0
@@ -26,6 +26,6 @@ def cache(tree: PrefixTree, tokens: Sequence[int], blocks: Sequence[int], salt: 
 
 def find(tree: PrefixTree, tokens: Sequence[int], salt: str = SALT) -> list[int]:
     """Return the blocks of the longest cached prefix. Counts as a use."""
-    node, blocks = tree.acquire(salt, key(tokens))
+    node, blocks = tree.lock(tree.find(salt, key(tokens)))
     tree.release(node)
     return blocks

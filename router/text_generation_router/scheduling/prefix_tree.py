@@ -137,10 +137,6 @@ class PrefixTree:
         self._lock(node)
         return node, self.blocks_to(node)
 
-    def acquire(self, salt: str, key: bytes) -> tuple[Node, list[int]]:
-        """Lock the longest cached prefix of `key`: see `lock`."""
-        return self.lock(self.find(salt, key))
-
     def known_blocks(self, node: Node, owner: str) -> int:
         """Return the leading blocks of the path to `node` that `owner` computed or reused before."""
         at: Node | None = node

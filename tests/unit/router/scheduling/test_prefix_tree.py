@@ -26,7 +26,7 @@ def test_blocks_that_differ_in_their_last_byte_are_distinct() -> None:
 
 def test_a_long_answer_added_block_by_block_is_one_run() -> None:
     tree = PrefixTree(1)
-    node, _ = tree.acquire(SALT, b"")
+    node, _ = tree.lock(tree.find(SALT, b""))
     grown: set[Node] = set()
     for token in range(1000):
         node, _ = tree.extend(node, key([token]), [token])
@@ -38,13 +38,13 @@ def test_a_long_answer_added_block_by_block_is_one_run() -> None:
 
 def test_an_owner_knows_what_it_computed_or_reused_and_nothing_that_others_added() -> None:
     tree = PrefixTree(1)
-    root, _ = tree.acquire(SALT, b"")
+    root, _ = tree.lock(tree.find(SALT, b""))
     first, _ = tree.extend(root, key((1, 2, 3)), [0, 1, 2], "a")
     tree.claim(first, "a")
-    lock, blocks = tree.acquire(SALT, key((1, 2)))
+    lock, blocks = tree.lock(tree.find(SALT, key((1, 2))))
     assert (len(blocks), tree.known_blocks(lock, "b"), tree.known_blocks(lock, "a")) == (2, 0, 2)
     tree.release(lock)
-    lock, _ = tree.acquire(SALT, key((1, 2, 3)))
+    lock, _ = tree.lock(tree.find(SALT, key((1, 2, 3))))
     tree.release(first)
     tree.claim(lock, "b")
     end, _ = tree.extend(lock, key((4, 5)), [3, 4], "b")

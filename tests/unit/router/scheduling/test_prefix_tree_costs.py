@@ -32,10 +32,10 @@ def test_salts_without_blocks_are_forgotten() -> None:
             find(tree, [1], salt=f"salt {number}")
             cache(tree, [1], [1], salt=f"salt {number}")
             assert tree.evict(1) == [1]
-            node, _ = tree.acquire(f"salt {number}", b"")
+            node, _ = tree.lock(tree.find(f"salt {number}", b""))
             node, _ = tree.extend(node, key([1]), [1])
             tree.release(node)
-            root, _ = tree.acquire(f"salt {number}", b"")
+            root, _ = tree.lock(tree.find(f"salt {number}", b""))
             assert tree.evict(1) == [1]
             tree.release(root)
 
@@ -47,9 +47,9 @@ def test_a_deep_path_is_walked_without_recursion() -> None:
     tree = PrefixTree(1)
     whole = key(range(depth))
     cache(tree, range(depth), range(depth))
-    node, _ = tree.acquire(SALT, b"")
+    node, _ = tree.lock(tree.find(SALT, b""))
     for token in range(depth):
-        other, _ = tree.acquire(SALT, whole[: 4 * (token + 1)])
+        other, _ = tree.lock(tree.find(SALT, whole[: 4 * (token + 1)]))
         tree.release(node)
         node = other
     assert tree.evictable_blocks == 0
