@@ -227,6 +227,8 @@ class ChatPreparer:
         """The format of unconstrained tool calls of this model."""
         self._reasoning = reasoning
         """The markers of the reasoning that is split from the text."""
+        self._answer_start: tuple[str, Sequence[TokenId]] = "", []
+        """The start of the last answer whose turn was marked, and its tokens."""
         self._any_tool = serving.settings.config.forward_unknown_tools and not FORMATS[call_format].unmarked
         """Calls of tools that the request does not have are calls."""
 
@@ -267,7 +269,10 @@ class ChatPreparer:
     async def _turn_end(self, conversation: Conversation, prompt: Sequence[TokenId], tenant: TenantId) -> int:
         """Return the tokens of a prompt before the start of the answer; 0 if that is not found near its end."""
         start = await self._renderer.answer_start(conversation, tenant)
-        ids = list(await self._serving.tokenizer_pool.encode_ids(start, add_special_tokens=False, tenant=tenant))
+        if start != self._answer_start[0]:
+            ids = await self._serving.tokenizer_pool.encode_ids(start, add_special_tokens=False, tenant=tenant)
+            self._answer_start = start, list(ids)
+        _, ids = self._answer_start
         last = len(prompt) - len(ids) if ids else 0
         places = range(last, max(0, last - MAX_CONTINUATION), -1)
         return next((at for at in places if list(prompt[at : at + len(ids)]) == ids), 0)
