@@ -122,7 +122,7 @@ class TorchEngine(SynchronousEngine):
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)
             if self._images is not None:
-                available -= self._images.encoder.cache_bytes
+                available -= self._images.encoder.cached.most_bytes
             groups = cache_groups(self.info, limits, kinds, block_bytes, available)
             self._allocate(groups)
             executor.ready()

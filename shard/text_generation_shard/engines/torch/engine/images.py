@@ -1,8 +1,10 @@
 """The images of prompts in the step loop: decoded beside it, encoded between steps, and given to the steps that compute them.
 
 A prompt has placeholder ids where its images are. `AutoImages` of the models encode an image to rows, which take the place of the
-embeddings of these ids. A chunk waits until the images that it reaches are encoded: at most as many tokens of images between two steps as
-the budget allows, so that decoding sequences go on. Encoded images are kept by the digest of their files: the chunks of a prompt and
+embeddings of these ids. A chunk waits until the images that it reaches are encoded: at most as many tokens of images between two
+steps as
+the budget allows, so that decoding sequences go on. Encoded images are kept by the digest of their files: the chunks of a prompt
+and
 the next turns of a chat share one.
 """
 
@@ -91,8 +93,6 @@ class ImageEncoder(Protocol):
 
     rotates: bool
     """True if images have rotary positions in several axes."""
-    cache_bytes: int
-    """Most bytes of encoded images that are kept."""
     cached: RowCache
     """The encoded images."""
 
@@ -115,6 +115,7 @@ class RowCache:
     """The rows of images by digest. Those that were not used for longest are dropped. `in` may be asked from any thread."""
 
     def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
         self._left = most_bytes
         self._rows: dict[bytes, Tensor] = {}
 

@@ -65,8 +65,7 @@ class LibraryImages:
         self._device = device
         self._token_id = int(model.config.image_token_id)
         self.rotates = hasattr(model.model, "get_rope_index")
-        self.cache_bytes = CACHE_BYTES[device.type]
-        self.cached = RowCache(self.cache_bytes)
+        self.cached = RowCache(CACHE_BYTES[device.type])
         self._grids: dict[bytes, Tensor] = {}
         """int64 [1, 3]: the size of images in patches, for their rotary positions."""
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
