@@ -7,30 +7,17 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
+from engine_infos import GPU_ENGINE
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, LogprobOptions, Sampling, Stopping
-from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
+from text_generation_shard.engine import NewSequence, Orders, StepResult
 from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRows
 from text_generation_shard.step.table import SequenceTable
 
-BLOCK_SIZE = 4
+BLOCK_SIZE = GPU_ENGINE.block_size
 BLOCKS = 4096
-INFO = EngineInfo(
-    engine="torch",
-    model_id="",
-    model_type="llama",
-    scheduling=Scheduling.STEP,
-    eos_token_ids=(2,),
-    suggested_prefill_tokens=2048,
-    max_top_n_tokens=5,
-    dtype="float32",
-    device="cuda",
-    vocab_size=1000,
-    block_size=BLOCK_SIZE,
-    max_slots=64,
-    max_sequence_length=4096,
-)
+INFO = GPU_ENGINE
 FAILURE = (FailureCode.NUMERICS, "the logits leave no token to choose")
 
 

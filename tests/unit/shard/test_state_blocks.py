@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
+
+from engine_infos import GPU_ENGINE
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Stopping
-from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling
+from text_generation_shard.engine import NewSequence, Orders
 from text_generation_shard.media import Media
 from text_generation_shard.step.table import SequenceTable
 
-INFO = EngineInfo(
-    engine="torch",
-    model_id="",
-    model_type="llama",
-    scheduling=Scheduling.STEP,
-    eos_token_ids=(2,),
-    suggested_prefill_tokens=2048,
-    max_top_n_tokens=5,
-    dtype="float32",
-    device="cuda",
-    vocab_size=1000,
-    block_size=4,
-    max_slots=64,
-    max_sequence_length=4096,
-    max_images=1,
-)
+INFO = replace(GPU_ENGINE, max_images=1)
 
 
 def test_chunks_that_waited_are_divided_at_the_blocks_of_states() -> None:
