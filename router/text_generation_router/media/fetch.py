@@ -1,6 +1,7 @@
 """Images from other servers: only from hosts that the operator lists, and from public addresses.
 
-A client could otherwise have the router send requests into its own network. The address is checked when the connection is made to it,
+A client could otherwise have the router send requests into its own network. The address is checked when the connection is made to
+it,
 however the host was named. Redirects are checked like the first URL.
 """
 

@@ -1,7 +1,8 @@
 """PrefixJobs: the jobs of requests that name none, by the longest prompt that they continue.
 
 A session sends its prompt again, with more at its end. So a request belongs to the job of an earlier one of the same tenant whose
-whole prompt its own begins with. Prompts that share less, as the instructions of an application, do not make a job: the rest of each
+whole prompt its own begins with. Prompts that share less, as the instructions of an application, do not make a job: the rest of
+each
 is compared, too.
 """
 

@@ -2,7 +2,8 @@
 
 To the prefix tree a group of states is a window of one block: a position has a block if a checkpoint is there, the state after its
 tokens, and a prefix is usable if its last position has one. A sequence that continues from a checkpoint holds it until its first
-chunk is computed. Where it leaves one, the chunk after that writes to another block; the block before is cached when the tree gets the
+chunk is computed. Where it leaves one, the chunk after that writes to another block; the block before is cached when the tree gets
+the
 tokens of the chunk.
 
 Evicted first: spare checkpoints, and those from which one sequence has gone on to leave another checkpoint, as each turn of a chat

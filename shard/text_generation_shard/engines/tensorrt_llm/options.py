@@ -1,6 +1,7 @@
 """Parse `--trtllm-options` and check the names of the options.
 
-The options are keyword arguments of `tensorrt_llm.LLM`, in YAML as for `trtllm-serve --config`, or in JSON. TensorRT-LLM checks their
+The options are keyword arguments of `tensorrt_llm.LLM`, in YAML as for `trtllm-serve --config`, or in JSON. TensorRT-LLM checks
+their
 values. Their names are checked here, so that the error can suggest the nearest known name.
 """
 

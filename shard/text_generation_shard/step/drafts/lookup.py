@@ -1,7 +1,8 @@
 """Drafts by lookup: the tokens that followed the last ones of a sequence before, in its own text or in recent outputs.
 
 An index has the places after each run of RUN tokens; of the last ones, that with the longest match is taken. A sequence follows the
-text there as long as its new tokens equal it, which costs one comparison a token; after an edit it may return to it. Texts are token ids. Those of recent
+text there as long as its new tokens equal it, which costs one comparison a token; after an edit it may return to it. Texts are
+token ids. Those of recent
 outputs are kept by scope, two generations of RECENT_TOKENS each: sequences of different scopes share nothing.
 """
 

@@ -3,10 +3,12 @@
     header | ids | positions | slots | sampling | cells | blocks | pages | query indptr | page indptr | last pages
         | state reads | state writes
 
-The tokens of decode rows come first, one each and its drafts, then the tokens of prompt chunks. `sampling` holds the indices of the tokens
+The tokens of decode rows come first, one each and its drafts, then the tokens of prompt chunks. `sampling` holds the indices of the
+tokens
 whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
 are updated: `cells` are indices into the flattened tables of all groups, `blocks` the new values. The columns from `pages` to
-`last pages` are the inputs of FlashInfer's planner for the chunks, the last two the blocks of their states. `pages` and `page_indptr` have a part for each group; that of a window group begins
+`last pages` are the inputs of FlashInfer's planner for the chunks, the last two the blocks of their states. `pages` and
+`page_indptr` have a part for each group; that of a window group begins
 with the first block that a chunk needs.
 """
 

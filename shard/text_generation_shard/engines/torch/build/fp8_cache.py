@@ -35,7 +35,8 @@ def fp8_cache(
 ) -> Fp8Cache | None:
     """Return the FP8 cache, with the scales of this rank's KV heads; None: the cache has the model's dtype.
 
-    `kv_heads` are those of each layer with attention, whose module is named `attention`. Without them the names of the layers are not known. Raises EngineError.
+    `kv_heads` are those of each layer with attention, whose module is named `attention`. Without them the names of the layers are
+    not known. Raises EngineError.
     """
     checkpoint = None if config.load_format == "dummy" else Checkpoint(Path(config.model_path), text_only=True)
     ends = tuple(f".{attention}.{name}" for names in NAMES for name in names)

@@ -24,7 +24,8 @@ def append(
     """Write `keys` and `values` [heads, tokens, dim] with any strides of heads and tokens to the cache of a layer.
 
     `cache_layer` [blocks, 2, heads, BLOCK_SIZE, head_dim], contiguous; zeros fill each head up to its head_dim. One of latent rows,
-    [blocks, 1, 1, BLOCK_SIZE, head_dim], has no place for values. `positions` and `slots` int32 [tokens], `block_tables` int32 [slots, blocks]. `scales` as in `rotate_and_append`.
+    [blocks, 1, 1, BLOCK_SIZE, head_dim], has no place for values. `positions` and `slots` int32 [tokens], `block_tables` int32
+    [slots, blocks]. `scales` as in `rotate_and_append`.
     """
     heads, tokens, key_dim = keys.shape
     head_dim = cache_layer.shape[4]

@@ -101,7 +101,8 @@ class PagedChunkAttention:
         """out = softmax(scale · q·kᵀ)·v for the tokens of the chunks, [tokens, heads · value_dim], in the dtype of `queries`.
 
         `queries` [tokens, heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, KV heads, BLOCK_SIZE,
-        head_dim], contiguous, or of latent rows [blocks, 1, 1, BLOCK_SIZE, head_dim]. With a `window`, only keys with position − window < key <= position. `sinks` [heads] are scores of
+        head_dim], contiguous, or of latent rows [blocks, 1, 1, BLOCK_SIZE, head_dim]. With a `window`, only keys with position −
+        window < key <= position. `sinks` [heads] are scores of
         keys without values. `scales` float32 [2, KV heads] multiply the keys and values of the cache.
         """
         columns, tile = self._columns, self._tile

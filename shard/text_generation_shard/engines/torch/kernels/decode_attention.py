@@ -40,7 +40,8 @@ LATENT_HEADS = 32
 class DecodeAttention:
     """Decode attention for layers of one shape, with the workspaces for split rows.
 
-    With `latent`, all heads attend to the same rows, whose first `latent` columns are the values. `config` replaces the result of `config_for` for every number of rows.
+    With `latent`, all heads attend to the same rows, whose first `latent` columns are the values. `config` replaces the result of
+    `config_for` for every number of rows.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class DecodeAttention:
         """out = softmax(scale · q·kᵀ)·v, [T, num_heads · value_dim], in the dtype of `queries`.
 
         `queries` [T, num_heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, num_kv_heads,
-        BLOCK_SIZE, head_dim], contiguous, or of latent rows [blocks, 1, 1, BLOCK_SIZE, head_dim]. With a `window`, only keys with position − window < key <= position.
+        BLOCK_SIZE, head_dim], contiguous, or of latent rows [blocks, 1, 1, BLOCK_SIZE, head_dim]. With a `window`, only keys with
+        position − window < key <= position.
         `sinks` [num_heads] are scores of keys without values. `scales` float32 [2, num_kv_heads] multiply the keys and values of
         the cache.
         """

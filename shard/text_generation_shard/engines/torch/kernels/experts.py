@@ -1,7 +1,8 @@
 """The grouped product of a mixture of experts: see layers/expert_linear.py for the formula.
 
 A few tokens are computed pair by pair, see few_experts.py. For others there are two products over the pairs (token, expert),
-grouped by expert, by torch's kernel, by that of packed weights or by ours; the gated activation follows the first. A last kernel adds the weighted results of each token in the order of its experts. So the same inputs
+grouped by expert, by torch's kernel, by that of packed weights or by ours; the gated activation follows the first. A last kernel
+adds the weighted results of each token in the order of its experts. So the same inputs
 give the same bits, and nothing waits for the host.
 """
 

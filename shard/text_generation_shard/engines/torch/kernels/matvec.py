@@ -96,9 +96,11 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
     """out = scale · (x · weightᵀ (+ bias)), or out += that if `add`; computed in float32 and rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]; at most
-    MAX_ROWS rows. The weight is contiguous, in FP8 or packed; x and out may be slices of wider tensors. With a `norm` (weight [inputs]
+    MAX_ROWS rows. The weight is contiguous, in FP8 or packed; x and out may be slices of wider tensors. With a `norm` (weight
+    [inputs]
     and eps), x is float32 and normed first, see norm.py; the result is kept in float32. With an `activation`, half of the weight's
-    rows are gates, and out [rows, outputs / 2] = act(gate) · up, without `add` and `scale`. With `experts`, weight and bias are those
+    rows are gates, and out [rows, outputs / 2] = act(gate) · up, without `add` and `scale`. With `experts`, weight and bias are
+    those
     of all experts one after the other, and `out` has a row for each pair of a token and an expert; any number of pairs.
     """
     if isinstance(weight, PackedWeight):

@@ -34,7 +34,8 @@ def rotate_and_append(
 
     `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads; without value heads, values
     are the keys before their norm and rotation. `queries` [tokens, num_heads, head_dim], heads contiguous, may be the query heads
-    of `qkv` itself. `cache_layer` [blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim], contiguous. Each of these in any float dtype. `head_norms`: optional weights [head_dim] of the RMS norms of each query head
+    of `qkv` itself. `cache_layer` [blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim], contiguous. Each of these in any float dtype.
+    `head_norms`: optional weights [head_dim] of the RMS norms of each query head
     and each key head before the rotation. Norm and rotation are computed in float32 and rounded once. If tokens share a slot and
     a position, the keys and values of any one of them remain. `scales` float32 [2, num_kv_heads] divide the keys and values that
     are stored.

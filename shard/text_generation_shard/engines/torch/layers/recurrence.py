@@ -1,6 +1,7 @@
 """The operations of layers with a state in plain torch: on CPUs, and the reference of the kernels.
 
-States are pools of blocks, which decode rows replace; a chunk may read from one and write to another. Sequences that continue by one
+States are pools of blocks, which decode rows replace; a chunk may read from one and write to another. Sequences that continue by
+one
 token are computed as one batch, chunks of prompts one by one in pieces of CHUNK tokens: within a piece by products of matrices.
 """
 
