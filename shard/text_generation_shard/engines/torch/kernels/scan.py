@@ -20,6 +20,8 @@ _PIECE = 64
 _COLUMNS = 32
 """Columns of the values of a program."""
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
+_BLOCK = tl.constexpr(16)
+"""Rows of a triangular system that are solved one after the other."""
 
 
 def scan(
@@ -233,16 +235,9 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
     products = tl.dot(operand, tl.trans(operand), input_precision="tf32")
     system = tl.where(below, -beta[:, None] * products * between, 0.0)
-    # Row after row by forward substitution: those before `row` are those of the inverse without its diagonal.
-    inverse = system
-    for row in range(1, PIECE):
-        is_row = places[:, None] == row
-        factors = tl.sum(tl.where(is_row, system, 0.0), axis=0)
-        solved = factors + tl.sum(factors[:, None] * tl.where(places[:, None] < row, inverse, 0.0), axis=0)
-        inverse = tl.where(is_row, solved[None, :], inverse)
-    inverse = tl.where(places[:, None] == places[None, :], 1.0, inverse).to(dtype)
+    inverse = _inverse(system, PIECE).to(dtype)
 
-    # Loaded after the loop, which needs the registers.
+    # Loaded after the inverse, which needs the registers.
     values = tl.load(own + VALUE_START + head * VALUES + columns[None, :], mask=is_value, other=0.0).to(tl.float32)
     scaled = (beta[:, None] * values).to(dtype)
     solution = tl.dot(inverse, scaled, input_precision="tf32").to(dtype)
@@ -250,6 +245,35 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     decayed = ((beta * tl.exp(total))[:, None] * keys).to(dtype)
     solution = tl.dot(inverse, decayed, input_precision="tf32").to(dtype)
     tl.store(reads + rows[:, None] * (HEADS * KEYS) + head * KEYS + dims[None, :], solution, mask=is_key)
+
+
+@triton.jit
+def _inverse(system: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Return (I - system)⁻¹ for a matrix that is zero on and above its diagonal; SIZE is 64.
+
+    Blocks on the diagonal by forward substitution, row after row of all of them at once. Then pairs of neighbours are joined: with
+    inverses X and Y of the upper and the lower one and B below the upper one, the inverse has Y·B·X there.
+    """
+    numbers, places = tl.arange(0, SIZE // _BLOCK), tl.arange(0, _BLOCK)
+    is_diagonal = numbers[:, None, None, None] == numbers[None, None, :, None]
+    whole = tl.reshape(system, (SIZE // _BLOCK, _BLOCK, SIZE // _BLOCK, _BLOCK))
+    blocks = tl.sum(tl.where(is_diagonal, whole, 0.0), axis=2)
+    below = places[None, :, None]
+    # Rows before `row` are those of the inverse without its diagonal.
+    solved = blocks
+    for row in range(1, _BLOCK):
+        factors = tl.sum(tl.where(below == row, blocks, 0.0), axis=1)
+        found = factors + tl.sum(factors[:, :, None] * tl.where(below < row, solved, 0.0), axis=1)
+        solved = tl.where(below == row, found[:, None, :], solved)
+    solved = tl.where(below == places[None, None, :], 1.0, solved)
+    inverse = tl.reshape(tl.where(is_diagonal, solved[:, :, None, :], 0.0), (SIZE, SIZE))
+    rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    for level in tl.static_range(2):
+        row, column = rows // (_BLOCK << level), columns // (_BLOCK << level)
+        is_between = (row // 2 == column // 2) & (row > column)
+        between = tl.where(is_between, system, 0.0)
+        inverse += tl.dot(inverse, tl.dot(between, inverse, input_precision="tf32"), input_precision="tf32")
+    return inverse
 
 
 @triton.jit(
