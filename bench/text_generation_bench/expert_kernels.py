@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,7 +12,6 @@ from torch.nn import functional
 
 from text_generation_bench.kernel_timing import Launch, Table, randn, timed
 from text_generation_shard.engines.torch.kernels import experts as kernels
-from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
 from text_generation_shard.engines.torch.kernels.operands import GatedActivation, Routing
 from text_generation_shard.engines.torch.layers.expert_linear import (
     ExpertLinear,
@@ -128,35 +126,3 @@ def torch_launches(mixture: Mixture, layers: list[Layer], x: Tensor, ids: Tensor
         return functional.grouped_mm(inner, down, offs=ends)
 
     return [partial(products, layers[index % LAYERS]) for index in range(LAUNCHES)]
-
-
-def tilings(first: kernels.ExpertTiling) -> Iterator[kernels.ExpertTiling]:
-    """Yield tilings with the same rows as `first`."""
-    columns = (16, 32, 64, 128) if first.block_m < 64 else (64, 128, 256)
-    for block_n, block_k, num_warps, num_stages in itertools.product(columns, (64, 128), (4, 8), (2, 3, 4, 5)):
-        yield replace(first, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
-
-
-def sweep(table: Table, rows_tried: list[int]) -> None:
-    """Try the tilings of each product, with the other one as it is; print the best as lines for TUNED."""
-    for mixture, rows in itertools.product(MIXTURES[:2], rows_tried):
-        layers = [mixture.layer() for _ in range(LAYERS)]
-        x, (ids, weights) = randn(rows, mixture.hidden), mixture.routed(rows)
-        measure(table, f"{mixture.name} as it is", mixture, ids, launches(mixture, layers, x, ids, weights, OURS))
-        groups = group_by_expert(ids, mixture.experts, kernels.block_rows(ids.numel(), mixture.experts, x.dtype))
-        for columns, inputs in ((mixture.inner, mixture.hidden), (mixture.hidden, mixture.inner)):
-            key = (columns, inputs, 1 << (ids.numel() - 1).bit_length())
-            before, found = kernels.TUNED.get(key), []
-            for tiling in tilings(kernels.tiling_for(groups, columns, inputs, x.dtype)):
-                kernels.TUNED[key] = tiling
-                try:
-                    found.append((timed(launches(mixture, layers, x, ids, weights, OURS)), tiling))
-                except Exception:  # noqa: BLE001, S112 – a tiling that needs too much shared memory
-                    continue
-            del kernels.TUNED[key]
-            if before is not None:
-                kernels.TUNED[key] = before
-            for us, tiling in sorted(found, key=lambda pair: pair[0])[:3]:
-                sizes = (tiling.block_n, tiling.block_k, tiling.num_warps, tiling.num_stages)
-                table.row(f"  {key}, block_n, block_k, warps, stages {sizes}", rows, us, mixture.num_bytes(ids))
-            print(f"    {key}: {min(found, key=lambda pair: pair[0])[1]},")

@@ -4,8 +4,7 @@ python -m text_generation_bench.kernels [--only matvec,attention,elementwise,gem
 
 Each operation is captured 32 times in a CUDA graph, with alternating weights or caches that together exceed the L2 cache (except
 SmolLM2's), like the layers of a model. The time is that of a replay, measured by events, divided by 32. --sweep tries the tilings
-of each product with one to four rows and prints the best as lines for TUNED in kernels/matvec.py; with --only experts, the
-tilings of the grouped products. States are checked against plain torch before they are timed. --flashinfer compares with
+of each product with one to four rows and prints the best as lines for TUNED in kernels/matvec.py. States are checked against plain torch before they are timed. --flashinfer compares with
 FlashInfer's decode attention, if installed; its first run may compile for minutes.
 """
 
@@ -277,11 +276,7 @@ def main() -> None:
     arguments = parser.parse_args()
     table = Table()
     if arguments.sweep:
-        rows_tried = [int(rows) for rows in arguments.rows.split(",")]
-        if arguments.only == "experts":
-            expert_kernels.sweep(table, rows_tried)
-        else:
-            sweep(table, rows_tried, arguments.num_shard)
+        sweep(table, [int(rows) for rows in arguments.rows.split(",")], arguments.num_shard)
         return
     parts: dict[str, Callable[[Table], None]] = {
         "matvec": matvecs,

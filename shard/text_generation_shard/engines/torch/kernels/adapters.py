@@ -1,12 +1,13 @@
 """The products of LoRA adapters for the tokens of a step, each with its own adapter: shrink, x·Aᵀ, and expand, + scale · s·Bᵀ.
 
-Tokens are grouped by adapter once per step, without waiting for the host. A program multiplies a block of tokens of one adapter;
-blocks of tokens without one end at once. Shrinking divides the inputs among programs, and expanding adds their sums in order. In
+Tokens are grouped by adapter once per step, without waiting for the host. A program multiplies blocks of tokens of one adapter.
+Shrinking divides the inputs among programs, and expanding adds their sums in order. In
 steps of few tokens it runs beside the product of the base, in a second stream, which a graph captures too.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -21,6 +22,8 @@ FEW_TOKENS = 256
 """Up to this many tokens in a step, blocks have few of them, and the inputs are divided among more programs."""
 BLOCK_ROWS, FEW_BLOCK_ROWS = 64, 16
 """Tokens of a block."""
+PROGRAMS, FEW_PROGRAMS = 16, 4
+"""Programs that take the blocks of an adapter in turns."""
 SPLITS, FEW_SPLITS = 2, 8
 """Most programs that divide the inputs of a block."""
 MIN_SPLIT = 512
@@ -41,7 +44,12 @@ class GroupedRows:
 
     def __init__(self, indices: Tensor, count: int) -> None:
         self._few = len(indices) <= FEW_TOKENS
-        self._groups = group_by_expert(indices.unsqueeze(1), count + 1, FEW_BLOCK_ROWS if self._few else BLOCK_ROWS)
+        self._block_rows = FEW_BLOCK_ROWS if self._few else BLOCK_ROWS
+        self._programs = (
+            count,
+            min(FEW_PROGRAMS if self._few else PROGRAMS, triton.cdiv(len(indices), self._block_rows)),
+        )
+        self._groups = group_by_expert(indices.unsqueeze(1), count + 1)
 
     def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
         """Return the sums of each division of the inputs: float32 [splits, tokens, parts · rank], in the order of the groups."""
@@ -62,21 +70,20 @@ class GroupedRows:
     def _shrink(self, x: Tensor, stack: AdapterStack, shrunk: Tensor, splits: int, share: int) -> None:
         groups, (_, width, inputs) = self._groups, stack.down.shape
         tile = min(stack.rank, MAX_RANK_TILE)
-        _shrink_kernel[(groups.max_blocks, width // tile, splits)](
+        _shrink_kernel[(math.prod(self._programs), width // tile, splits)](
             x,
             stack.down,
             shrunk,
             groups.order,
             groups.offsets,
-            groups.block_experts,
-            groups.block_starts,
-            groups.num_blocks,
+            self._programs[0],
             len(x),
             x.stride(0),
             WIDTH=width,
             INPUTS=inputs,
             SHARE=share,
-            BLOCK_ROWS=groups.block_rows,
+            PROGRAMS=self._programs[1],
+            BLOCK_ROWS=self._block_rows,
             RANK_TILE=tile,
             STEP=_INPUTS,
             num_warps=4,
@@ -87,23 +94,22 @@ class GroupedRows:
         tile = min(rank, MAX_RANK_TILE)
         if self._few and y.is_cuda:
             torch.cuda.current_stream(y.device).wait_stream(_second_stream(y.device))
-        _expand_kernel[(groups.max_blocks, len(stack.tiles))](
+        _expand_kernel[(math.prod(self._programs), len(stack.tiles))](
             shrunk,
             stack.up,
             y,
             stack.tiles,
             groups.order,
             groups.offsets,
-            groups.block_experts,
-            groups.block_starts,
-            groups.num_blocks,
+            self._programs[0],
             shrunk.shape[1],
             y.stride(0),
             SPLITS=shrunk.shape[0],
             WIDTH=shrunk.shape[2],
             OUTPUTS=stack.up.shape[1],
             RANK=rank,
-            BLOCK_ROWS=groups.block_rows,
+            PROGRAMS=self._programs[1],
+            BLOCK_ROWS=self._block_rows,
             RANK_TILE=tile,
             TILE=stack.TILE,
             num_warps=4,
@@ -117,39 +123,36 @@ def _shrink_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     shrunk: tl.tensor,
     order: tl.tensor,
     offsets: tl.tensor,
-    block_experts: tl.tensor,
-    block_starts: tl.tensor,
-    num_blocks: tl.tensor,
+    adapters: int,
     tokens: int,
     x_stride: int,
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
     SHARE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     RANK_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0)
-    if block >= tl.load(num_blocks):
-        return
-    number = tl.load(block_experts + block)
-    if number == 0:
-        return
-    rows = tl.load(block_starts + block) + tl.arange(0, BLOCK_ROWS)
-    inside = rows < tl.load(offsets + number + 1)
-    sources = tl.load(order + rows, mask=inside, other=0).to(tl.int64) * x_stride
+    number = 1 + tl.program_id(0) % adapters
+    end = tl.load(offsets + number + 1)
     ranks = tl.program_id(1) * RANK_TILE + tl.arange(0, RANK_TILE)
     weights = down + (number - 1).to(tl.int64) * (WIDTH * INPUTS) + ranks * INPUTS
     split = tl.program_id(2)
-    total = tl.zeros((BLOCK_ROWS, RANK_TILE), tl.float32)
-    for at in range(0, SHARE, STEP):
-        columns = split * SHARE + at + tl.arange(0, STEP)
-        exists = columns < INPUTS
-        values = tl.load(x + sources[:, None] + columns[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
-        a = tl.load(weights[None, :] + columns[:, None], mask=exists[:, None], other=0.0)
-        total += tl.dot(values.to(a.dtype), a, input_precision="ieee")
-    targets = (split * tokens + rows)[:, None] * WIDTH + ranks[None, :]
-    tl.store(shrunk + targets, total, mask=inside[:, None])
+    first = tl.load(offsets + number) + tl.program_id(0) // adapters * BLOCK_ROWS
+    for start in range(first, end, PROGRAMS * BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        inside = rows < end
+        sources = tl.load(order + rows, mask=inside, other=0).to(tl.int64) * x_stride
+        total = tl.zeros((BLOCK_ROWS, RANK_TILE), tl.float32)
+        for at in range(0, SHARE, STEP):
+            columns = split * SHARE + at + tl.arange(0, STEP)
+            exists = columns < INPUTS
+            values = tl.load(x + sources[:, None] + columns[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
+            a = tl.load(weights[None, :] + columns[:, None], mask=exists[:, None], other=0.0)
+            total += tl.dot(values.to(a.dtype), a, input_precision="ieee")
+        targets = (split * tokens + rows)[:, None] * WIDTH + ranks[None, :]
+        tl.store(shrunk + targets, total, mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])  # a prompt of another length needs no new kernel
@@ -160,42 +163,39 @@ def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tiles: tl.tensor,
     order: tl.tensor,
     offsets: tl.tensor,
-    block_experts: tl.tensor,
-    block_starts: tl.tensor,
-    num_blocks: tl.tensor,
+    adapters: int,
     tokens: int,
     y_stride: int,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     OUTPUTS: tl.constexpr,
     RANK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     RANK_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0)
-    if block >= tl.load(num_blocks):
-        return
-    number = tl.load(block_experts + block)
-    if number == 0:
-        return
-    rows = tl.load(block_starts + block) + tl.arange(0, BLOCK_ROWS)
-    inside = rows < tl.load(offsets + number + 1)
+    number = 1 + tl.program_id(0) % adapters
+    end = tl.load(offsets + number + 1)
     tile = tiles + tl.program_id(1) * 3
     outputs = tl.load(tile) + tl.arange(0, TILE)
     exists = outputs < tl.load(tile + 1)
     part = tl.load(tile + 2)
     weights = up + (number - 1).to(tl.int64) * (OUTPUTS * RANK) + outputs * RANK
-    total = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
-    for at in range(0, RANK, RANK_TILE):
-        ranks = at + tl.arange(0, RANK_TILE)
-        places = shrunk + rows[:, None] * WIDTH + (part * RANK + ranks)[None, :]
-        values = tl.load(places, mask=inside[:, None], other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            values += tl.load(places + split * tokens * WIDTH, mask=inside[:, None], other=0.0)
-        b = tl.load(weights[None, :] + ranks[:, None], mask=exists[None, :], other=0.0)
-        total += tl.dot(values.to(b.dtype), b, input_precision="ieee")
-    targets = y + tl.load(order + rows, mask=inside, other=0).to(tl.int64)[:, None] * y_stride + outputs[None, :]
-    mask = inside[:, None] & exists[None, :]
-    total += tl.load(targets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(targets, total.to(y.dtype.element_ty), mask=mask)
+    first = tl.load(offsets + number) + tl.program_id(0) // adapters * BLOCK_ROWS
+    for start in range(first, end, PROGRAMS * BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        inside = rows < end
+        total = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
+        for at in range(0, RANK, RANK_TILE):
+            ranks = at + tl.arange(0, RANK_TILE)
+            places = shrunk + rows[:, None] * WIDTH + (part * RANK + ranks)[None, :]
+            values = tl.load(places, mask=inside[:, None], other=0.0)
+            for split in tl.static_range(1, SPLITS):
+                values += tl.load(places + split * tokens * WIDTH, mask=inside[:, None], other=0.0)
+            b = tl.load(weights[None, :] + ranks[:, None], mask=exists[None, :], other=0.0)
+            total += tl.dot(values.to(b.dtype), b, input_precision="ieee")
+        targets = y + tl.load(order + rows, mask=inside, other=0).to(tl.int64)[:, None] * y_stride + outputs[None, :]
+        mask = inside[:, None] & exists[None, :]
+        total += tl.load(targets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(targets, total.to(y.dtype.element_ty), mask=mask)

@@ -151,16 +151,13 @@ class ExpertWeights:
         return self.weight.flatten(0, 1) if self.weight.is_contiguous() else None
 
 
-PACKED_SHARE = 0.5
-"""Packed weights are unpacked for every pair: a guess, not measured."""
+FEW_PAIRS = 0.25
+"""Pairs of a token and an expert, for each expert of a layer, up to which they are computed one by one: measured with bfloat16."""
 
 
 def few_weights(gate_up: ExpertWeights, down: ExpertWeights, pairs: int) -> tuple[MatvecWeight, MatvecWeight] | None:
-    """Return the weights of both products if they are faster than products grouped by expert.
-
-    They are while there are no more pairs than experts, measured with Qwen3-30B-A3B on an H200: docs/quantization.md.
-    """
-    if pairs > len(gate_up.weight) * (1.0 if gate_up.packed_product is None else PACKED_SHARE):
+    """Return the weights of both products if they are faster than products grouped by expert: docs/quantization.md."""
+    if pairs > FEW_PAIRS * len(gate_up.weight):
         return None
     pair = gate_up.matvec_weight, down.matvec_weight
     return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])

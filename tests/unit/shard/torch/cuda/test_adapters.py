@@ -10,10 +10,12 @@ from text_generation_shard.engines.torch.kernels.operands import AdapterStack
 from text_generation_shard.engines.torch.layers.adapted_linear import LoopedRows
 
 ADAPTERS = 3
+SAME = 100
+"""Tokens that all have one adapter: a program takes more than one block of them."""
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rank", "inputs"), [(1, 16, 80), (33, 128, 1100), (FEW_TOKENS + 1, 32, 600)], ids=str
+    ("tokens", "rank", "inputs"), [(1, 16, 80), (33, 128, 1100), (SAME, 16, 80), (FEW_TOKENS + 1, 32, 600)], ids=str
 )
 def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int, rank: int, inputs: int) -> None:
     draw = torch.Generator().manual_seed(tokens)
@@ -23,6 +25,8 @@ def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int
     up = torch.randn(ADAPTERS, len(parts), rank, generator=draw) * rank**-0.5
     indices = torch.randint(0, ADAPTERS + 1, (tokens,), generator=draw, dtype=torch.int32)
     indices[0] = 2
+    if tokens == SAME:
+        indices[:] = 2
     wide = torch.randn(tokens, inputs + 3, generator=draw)
     y = torch.randn(tokens, len(parts), generator=draw)
     stack = AdapterStack(down.to(device, dtype), up.to(device, dtype), parts)
@@ -34,4 +38,4 @@ def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int
     without = indices == 0
     assert torch.equal(found.cpu()[without], y[without])
     change = expected.cpu() - y
-    assert (found - expected).norm().cpu() <= 2e-3 * change.norm()
+    assert (found - expected).cpu().norm() <= 3e-3 * change.norm()

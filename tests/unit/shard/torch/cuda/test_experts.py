@@ -146,25 +146,15 @@ def test_a_token_does_not_depend_on_the_others(device: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40, full(700)])
 def test_pairs_are_grouped_by_expert_in_their_order(device: torch.device, tokens: int) -> None:
-    """With 40 tokens the pairs are more than one program counts."""
+    """With 700 tokens the pairs are more than a program reads at a time."""
     torch.manual_seed(1)
-    count, k, rows = 11, 8, 16
+    count, k = 11, 8
     ids = torch.rand(tokens, count, device=device)[:, : count - 1].topk(k).indices
-    groups = group_by_expert(ids, count, rows)
+    groups = group_by_expert(ids, count)
     assert groups.order.tolist() == ids.flatten().argsort(stable=True).tolist()
     assert groups.order[groups.rows].tolist() == list(range(ids.numel()))
     sizes = ids.flatten().bincount(minlength=count)
-    assert groups.ends.tolist() == sizes.cumsum(0).tolist()
-    starts = groups.ends - sizes
-    expected = [
-        (expert, int(starts[expert]) + first) for expert in range(count) for first in range(0, int(sizes[expert]), rows)
-    ]
-    blocks = int(groups.num_blocks)
-    assert blocks == len(expected) <= groups.max_blocks
-    assert (
-        list(zip(groups.block_experts[:blocks].tolist(), groups.block_starts[:blocks].tolist(), strict=True))
-        == expected
-    )
+    assert groups.offsets.tolist() == [0, *sizes.cumsum(0).tolist()]
 
 
 @pytest.mark.parametrize(("sigmoid", "best", "groups"), [(True, 2, (8, 4)), (False, 1, (5, 2)), (False, 2, (4, 1))])
@@ -172,8 +162,8 @@ def test_experts_are_chosen_from_the_best_groups(
     device: torch.device, sigmoid: bool, best: int, groups: tuple[int, int]
 ) -> None:
     torch.manual_seed(2)
-    logits = torch.randn(6, 40, device=device)
-    bias = torch.randn(40, device=device) if sigmoid else None
+    logits = torch.randn(6, 40).to(device)  # drawn on the CPU: with other numbers the groups might not matter
+    bias = torch.randn(40).to(device) if sigmoid else None
     routing = Routing(4, True, None, bias, 1e-20, groups, best)
     ids, weights = route(logits, routing)
     expected_ids, expected = choose_top_k(logits, routing)
