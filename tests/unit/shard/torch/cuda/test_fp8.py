@@ -20,6 +20,7 @@ from tiny_checkpoint import (
 )
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.fp8_product import fp8_product
 from text_generation_shard.engines.torch.kernels.quantize import quantize_rows
 from text_generation_shard.engines.torch.layers.linear import ParallelLinear
 from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear
@@ -80,6 +81,24 @@ def test_rows_are_rounded_to_nearest(
     # Ties: the interpreter rounds up, a GPU to even; both results are equally near.
     nearest = (rounded(values) - values).abs()
     assert ((out.double() - values).abs() <= nearest + 1e-6 * values.abs()).all()
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(5, 80, 256), full(33, 192, 512), full(128, 64, 256)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_product_of_some_rows(
+    device: torch.device, rows: int, outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(rows, inputs).to(FP8), torch.randn(outputs, inputs).to(FP8)
+    x_scales, weight_scales = torch.rand(rows, 1) + 0.5, torch.rand(1, outputs) + 0.5
+    bias = torch.randn(outputs).to(dtype) if has_bias else None
+    expected = (x.double() * x_scales) @ (weight.double() * weight_scales.t()).t()
+    expected = expected if bias is None else expected + bias.double()
+    wide = torch.full((rows, outputs + 8), torch.nan, dtype=dtype, device=device)
+    moved = (each.to(device) for each in (x, x_scales, weight, weight_scales))
+    fp8_product(*moved, None if bias is None else bias.to(device), wide[:, :outputs])
+    assert error(wide[:, :outputs].cpu(), expected) < 3e-3
+    assert wide[:, outputs:].isnan().all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from numpy, in the interpreter

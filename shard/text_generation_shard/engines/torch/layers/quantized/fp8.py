@@ -97,21 +97,27 @@ class Fp8Linear:
         """Return y [rows, outputs] for x [rows, inputs], written to `out` if given."""
         if x.device.type == "cpu":
             y = self._emulated(x)
-        elif self._dtype == torch.bfloat16:
-            return self._product(x, self.bias, out)
-        else:
-            y = self._product(x, None, None).to(self._dtype)
-            y = y if self.bias is None else y.add_(self.bias)
-        return y if out is None else out.copy_(y)
-
-    def _product(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """Multiply in FP8, with bfloat16 output: the only output type that row scales support on all devices."""
+            return y if out is None else out.copy_(y)
         # Imports Triton, which a CPU does not need.
+        from text_generation_shard.engines.torch.kernels.fp8_product import fp8_product, is_faster
         from text_generation_shard.engines.torch.kernels.quantize import quantize_rows
 
         x8 = torch.empty_like(x, dtype=FP8)
         x_scale = torch.empty(x.shape[0], 1, device=x.device)
         quantize_rows(x, x8, x_scale, self.input_scale)
+        if out is None:
+            out = x.new_empty(len(x), len(self.weight), dtype=self._dtype)
+        if is_faster(x8, self.weight):
+            fp8_product(x8, x_scale, self.weight, self.weight_scale, self.bias, out)
+        elif self._dtype == torch.bfloat16:
+            self._library_product(x8, x_scale, self.bias, out)
+        else:  # row scales have bfloat16 output on all devices
+            out.copy_(self._library_product(x8, x_scale, None, None))
+            out = out if self.bias is None else out.add_(self.bias)
+        return out
+
+    def _library_product(self, x8: Tensor, x_scale: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """Multiply by cuBLAS, with bfloat16 output."""
         # Its public form, torch.nn.functional.scaled_mm, is of later versions than the oldest that is supported.
         y: Tensor = torch._scaled_mm(
             x8,
