@@ -26,10 +26,12 @@ from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 _MANTISSA_BITS = 23
 _DENORMAL_BITS = 149
 """The smallest float32 is 2^-149."""
-_FLOAT_MANTISSA_BITS = {4: 1, 8: 3}
-"""Bits of the mantissa of E2M1 and E4M3, by the bits of a code."""
-_FLOAT_SCALE_BITS = {4: 126, 8: 120}
-"""The difference of the exponents' biases of float32 and of E2M1 and E4M3."""
+_FLOAT_LOWEST_BIT = tl.constexpr(20)
+"""The bit of a float32 to which the lowest bit of an E4M3 code belongs: the fourth of the mantissa from above."""
+_FLOAT_MAGNITUDE = tl.constexpr(127 << 20)
+"""The bits of a float32 to which an E4M3 code without its sign is moved."""
+_FLOAT_SCALE_BITS = 120
+"""The difference of the exponents' biases of float32 and E4M3."""
 _UNIT = tl.constexpr(2.0**-63)
 """The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
 _WORDS_OF_A_WARP = 128
@@ -202,10 +204,7 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
         if zeros is not None:
             quad_zeros = _of_groups(zeros, rows, chunk * BLOCK_W, WIDTH, GROUPS, BLOCK_W).to(tl.float32)
             quads += quad_zeros * tl.sum(tl.reshape(total, (BLOCK_W // 4, 4)), axis=1)[None, :]
-        if scales.dtype.element_ty == tl.uint8:
-            sums += quads * (tile[1].to(tl.uint32) << 23).to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
-        else:
-            sums += quads * tile[1].to(tl.float32)
+        sums += quads * tile[1].to(tl.float32)
     result = tl.sum(sums, axis=1)
     result *= 1 / _UNIT
     if norm_weight is not None:
@@ -283,7 +282,7 @@ def _shift(BITS: int, j: int) -> int:
 def _factor(BITS: int, j: int, FLOATS: bool) -> float:  # noqa: FBT001 – as called in a kernel
     """Return the factor that makes each product of x and code j, as `_code` returns it, _UNIT times their product."""
     if FLOATS:
-        return float(_UNIT.value * 2.0 ** _FLOAT_SCALE_BITS[BITS])
+        return float(_UNIT.value * 2.0**_FLOAT_SCALE_BITS)
     return float(_UNIT.value * 2.0 ** (_DENORMAL_BITS - BITS * j + _shift(BITS, j)))
 
 
@@ -291,19 +290,12 @@ def _factor(BITS: int, j: int, FLOATS: bool) -> float:  # noqa: FBT001 – as ca
 def _code(words: tl.tensor, BITS: tl.constexpr, j: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
     """Return code j of each word as float32, times a power of two."""
     if FLOATS:
-        LOWEST: tl.constexpr = _lowest_bit(BITS)
-        magnitude = _moved(words, BITS * j - LOWEST) & (((1 << (BITS - 1)) - 1) << LOWEST)
+        magnitude = _moved(words, BITS * j - _FLOAT_LOWEST_BIT) & _FLOAT_MAGNITUDE
         code = magnitude | (_moved(words, BITS * (j + 1) - 32) & (1 << 31))
     else:
         SHIFT: tl.constexpr = _shift(BITS, j)
         code = (words >> SHIFT) & (((1 << BITS) - 1) << (BITS * j - SHIFT))
     return code.to(tl.float32, bitcast=True)
-
-
-@triton.constexpr_function
-def _lowest_bit(BITS: int) -> int:
-    """Return the bit of a float32 to which the lowest bit of a float code belongs."""
-    return _MANTISSA_BITS - _FLOAT_MANTISSA_BITS[BITS]
 
 
 @triton.jit

@@ -32,7 +32,7 @@ class Fp8Weight:
 class PackedWeight:
     """A weight [outputs, inputs] = (code - zero point) · scale, with 32 / bits codes of a row in a word.
 
-    Codes are integers, or floats of 4 bits (E2M1) or 8 (E4M3), which have no zero points.
+    Codes are integers, or floats of 8 bits (E4M3), which have no zero points.
 
     Words are in blocks of `plane` words, all of one group: code j of word t of a block, from its lowest bits on, belongs to input
     j · plane + t of the block.
@@ -41,7 +41,7 @@ class PackedWeight:
     words: Tensor
     """int32 [outputs, inputs·bits/32]."""
     scales: Tensor
-    """[outputs, groups], in any float dtype, or uint8: exponents, scale = 2^(value - 127)."""
+    """[outputs, groups], in any float dtype."""
     zeros: Tensor | None
     """uint8 [outputs, groups]; None: the middle of the codes."""
     bits: int
@@ -77,8 +77,8 @@ class PackedWeight:
         blocks = _codes(self.words, self.bits).view(outputs, -1, self.plane, WORD_BITS // self.bits)
         codes = blocks.transpose(2, 3).reshape(outputs, groups, -1)
         if self.floats:
-            scales = self.scales.float() if self.scales.is_floating_point() else torch.exp2(self.scales.float() - 127)
-            return (_floats(codes, self.bits) * scales.unsqueeze(2)).view(outputs, -1)
+            values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+            return (values * self.scales.float().unsqueeze(2)).view(outputs, -1)
         codes = codes.float()
         zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros.unsqueeze(2).float()
         return ((codes - zeros) * self.scales.float().unsqueeze(2)).view(outputs, -1)
@@ -91,14 +91,6 @@ MatvecWeight = Tensor | Fp8Weight | PackedWeight
 def _codes(words: Tensor, bits: int) -> Tensor:
     """Return int32 [rows, words, 32 / bits]."""
     return (words.unsqueeze(2) >> _shifts(bits, words.device)) & ((1 << bits) - 1)
-
-
-def _floats(codes: Tensor, bits: int) -> Tensor:
-    """Return E2M1 or E4M3 codes as float32."""
-    if bits == 8:
-        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    values = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=codes.device)
-    return values[codes & 7] * (1 - (codes >> 3) * 2)
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers.linear import Projection
-from text_generation_shard.engines.torch.layers.quantized.humming import has_room
+from text_generation_shard.engines.torch.layers.quantized.humming import matvec_copy
 from text_generation_shard.engines.torch.layers.quantized.packed_format import (
-    packed_bits_and_group,
     packed_parameters,
     packed_tensors,
     weight_config,
@@ -26,7 +25,6 @@ from text_generation_shard.engines.torch.layers.quantized.packed_format import (
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 from text_generation_shard.engines.torch.weights.quantization.format import WeightFormat
 from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format
-from text_generation_shard.engines.torch.weights.quantization.formats.integers import GroupedIntegers, unpacked
 
 if TYPE_CHECKING:
     from humming.config import LayerConfig
@@ -49,7 +47,6 @@ class HummingExperts:
         from humming.layer import HummingLayer
 
         self._experts, self._weights = experts, weights
-        self._bits, self._integers = packed_bits_and_group(weights)[0], isinstance(weights, GroupedIntegers)
         self._tilings = ""
         self.matvec_weight: PackedWeight | None = None
         with torch.device(device):
@@ -77,23 +74,12 @@ class HummingExperts:
         """Copy the weights for our own kernel of a few rows; reorder them for humming's."""
         # Ranks must compute the same products, and their free memory differs: divided weights are not copied.
         ranges = [each for part in self._experts[0] for each in (part.outputs, part.inputs)]
-        # humming is faster for E2M1 at one token, too: measured with gpt-oss-20b on an H200.
-        is_slow = self._bits == 4 and not self._integers
-        if not is_slow and all(each.length == each.total for each in ranges) and has_room(self._layer.weight.device):
-            self.matvec_weight = self._in_rows()
+        if all(each.length == each.total for each in ranges):
+            tensors = {name: tensor.flatten(0, 1) for name, tensor in packed_tensors(self._layer).items()}
+            stored = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
+            self.matvec_weight = matvec_copy(self._weights, *stored)
         self._layer.transform()
         self._tilings = tilings(self._layer.humming_config)
-
-    def _in_rows(self) -> PackedWeight | None:
-        """Return the packed weights of all experts one after the other."""
-        tensors, bits = packed_tensors(self._layer), self._bits
-        words, scales = tensors["weight"].flatten(0, 1), tensors["weight_scale"].flatten(0, 1)
-        zeros = tensors.get("zero_point")
-        if zeros is not None:
-            zeros = unpacked(zeros.flatten(0, 1), bits, 0)
-        if scales.dtype == torch.float8_e8m0fnu:
-            scales = scales.view(torch.uint8)
-        return PackedWeight.of(words, scales, zeros, bits, floats=not self._integers)
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Return y [rows, outputs] for x [rows, inputs]; `offsets`, int32 [experts + 1], has the first row of each expert."""
