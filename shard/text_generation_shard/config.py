@@ -45,7 +45,7 @@ class ShardSettings(SharedSettings, ShardAccess):
     """The settings of a shard that a user may give to the launcher."""
 
     topics: ClassVar[Mapping[Topic, str]] = {
-        Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype quantize load_format device lora_adapters "
+        Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype mamba_ssm_cache_dtype quantize load_format device lora_adapters "
         "lora_modules_dir max_loras max_cpu_loras max_lora_rank speculate synthetic_acceptance",
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
@@ -67,6 +67,9 @@ class ShardSettings(SharedSettings, ShardAccess):
     kv_cache_dtype: KVCacheDType = "auto"
     """Data type of the KV cache (torch engine). auto: that of the model. fp8_e4m3fn, fp8_e5m2: half the memory, with the scales of
     the checkpoint or 1; less accurate: docs/quantization.md."""
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type in which the states of recurrent layers (gated delta nets, Mamba 2) are kept between steps (native code of the torch
+    engine). auto: that which the checkpoint names, else that of the model. float32: more precise, twice the memory."""
     quantize: Quantize | None = None
     """Quantization of the weights. fp8: the torch engine quantizes those of a checkpoint without quantization while it loads
     them. The format of a quantized checkpoint is read from its config.json: a value that differs from it is refused."""

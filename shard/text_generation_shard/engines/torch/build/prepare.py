@@ -92,6 +92,9 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
             f"--kv-cache-dtype {config.kv_cache_dtype}: the latent rows of {model_config.model_type} models are not stored in FP8"
         )
     dtype = getattr(torch, config.dtype or model_config.dtype)
+    if model_config.states is not None and config.mamba_ssm_cache_dtype != "auto":
+        states = replace(model_config.states, dtype=getattr(torch, config.mamba_ssm_cache_dtype))
+        model_config = replace(model_config, states=states)
     check_memory(model_config, dtype.itemsize, target, config.world_size)
     prepared = describe(config, model_config, target)
     return replace(prepared, info=replace(prepared.info, max_images=max_images(config, model_config)))

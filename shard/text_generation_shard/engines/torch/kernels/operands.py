@@ -228,7 +228,7 @@ class Recurrence:
 
     u = s · v (Mamba 2: Dao and Gu 2024, arXiv 2405.21060), or with `delta` u = beta · (v − kᵀS'), where S' is the decayed state
     and queries and keys have unit length, queries divided by √key_width (gated delta rule: Yang et al. 2024, arXiv 2412.06464).
-    `groups` of heads share queries and keys. Pools are float32 [slots + 1, heads, key_width, value_width].
+    `groups` of heads share queries and keys. Pools are [blocks + 1, heads, key_width, value_width].
     """
 
     heads: int

@@ -154,7 +154,7 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     dims = tl.arange(0, KEY_BLOCK)
     real = dims < KEYS
     places = states + (block.to(tl.int64) * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
-    state = tl.load(places, mask=real[:, None] & inside[None, :], other=0.0)
+    state = tl.load(places, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
     own = qkv + row * qkv_stride
     vectors = own + (head // SHARE) * KEYS + dims
     queries = tl.load(vectors + QUERY_START, mask=real, other=0.0).to(tl.float32)
@@ -324,7 +324,7 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     kept = (block * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
     in_state = is_dim[:, None] & inside[None, :]
     continues = tl.load(positions + first) > 0
-    state = tl.load(states + kept, mask=in_state & continues, other=0.0)
+    state = tl.load(states + kept, mask=in_state & continues, other=0.0).to(tl.float32)
     rate, bias = tl.load(decay + head), tl.load(step_bias + head)
     dtype = qkv.dtype.element_ty
     places = tl.arange(0, PIECE)

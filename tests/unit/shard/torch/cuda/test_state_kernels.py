@@ -119,6 +119,20 @@ def test_recurrences(case: Case, kind: str, keys: int, values: int, device: torc
     check(out, expected, states, expected_states, case, 5e-3 if rounds else 1e-5)
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_states_are_rounded_to_the_type_of_their_pool(case: Case, device: torch.device) -> None:
+    rows, own = rows_of(case, device), random_recurrence("delta", 16, 36, device)
+    tokens, heads = len(rows.positions), own.heads
+    qkv, steps, betas = (
+        torch.randn(tokens, width, device=device) for width in (own.value_start + heads * 36, heads, heads)
+    )
+    rounded = torch.randn(BLOCKS + 1, heads, 16, 36, device=device).half()
+    exact = rounded.float()
+    outs = [scan.scan(qkv, steps, betas, own, states, rows) for states in (rounded, exact)]
+    assert outs[0].equal(outs[1])
+    assert rounded[:BLOCKS].equal(exact[:BLOCKS].half())
+
+
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_gated_norms(gate_first: bool, device: torch.device) -> None:
     x, gate = (part(torch.randn(5, 36, device=device)) for _ in range(2))

@@ -66,7 +66,8 @@ class GatedDeltaNet(StateLayer):
         )
         self._norm_weight = torch.empty(states.value_width, device=device, dtype=projections.precision.model)
         self._norm = GatedNorm(self._norm_weight, eps, states.value_width, gate_first=False)
-        self._states = torch.empty(0, heads, states.key_width, states.value_width, device=device)
+        shape, dtype = (0, heads, states.key_width, states.value_width), states.dtype or projections.precision.model
+        self._states = torch.empty(shape, device=device, dtype=dtype)
 
     def _projections(self, projections: LayerProjections, keys: ShardRange, values: ShardRange) -> list[AnyLinear]:
         if self._fused:

@@ -63,7 +63,8 @@ class Mamba(StateLayer):
         )
         weight = torch.empty(values, device=device, dtype=projections.precision.model) if states.has_norm else None
         self._norm = GatedNorm(weight, eps, states.values // states.groups, states.gate_first)
-        self._states = torch.empty(0, heads, states.key_width, states.value_width, device=device)
+        shape, dtype = (0, heads, states.key_width, states.value_width), states.dtype or projections.precision.model
+        self._states = torch.empty(shape, device=device, dtype=dtype)
 
     def named_parameters(self) -> Parameters:
         parameters = super().named_parameters() | {

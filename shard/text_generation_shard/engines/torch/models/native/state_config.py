@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from reprlib import repr as shortened
 from typing import Any, Literal
 
+import torch
+
 from text_generation_shard.json_object import JsonObject
 
 ATTENTION_TYPES = ("full_attention", "attention")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
 STATE_TYPES = ("linear_attention", "mamba", "conv")
 MLP_TYPES = ("mlp", "moe")
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -62,6 +65,8 @@ class StateConfig:
     mlps: tuple[bool, ...]
     """For each layer, True if it has an MLP."""
     least_step: float = 0.0
+    dtype: torch.dtype | None = None
+    """Data type of the states of recurrences between steps; None: that of the model."""
 
     @property
     def keys(self) -> int:
@@ -74,9 +79,9 @@ class StateConfig:
         return self.heads * self.value_width
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of the recurrences of a sequence."""
-        return sum(self.layers) * self.heads * self.key_width * self.value_width * 4
+    def state_values(self) -> int:
+        """Numbers in the states of the recurrences of a sequence."""
+        return sum(self.layers) * self.heads * self.key_width * self.value_width
 
     def divides(self, ranks: int) -> bool:
         """Return True if ranks can have parts of the layers: whole groups of heads of Mamba, if their outputs are normed together."""
@@ -152,7 +157,19 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
     elif family.kind == "mamba":
         sizes["value_width"] = _mamba_head(raw, family, sizes["heads"], hidden_size)
         flags = _mamba_flags(raw, family)
-    return StateConfig(family=family, layers=layers, attention=attention, mlps=mlps, **sizes, **flags)
+    own = _dtype(raw)
+    return StateConfig(family=family, layers=layers, attention=attention, mlps=mlps, dtype=own, **sizes, **flags)
+
+
+def _dtype(raw: JsonObject) -> torch.dtype | None:
+    """Return the data type of states that the config names: Qwen3.5 and Nemotron 3 have a field for it."""
+    for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
+        if (name := raw.optional_text(key)) not in (None, "auto"):
+            if name not in STATE_DTYPES:
+                raise raw.unsupported(f"{key} is {shortened(name)}, not {', '.join(STATE_DTYPES)}")
+            found: torch.dtype = getattr(torch, name)
+            return found
+    return None
 
 
 def with_layer_types(raw: JsonObject) -> JsonObject:

@@ -47,7 +47,7 @@ class StateLayer:
         self._history = torch.empty(0, taps - 1, width, device=device, dtype=projections.precision.products)
         """Inputs of the convolution before the next token: [blocks, taps - 1, channels]."""
         self._states = torch.empty(0, device=device)
-        """States of the recurrence, if the layer has one: float32 [blocks, …]."""
+        """States of the recurrence, if the layer has one: [blocks, …]."""
 
     @property
     def state_bytes(self) -> int:
