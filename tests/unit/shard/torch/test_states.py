@@ -5,7 +5,10 @@ States of blocks that no sequence should read are NaN.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from tiny_transformers import SHAPE, random_model, save
 
 from text_generation_proto.values import Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, NewSequence, Orders
+from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
@@ -139,3 +142,33 @@ def test_orders_that_break_the_rules_of_states_are_refused_alone(driver: Driver)
         driver.step()
     (failure,) = driver.engine.apply(Orders(3, further_allocations=(((stream.slot, (3,)),),)))
     assert "after the prompt" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("named", "flag", "expected"),
+    [(None, "auto", torch.float32), ("bfloat16", "auto", torch.bfloat16), ("bfloat16", "float16", torch.float16)],
+)
+def test_states_are_kept_in_the_type_of_the_flag_the_checkpoint_or_the_model(
+    named: str | None, flag: Literal["auto", "float16"], expected: torch.dtype, tmp_path: Path
+) -> None:
+    folder = Path(save(random_model(CONFIGS["qwen3_5_text"]), tmp_path))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"mamba_ssm_dtype": named}))
+    model = ShardConfig(
+        model_path=str(folder), device="cpu", max_batch_size=2, dtype="float32", mamba_ssm_cache_dtype=flag
+    )
+    engine = build_engine(model)
+    groups = engine.warm_up(WarmUpLimits(max_batch_total_tokens=512))
+    driver = Driver(engine, groups)
+    driver.admit(PROMPT, 3)
+    driver.run()
+    states = [layer.states for layer in engine._executor._runner._model._weights.layers if layer.states is not None]
+    assert {state._states.dtype for state in states} == {expected}
+
+
+def test_an_unknown_type_of_states_is_refused(tmp_path: Path) -> None:
+    folder = Path(save(random_model(CONFIGS["qwen3_5_text"]), tmp_path))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"mamba_ssm_dtype": "int8"}))
+    with pytest.raises(EngineError, match="mamba_ssm_dtype is 'int8', not float32, bfloat16, float16"):
+        build_engine(ShardConfig(model_path=str(folder), device="cpu", model_impl="native"))
