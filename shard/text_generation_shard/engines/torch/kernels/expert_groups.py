@@ -46,7 +46,7 @@ def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
     return ExpertGroups(order, rows, offsets)
 
 
-@triton.jit(do_not_specialize_on_alignment=["offsets"])
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["rows", "offsets"])
 def _place_kernel(
     ids: tl.tensor, order: tl.tensor, rows: tl.tensor, offsets: tl.tensor, pairs: int, CHUNK: tl.constexpr
 ) -> None:

@@ -78,7 +78,7 @@ def _gather_kernel(
     tl.store(out + row * HIDDEN + columns, values, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _sum_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     results: tl.tensor,
     rows: tl.tensor | None,
