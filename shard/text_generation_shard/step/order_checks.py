@@ -58,8 +58,6 @@ def blocks_problem(groups: Groups, group: int, blocks: tuple[int, ...]) -> str |
 
 def chunk_problem(sequence: Sequence, tokens: int, block_size: int) -> str | None:
     """Return the problem of a chunk that is ordered."""
-    if sequence.chunk and not sequence.has_images:
-        return "a chunk is ordered twice for one step"
     end = sequence.computed + sequence.chunk + tokens
     if tokens < 1 or end > sequence.prompt_length:
         return f"a chunk of {tokens} does not fit the {sequence.prompt_length - sequence.computed} prompt tokens left"

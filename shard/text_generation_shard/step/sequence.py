@@ -58,7 +58,7 @@ class Sequence:
     images: Any = None
     """The images of the prompt once they are decoded, of a type of the engine. None without."""
     has_images: bool = False
-    """True if the prompt has images: chunks that wait for them add up."""
+    """True if the prompt has images."""
     image_limit: int = 0
     """With images, the position of the first one that is not encoded; no chunk goes past it."""
     further: tuple[list[int], ...] = ()
@@ -68,7 +68,7 @@ class Sequence:
     state_write: int = 0
     """The block to which the next chunk writes, and then each step."""
     states_ahead: list[tuple[int, int]] = field(default_factory=list)
-    """Later blocks of its state, each with the position of the first token that writes to it: chunks may wait for an image."""
+    """Later blocks of its state, each with the position of the first token that writes to it: chunks may wait."""
     synced: list[int] = field(default_factory=lambda: [0])
     """Leading blocks of each group that the engine has copied to its block tables."""
     greedy_from: float = math.inf

@@ -62,8 +62,8 @@ class SequenceTable:
     """True if the device keeps the last tokens and steps may begin before they are known: enables the persistent batch."""
     drafts: bool = False
     """True if sequences may have drafts: `tokens` are then known in the persistent batch too."""
-    most_prompt_tokens: int = 1 << 30
-    """Prompt tokens of the largest step."""
+    most_tokens: int = 1 << 30
+    """Tokens of the largest step."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """By slot. Changed by the table only."""
     _others: dict[int, Sequence] = field(default_factory=dict)
@@ -169,14 +169,13 @@ class SequenceTable:
             row.length += len(row.drafts)
         waiting: list[Sequence] = []
         prompt_tokens = 0
+        # Chunks that waited, for an image or a matcher, may be more than a step computes.
+        room = self.most_tokens - StepRows(persistent, rows).tokens if self._chunked else 0
         for sequence in self._chunked:
             if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
-                length = sequence.chunk_of_state()
+                length = min(sequence.chunk_of_state(), room - prompt_tokens)
                 if sequence.has_images:
-                    # Chunks that waited for an image may be more than a step computes.
-                    length = min(
-                        length, sequence.image_limit - sequence.computed, self.most_prompt_tokens - prompt_tokens
-                    )
+                    length = min(length, sequence.image_limit - sequence.computed)
                 last = sequence.computed + length == sequence.prompt_length
                 if length <= 0 or (last and sequence.pending_matcher is not None):
                     waiting.append(sequence)

@@ -64,14 +64,12 @@ def test_a_release_during_prefill_drops_its_chunk(driver: Driver) -> None:
     [
         Orders(98, prefill=((1, 1000),)),
         Orders(98, prefill=((1, 0),)),
-        Orders(98, prefill=((1, 2), (1, 2))),
         Orders(98, prefill=((1, 24),)),
         Orders(98, allocations=((1, (4096,)),)),
     ],
     ids=[
         "chunk longer than the prompt",
         "empty chunk",
-        "two chunks in a step",
         "chunk past its blocks",
         "unknown block",
     ],

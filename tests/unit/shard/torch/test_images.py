@@ -175,8 +175,12 @@ def test_chunks_wait_for_a_picture_and_add_up(small: tuple[VisionModel, TorchEng
     assert not stream.tokens
     assert not stream.to_prefill
     pending.set_result(later.result())
-    driver.run()
+    text = driver.admit(tuple(range(40)), 2, chunk=16)
+    while (result := driver.step()) is not None:
+        # The largest step of the warm-up: 16 prompt tokens of one sequence, and one token of each other.
+        assert sum(tokens for _, tokens in result.prefilled) + bool(other.finish is None) <= 16 + 5
     assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+    assert text.tokens == vision.greedy(Prompt(text.prompt, ()), 2)
 
 
 def test_a_session_decodes_the_pictures_of_its_orders(small: tuple[VisionModel, TorchEngine]) -> None:

@@ -105,9 +105,9 @@ class TorchEngine(SynchronousEngine):
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         executor = self._executor
         self.reset()
-        self._table.most_prompt_tokens = limits.max_batch_prefill_tokens or self.info.suggested_prefill_tokens
         kinds, block_bytes = executor.kinds, executor.block_bytes
         orders, worst_groups = worst_step(self.info, limits, executor.threshold_search.rows_at_once, kinds)
+        self._table.most_tokens = sum(tokens for _, tokens in orders.prefill)
         executor.allocate([0 for _ in kinds])
         executor.begin_measuring()
         try:
