@@ -202,7 +202,7 @@ class Auditor:
             return True
         number = scheduler.replays.start(request, served.replica)
         if number is None:
-            self._count(self.kept.put(served, first=True), Verdict.DROPPED)
+            self._count(self.kept.put(served), Verdict.DROPPED)
             return False
         self._replays[number] = served
         cluster.wake(number)
@@ -224,7 +224,7 @@ class Auditor:
             if served.tries >= MAX_TRIES:
                 self._count([served], Verdict.DROPPED)
             else:
-                self._count(self.kept.put(served, first=True), Verdict.DROPPED)
+                self._count(self.kept.put(served), Verdict.DROPPED)
 
     def _take_replay(self, record: StepRecord, served: Served) -> StepRecord:
         """Take the results of a replay out of a record."""

@@ -129,11 +129,10 @@ class KeptRequests:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def put(self, served: Served, *, first: bool = False) -> Sequence[Served]:
-        """Keep a request, `first` if it was taken before. Return those dropped for it: the oldest of the largest tenants."""
+    def put(self, served: Served) -> Sequence[Served]:
+        """Keep a request as the last of its tenant. Return those dropped for it: the first of the largest tenants."""
         tenant = served.request.qos.tenant
-        queue = self._queues.setdefault(tenant, deque())
-        (queue.appendleft if first else queue.append)(served)
+        self._queues.setdefault(tenant, deque()).append(served)
         self._count(tenant, served.bytes)
         dropped: list[Served] = []
         while self.bytes > self._max_bytes:
@@ -142,7 +141,7 @@ class KeptRequests:
         return dropped
 
     def take(self) -> Served:
-        """Take the oldest request of the tenant whose turn it is. There must be one."""
+        """Take the first request of the tenant whose turn it is. There must be one."""
         tenant = next(iter(self._queues))
         served = self._take(tenant)
         if tenant in self._queues:
