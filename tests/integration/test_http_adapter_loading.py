@@ -18,9 +18,11 @@ from every_dialect import CHAT, COMPLETIONS, VERBATIM
 from http_stack import Reply, Stack, serve, until
 from served_cluster import Members, world
 
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.core.serving import all_of
 from text_generation_router.errors import InvalidRequest, ModelNotFound, NotFound
 from text_generation_router.request import Request, RequestId
+from text_generation_shard.servicer import ShardServicer
 
 PROMPT = " one two three four five six" * 20
 FORWARDS, BACKWARDS = " one two", " six five"
@@ -272,3 +274,54 @@ async def test_all_replicas_hold_an_adapter_or_none(tmp_path: Path) -> None:
             await second.cluster.set_adapter("sql", None)
         with pytest.raises(InvalidRequest):
             await second.cluster.set_adapter("sql", "../sql")
+
+
+class Hanging(ShardServicer):
+    """A shard that answers nothing any more once an adapter is loaded, until it goes on."""
+
+    goes_on = asyncio.Event()
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:  # noqa: ANN401
+        self.goes_on.clear()
+        await self.goes_on.wait()
+        return await super().LoadAdapter(request, context)
+
+
+@asynccontextmanager
+async def between(path: Path, target: str) -> AsyncIterator[str]:
+    """A socket whose connections lead to the one at `target`, and are silent while `Hanging` does not go on."""
+
+    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            await Hanging.goes_on.wait()
+            sink.write(data)
+        sink.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_unix_connection(target.removeprefix("unix://"))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(copy(reader, ours))
+            tasks.create_task(copy(theirs, writer))
+
+    server = await asyncio.start_unix_server(connect, path)
+    try:
+        yield f"unix://{path}"
+    finally:
+        server.close()
+
+
+async def test_changes_do_not_wait_long_for_a_replica_that_hangs_while_it_joins(tmp_path: Path) -> None:
+    modules = {"lora_modules_dir": str(folder_of(tmp_path / "modules", "sql", "fr"))}
+    Hanging.goes_on.set()
+    async with world(tmp_path) as shards:
+        a, behind = await shards.shard("a", **modules), await shards.shard("b", Hanging, **modules)
+        b = await shards.stack.enter_async_context(between(tmp_path / "between", behind))
+        router = await shards.cluster(a, hang_timeout_s=1)
+        await router.until({a: "serving"})
+        await router.cluster.set_adapter("sql", "sql")
+        router.set(a, b)
+        await until(lambda: not Hanging.goes_on.is_set())
+        async with asyncio.timeout(10):
+            await router.cluster.set_adapter("fr", "fr")
+        assert set(router.cluster.adapters) == {"sql", "fr"}
+        Hanging.goes_on.set()

@@ -16,10 +16,11 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from front_traffic import ReadAnswer, ask, mix
+from front_traffic import MixedRequest, ReadAnswer, ask, mix
 from router_workers import ProcessRouter, load_s, router, until
 from tiny_checkpoint import random_tensors, write_checkpoint
 
+from text_generation_router.worker_link.remote_cluster import UNLOAD_AFTER_S
 from text_generation_router.worker_link.scheduler_link import WITHOUT_LINK_S
 
 PERMITS = 100
@@ -69,6 +70,33 @@ async def test_requests_go_on_over_the_death_of_the_scheduler_process(echo_model
         await lose_scheduler(served, expected, 150)
         await wait_without_scheduler(served, expected[0])
         await served.idle()
+
+
+async def test_an_adapter_that_is_unloaded_while_it_is_used_stays_unloaded(echo_model: Path, tmp_path: Path) -> None:
+    """The scheduler process dies between the unload and the end of the last request."""
+    (tmp_path / "sql").mkdir()
+    body = {"inputs": "one two", "parameters": {"adapter_id": "sql", "max_new_tokens": 150}}
+    asked = MixedRequest("/generate_stream", body)
+
+    async def post(client: aiohttp.ClientSession, path: str, body: dict[str, object]) -> int:
+        async with client.post(path, json=body) as response:
+            await response.read()
+            return response.status
+
+    async with router(echo_model, 2, step_ms=10, shard_flags=(f"--lora-modules-dir={tmp_path}",)) as served:
+        load = {"lora_name": "sql", "lora_path": "sql"}
+        assert await post(served.clients[0], "/v1/load_lora_adapter", load) == 200
+        answers = ReadAnswer(), ReadAnswer()
+        async with asyncio.TaskGroup() as tasks:
+            for client, answer in zip(served.clients, answers, strict=True):
+                tasks.create_task(ask(client, asked, answer))
+            await until(lambda: all(answer.tokens for answer in answers))
+            assert await post(served.clients[0], "/v1/unload_lora_adapter", {"lora_name": "sql"}) == 200
+            await served.replace_scheduler()
+        assert [answer.tokens for answer in answers] == [150, 150]
+        async with asyncio.timeout(UNLOAD_AFTER_S + 10):
+            while await post(served.clients[1], "/generate", body) != 404:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.1)
 
 
 async def wait_without_scheduler(served: ProcessRouter, expected: ReadAnswer) -> None:

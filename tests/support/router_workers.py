@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -167,13 +167,19 @@ class ProcessRouter:
 
 @asynccontextmanager
 async def router(
-    model: Path, workers: int, *flags: str, step_ms: float = 2, replicas: int = 1, engine: str = "echo"
+    model: Path,
+    workers: int,
+    *flags: str,
+    step_ms: float = 2,
+    replicas: int = 1,
+    engine: str = "echo",
+    shard_flags: Sequence[str] = (),
 ) -> AsyncIterator[ProcessRouter]:
     """A router with `workers` HTTP workers and these flags; stopped with the block."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         addresses, access = [f"unix://{folder}/shard-{number}" for number in range(replicas)], ShardAccess.of()
-        of_engine = f"--echo-step-ms={step_ms}", f"--engine={engine}", f"--model-path={model}"
+        of_engine = f"--echo-step-ms={step_ms}", f"--engine={engine}", f"--model-path={model}", *shard_flags
         for address in addresses:
             await stack.enter_async_context(shard(address, *of_engine, access=access))
         started = ProcessRouter(model, ",".join(addresses), Path(folder), access, *flags)

@@ -8,7 +8,7 @@ last request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import grpc
@@ -65,11 +65,14 @@ class ReplicaAdapters:
             for each in info.info.loaded_adapters:  # another router had them loaded, or this one before its restart
                 if each.name not in self._unloaded:
                     self._paths.setdefault(each.name, each.path)
-            calls = [client.set_adapter(name, None) for name in had & self._unloaded]
-            calls += [client.set_adapter(name, path) for name, path in self._paths.items() if name not in had]
-            for error in await _errors(calls):
-                log.warning("a replica has other LoRA adapters", replica=number, reason=error.details())
-            if calls:
+            changes: list[tuple[str, str | None]] = [(name, None) for name in had & self._unloaded]
+            changes += [(name, path) for name, path in self._paths.items() if name not in had]
+            for change in changes:
+                try:
+                    await client.set_adapter(*change)
+                except grpc.aio.AioRpcError as error:
+                    log.warning("a replica has other LoRA adapters", replica=number, reason=error.details())
+            if changes:
                 info = replace(info, info=await client.info())
             self._clients[number] = client
             return info
@@ -105,17 +108,17 @@ class ReplicaAdapters:
                 return InvalidRequest(f"The lora adapter '{name}' is being unloaded.", param="lora_name")
             if name in self._scheduler.adapters:
                 return InvalidRequest(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
-            if not self._clients:
-                return Unhealthy("no shard serves now")
-            clients = dict(self._clients)
-            if errors := await _errors([each.set_adapter(name, path) for each in clients.values()]):
-                await _errors([each.set_adapter(name, None) for each in clients.values()])
+            if errors := await self._on_all(name, path):
+                self._unloaded.add(name)
+                await self._on_all(name, None)
                 error = next((each for each in errors if each.code() in _ERRORS), errors[0])
                 return _ERRORS.get(error.code(), Unhealthy)(error.details(), param="lora_path")
+            if not self._clients:
+                return Unhealthy("no shard serves now")
             self._paths[name] = path
             self._unloaded.discard(name)
-            self._scheduler.set_adapter(name, self._clients.keys() & clients.keys())
-        log.info("LoRA adapter loaded", adapter=name, path=path, replicas=len(clients))
+            self._scheduler.set_adapter(name, self._clients.keys())
+        log.info("LoRA adapter loaded", adapter=name, path=path, replicas=len(self._clients))
         return None
 
     async def run(self) -> None:
@@ -132,7 +135,7 @@ class ReplicaAdapters:
 
     async def _drop(self, name: str) -> None:
         async with self._changing:
-            for error in await _errors([each.set_adapter(name, None) for each in self._clients.values()]):
+            for error in await self._on_all(name, None):
                 if error.code() is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
                     log.warning("a replica did not unload an adapter", adapter=name, reason=error.details())
             self._scheduler.set_adapter(name, ())
@@ -140,18 +143,17 @@ class ReplicaAdapters:
             del self._leaving[name]
         log.info("LoRA adapter unloaded", adapter=name)
 
+    async def _on_all(self, name: str, path: str | None) -> list[grpc.aio.AioRpcError]:
+        """Load or unload an adapter on all replicas at once; return the errors. The loss of a replica cancels its call."""
+        errors: list[grpc.aio.AioRpcError] = []
 
-async def _errors(calls: Collection[Coroutine[None, None, None]]) -> list[grpc.aio.AioRpcError]:
-    """Make calls at once; return their errors."""
-    errors: list[grpc.aio.AioRpcError] = []
+        async def change(client: ShardClient) -> None:
+            try:
+                await client.set_adapter(name, path)
+            except grpc.aio.AioRpcError as error:
+                errors.append(error)
 
-    async def make(call: Coroutine[None, None, None]) -> None:
-        try:
-            await call
-        except grpc.aio.AioRpcError as error:
-            errors.append(error)
-
-    async with asyncio.TaskGroup() as tasks:
-        for call in calls:
-            tasks.create_task(make(call))
-    return errors
+        async with asyncio.TaskGroup() as tasks:
+            for each in self._clients.values():
+                tasks.create_task(change(each))
+        return errors

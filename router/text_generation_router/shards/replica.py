@@ -140,18 +140,10 @@ class ReplicaConnection:
         opened = False
         try:
             await client.opened(call)
-            info = await context.adapters.equip(self._number, client, info)
-            context.listeners.failures(context.scheduler.open(self._number, info.spec).failed)
             opened = True
-            self.sessions, self.since = self.sessions + 1, time.monotonic()
-            if self._unwanted:
-                context.scheduler.drain(self._number)
-            if again:
-                log.info("shard joined again", replica=self._number)
-            context.on_opened()
-            context.dispatch()
             # A task of its own, because a task group that fails leaves a cancellation of its task counted in Python 3.11.
-            await asyncio.create_task(self._run_session(call, client))  # noqa: TID251 - awaited at once
+            session = self._run_session(call, client, info, again=again)
+            await asyncio.create_task(session)  # noqa: TID251 - awaited at once
         except (grpc.aio.AioRpcError, BaseExceptionGroup) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -168,18 +160,26 @@ class ReplicaConnection:
             call.cancel()
             context.adapters.lost(self._number)
             context.observer.on_loss(self._number)
-            if opened:
-                deliveries = context.scheduler.lose(self._number)
-                context.listeners.moved(deliveries.moved)
-                context.listeners.failures(deliveries.failed)
-                context.dispatch()
+            deliveries = context.scheduler.lose(self._number)
+            context.listeners.moved(deliveries.moved)
+            context.listeners.failures(deliveries.failed)
+            context.dispatch()
 
-    async def _run_session(self, call: RunCall, client: ShardClient) -> None:
+    async def _run_session(self, call: RunCall, client: ShardClient, info: ReplicaInfo, *, again: bool) -> None:
+        context = self._context
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send(call))
-            tasks.create_task(self._receive(call))
             tasks.create_task(self._watch_health(client))
             tasks.create_task(self._watch_silence())
+            info = await context.adapters.equip(self._number, client, info)
+            context.listeners.failures(context.scheduler.open(self._number, info.spec).failed)
+            self.sessions, self.since = self.sessions + 1, time.monotonic()
+            context.scheduler.drain(self._number, draining=not self._known_health[0])
+            if again:
+                log.info("shard joined again", replica=self._number)
+            context.on_opened()
+            context.dispatch()
+            tasks.create_task(self._send(call))
+            tasks.create_task(self._receive(call))
 
     async def _watch_health(self, client: ShardClient) -> None:
         """Drain the replica while the shard answers that it does not serve: it stops, or a step does not end."""

@@ -47,6 +47,8 @@ WATCH_EVERY_S = 0.1
 """Seconds between two looks at the deadlines of requests, while there is no link."""
 OVERDUE_S = 1.0
 """Seconds after its deadline at which a request ends although the scheduler process, which may hang, has not ended it."""
+UNLOAD_AFTER_S = 2.0
+"""Seconds after a loss in which all workers connect again: the requests of an adapter that is unloaded then are known."""
 ABANDONED_AFTER_S = 5.0
 """Seconds without a link, or without a shard, after which a worker that stops gives its requests up."""
 
@@ -72,6 +74,8 @@ class RemoteCluster(ClusterInterface):
         """That number, of requests that were submitted again."""
         self._listeners = Listeners(partial(self._cancel, satisfied=True))
         self._closed = False
+        self._unloading: set[str] = set()
+        """Adapters that were being unloaded when the link was lost."""
         self._unrecorded: list[tuple[Sequence[RequestId], Sequence[int], Sequence[TokenId]]] = []
         """Requests, numbers of their tokens (none: one each), and tokens, that are in no record of a request yet."""
         self._unrecorded_tokens = 0
@@ -160,6 +164,10 @@ class RemoteCluster(ClusterInterface):
             self._renumbered[live.request.id] = number
             self._listeners.renumber(before, number)
             self._submit(number, live)
+        for name in self._unloading.intersection(self.adapters):
+            # No reply is awaited: 0 is the number of no other call.
+            call = pb.FromWorker(call=pb.Call(method=SET_ADAPTER, body=orjson.dumps([name, None])))
+            asyncio.get_running_loop().call_later(UNLOAD_AFTER_S, self.link.send, call)
         if requests:
             log.info("requests submitted again", requests=len(requests))
 
@@ -176,6 +184,7 @@ class RemoteCluster(ClusterInterface):
     def _link_lost(self) -> None:
         if not self._closed:
             log.warning("link to the scheduler process lost", requests=len(self._live))
+        self._unloading = {live.request.adapter for live in self._live.values()} - {"", *self.adapters}
         self._lose(self._live)
 
     def _lose(self, numbers: Iterable[RequestId]) -> None:
