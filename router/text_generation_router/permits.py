@@ -73,9 +73,8 @@ class Permits:
 
     def give_back(self, count: int, tenant: TenantId) -> None:
         self.in_use -= count
-        self._held[tenant] -= count
-        if not self._held[tenant]:
-            del self._held[tenant]
+        if held := self._held.pop(tenant, 0) - count:
+            self._held[tenant] = held
 
     def _has_share_left(self, count: int, tenant: TenantId) -> bool:
         tenants = len(self._held.keys() | {tenant})

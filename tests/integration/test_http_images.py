@@ -20,6 +20,7 @@ from openai import AsyncOpenAI
 from pictures import data_uri, image_model, picture, tokens_of
 
 from text_generation_router.media import reader
+from text_generation_router.request import TenantId
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, Orders
 
@@ -189,6 +190,18 @@ async def test_the_bytes_of_the_pictures_of_all_answers_are_limited(
     refused = await stack.ask("/v1/chat/completions", body | {"n": 2})
     assert refused.status == 400
     assert "image 2 cannot be read: with it, the images of all answers have" in refused.body["error"]["message"]
+
+
+async def test_the_pictures_of_a_prompt_that_is_counted_need_a_permit(stack: Stack) -> None:
+    tenant = TenantId("")
+    stack.permits.hold(stack.permits.limit, tenant)
+    try:
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()}
+        for content, status in (([{"type": "image", "source": source}], 429), ("What?", 200)):
+            body = {"model": "tgi", "messages": [{"role": "user", "content": content}]}
+            assert (await stack.ask("/v1/messages/count_tokens", body)).status == status
+    finally:
+        stack.permits.give_back(stack.permits.limit, tenant)
 
 
 async def test_a_tenant_does_not_hold_all_memory_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

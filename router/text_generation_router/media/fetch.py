@@ -74,17 +74,17 @@ class Fetcher:
             return False
         return True
 
-    async def fetch(self, url: str) -> bytes:
-        """Return the file at `url`. Raises BadImage."""
+    async def fetch(self, url: str, hold: Callable[[int], None]) -> bytes:
+        """Return the file at `url`. `hold` is called before so many bytes more are kept, and may raise. Raises BadImage."""
         try:
             async with asyncio.timeout(FETCH_S):
-                return await self._fetch(self._checked(URL(url)))
+                return await self._fetch(self._checked(URL(url)), hold)
         except TimeoutError:
             raise BadImage(f"it did not arrive within {FETCH_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError):  # the reason would tell about the network of the server
             raise BadImage("it cannot be fetched from its URL") from None
 
-    async def _fetch(self, url: URL) -> bytes:
+    async def _fetch(self, url: URL, hold: Callable[[int], None]) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
             async with self._session.get(url, allow_redirects=False) as response:
                 if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
@@ -94,9 +94,10 @@ class Fetcher:
                     raise BadImage(f"the server of its URL answers {response.status}")
                 data = bytearray()
                 async for part in response.content.iter_any():
-                    data += part
-                    if len(data) > self._max_bytes:
+                    if len(data) + len(part) > self._max_bytes:
                         raise too_large(self._max_bytes)
+                    hold(len(part))
+                    data += part
                 return bytes(data)
         raise BadImage(f"its URL leads to more than {MAX_REDIRECTS} others")
 

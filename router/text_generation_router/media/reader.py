@@ -101,15 +101,25 @@ class ImageReader:
         return pictures
 
     async def _read(self, source: str, tenant: TenantId) -> ReadImage:
-        if source.startswith("data:"):
-            large = len(source) > INLINE_CHARACTERS
-            image = await run_in_thread_if_large(lambda: _image(_decoded(source)), large=large)
-        else:
-            data = await self._fetcher.fetch(source)
-            image = await run_in_thread_if_large(lambda: _image(data), large=len(data) > INLINE_CHARACTERS)
-        size = len(image.data)
-        self._held.acquire(size, tenant)
-        weakref.finalize(image, self._held.give_back, size, tenant).atexit = False
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            self._held.acquire(size, tenant)
+            held += size
+
+        try:
+            if source.startswith("data:"):
+                large = len(source) > INLINE_CHARACTERS
+                image = await run_in_thread_if_large(lambda: _image(_decoded(source)), large=large)
+                hold(len(image.data))
+            else:
+                data = await self._fetcher.fetch(source, hold)
+                image = await run_in_thread_if_large(lambda: _image(data), large=len(data) > INLINE_CHARACTERS)
+        except BaseException:
+            self._held.give_back(held, tenant)
+            raise
+        weakref.finalize(image, self._held.give_back, held, tenant).atexit = False
         try:
             width, height = SIZE.unpack(await self._sandbox.call(image.data, tenant))
         except SandboxBroken as error:

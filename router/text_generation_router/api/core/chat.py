@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
@@ -237,9 +237,11 @@ class ChatPreparer:
         return (await self._rendered(conversation, _usable_tools(conversation), tenant))[0]
 
     async def count_tokens(self, conversation: Conversation, tenant: TenantId) -> int:
-        """Return the number of tokens of the prompt. Raises as `prompt` does; InvalidRequest for its images."""
+        """Return the number of tokens of the prompt. Raises as `prompt` does; InvalidRequest, Overloaded for its images."""
         prompt, images = await self._rendered(conversation, _usable_tools(conversation), tenant)
-        return await self._serving.preparer.count_tokens(prompt, images, tenant)
+        # Images take memory like those of an answer.
+        async with self._serving.permits.take(1, tenant) if images else nullcontext():
+            return await self._serving.preparer.count_tokens(prompt, images, tenant)
 
     async def _rendered(
         self, conversation: Conversation, tools: Sequence[Tool], tenant: TenantId

@@ -6,12 +6,19 @@ import asyncio
 import ipaddress
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import cast
 
 import pytest
 
-from text_generation_router.media import fetch
+from text_generation_router.admission_queue import PendingWork
+from text_generation_router.config import RouterConfig
+from text_generation_router.errors import Overloaded
+from text_generation_router.media import fetch, reader
 from text_generation_router.media.fetch import Fetcher, IpAddress, is_public
 from text_generation_router.media.headers import BadImage
+from text_generation_router.media.tokens import ImageTokens
+from text_generation_router.request import TenantId
 
 MAX = 1000
 ANSWERS = {
@@ -51,17 +58,21 @@ async def fetcher(
         yield made, port
 
 
+def hold_any(size: int) -> None:
+    """Keep bytes without a limit."""
+
+
 async def refusal(made: Fetcher, url: str) -> str:
     with pytest.raises(BadImage) as error:
-        await made.fetch(url)
+        await made.fetch(url, hold_any)
     return str(error.value)
 
 
 async def test_an_image_of_a_listed_host_is_fetched_also_over_redirects_to_one() -> None:
     async with fetcher("localhost:{}", "127.0.0.1:{}") as (made, port):
-        assert await made.fetch(f"http://localhost:{port}/image") == b"image"
-        assert await made.fetch(f"http://LOCALHOST:{port}/to?to=http://127.0.0.1:{port}/image") == b"image"
-        assert await made.fetch(f"http://localhost:{port}/to?to=/image") == b"image"
+        assert await made.fetch(f"http://localhost:{port}/image", hold_any) == b"image"
+        assert await made.fetch(f"http://LOCALHOST:{port}/to?to=http://127.0.0.1:{port}/image", hold_any) == b"image"
+        assert await made.fetch(f"http://localhost:{port}/to?to=/image", hold_any) == b"image"
         assert made.allows(f"http://localhost:{port}/image")
 
 
@@ -110,7 +121,7 @@ async def test_the_connection_goes_to_the_address_that_was_checked() -> None:
         return address == LOOPBACK
 
     async with fetcher("localhost:{}", is_allowed=once) as (made, port):
-        assert await made.fetch(f"http://localhost:{port}/image") == b"image"
+        assert await made.fetch(f"http://localhost:{port}/image", hold_any) == b"image"
     assert checked == [LOOPBACK]
 
 
@@ -127,6 +138,26 @@ async def test_large_slow_and_wrong_answers_end(monkeypatch: pytest.MonkeyPatch)
         )
     async with Fetcher([f"localhost:{port}"], MAX, LOOPBACK.__eq__) as made:  # nothing listens there any more
         assert await refusal(made, f"{url}/image") == "it cannot be fetched from its URL"
+
+
+async def test_bytes_count_as_they_arrive_and_until_the_image_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "Fetcher", partial(Fetcher, is_allowed=LOOPBACK.__eq__))
+    async with fetcher() as (_, port):
+        config = RouterConfig(model_path="model", allowed_media_domains=(f"localhost:{port}",))
+        images = reader.ImageReader(cast("ImageTokens", None), 3, config, PendingWork())
+        held = images._held
+        async with images._fetcher, asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(images.read([f"http://localhost:{port}/slow"], TenantId("a")))
+            async with asyncio.timeout(5):
+                while held.in_use != 1:  # noqa: ASYNC110 - for bytes of another task
+                    await asyncio.sleep(0)
+            reading.cancel()
+        assert held.in_use == 0
+        held.hold(held.limit, TenantId("a"))
+        async with images._fetcher:
+            with pytest.raises(Overloaded):
+                await images.read([f"http://localhost:{port}/large"], TenantId("a"))
+        assert held.in_use == held.limit
 
 
 @pytest.mark.parametrize(
