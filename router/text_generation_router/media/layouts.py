@@ -17,8 +17,8 @@ from text_generation_router.media.headers import Size
 
 Piece = str | int
 """A text, or a number of image tokens."""
-Layout = Callable[[Size, int], Iterator[Piece]]
-"""A function of width and height, and of the number of images of the prompt."""
+Layout = Callable[[Size], Iterator[Piece]]
+"""A function of width and height. An image has the same tokens in every prompt: computed blocks of it are shared."""
 Json = dict[str, Any]
 
 
@@ -89,7 +89,7 @@ def _qwen(files: ModelFiles, least: int = 56 * 56, most: int = 28 * 28 * 1280, f
     least = files.images.get("min_pixels") or files.edge("shortest_edge", default=least)
     most = files.images.get("max_pixels") or files.edge("longest_edge", default=most)
 
-    def layout(size: Size, count: int) -> Iterator[Piece]:
+    def layout(size: Size) -> Iterator[Piece]:
         if frames > 1 and min(size) < factor:
             scale = max(factor / size[1], factor / size[0])
             size = int(size[0] * scale), int(size[1] * scale)
@@ -115,7 +115,7 @@ def _gemma3(files: ModelFiles) -> Layout:
     if files.images.get("do_pan_and_scan"):
         raise KeyError("do_pan_and_scan")
     tokens = files.side("image_seq_length", files.processor, default=files.config.get("mm_tokens_per_image", 256))
-    return lambda size, count: iter((tokens,))
+    return lambda size: iter((tokens,))
 
 
 def _gemma4(files: ModelFiles) -> Layout:
@@ -123,7 +123,7 @@ def _gemma4(files: ModelFiles) -> Layout:
     side = files.side("patch_size", default=16) * files.side("pooling_kernel_size", default=3)
     most = files.side("max_soft_tokens", default=280)
 
-    def layout(size: Size, count: int) -> Iterator[Piece]:
+    def layout(size: Size) -> Iterator[Piece]:
         scale = math.sqrt(most * side**2 / (size[0] * size[1]))
         width, height = (math.floor(scale * each / side) for each in size)
         if not height:
@@ -145,7 +145,7 @@ def _pixtral(files: ModelFiles) -> Layout:
     )
     longest = files.edge("longest_edge", default=1024)
 
-    def layout(size: Size, count: int) -> Iterator[Piece]:
+    def layout(size: Size) -> Iterator[Piece]:
         ratio = max(size) / longest
         if ratio > 1:
             size = math.floor(size[0] / ratio), math.floor(size[1] / ratio)
@@ -161,7 +161,7 @@ def _llava(files: ModelFiles) -> Layout:
     if files.vision.get("model_type") == "pixtral":
         return _pixtral(files)
     tokens = _clip(files)[2]
-    return lambda size, count: iter((tokens,))
+    return lambda size: iter((tokens,))
 
 
 def _llava_next(files: ModelFiles) -> Layout:
@@ -169,7 +169,7 @@ def _llava_next(files: ModelFiles) -> Layout:
     tile, per_tile, whole = _clip(files)
     pinpoints = files.images.get("image_grid_pinpoints") or files.config["image_grid_pinpoints"]
 
-    def layout(size: Size, count: int) -> Iterator[Piece]:
+    def layout(size: Size) -> Iterator[Piece]:
         columns, rows = _unpadded(size, pinpoints, tile, per_tile)
         yield whole + columns * rows + rows
 
@@ -187,7 +187,7 @@ def _clip(files: ModelFiles) -> tuple[int, int, int]:
 
 
 def _llava_onevision(files: ModelFiles) -> Layout:
-    """The same with at most a number of tiles' patches; only the whole image, and one mark, where there are several images."""
+    """The same with at most a number of tiles' patches. Among several images it would have other tokens: shards take one."""
     tile = files.edge("height", "shortest_edge")
     tokens = files.side("num_image_tokens", files.processor, default=files.patches)
     per_tile = math.isqrt(tokens)
@@ -197,10 +197,7 @@ def _llava_onevision(files: ModelFiles) -> Layout:
     limit = files.processor.get("vision_aspect_ratio") or files.config.get("vision_aspect_ratio") or "anyres_max_9"
     most = int(limit.removeprefix("anyres_max_"))
 
-    def layout(size: Size, count: int) -> Iterator[Piece]:
-        if count > 1:
-            yield whole + 1
-            return
+    def layout(size: Size) -> Iterator[Piece]:
         columns, rows = _unpadded(size, pinpoints, tile, per_tile)
         ratio = math.sqrt(rows * columns / (most * per_tile**2))
         if ratio > 1.1:
@@ -238,7 +235,7 @@ def _idefics3(files: ModelFiles) -> Layout:
     splits = files.images.get("do_image_splitting", True)
     around = "<fake_token_around_image>"
 
-    def layout(size: Size, count: int) -> Iterator[Piece]:
+    def layout(size: Size) -> Iterator[Piece]:
         columns, rows = _tiled(size, tile, longest)
         if splits and columns * rows > 1:
             for row in range(1, rows + 1):
@@ -284,7 +281,7 @@ def _internvl(files: ModelFiles) -> Layout:
     own = int(files.patches * files.config.get("downsample_ratio", 0.5) ** 2)
     tokens = files.side("image_seq_length", files.processor, default=own)
 
-    def layout(size: Size, count: int) -> Iterator[Piece]:
+    def layout(size: Size) -> Iterator[Piece]:
         width, height = size
         grids = [(x, y) for x in range(1, most + 1) for y in range(1, most + 1) if least <= x * y <= most]
         best, nearest = (1, 1), math.inf
@@ -310,7 +307,7 @@ def _llama4(files: ModelFiles) -> Layout:
     grids = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
     largest = files.images.get("resize_to_max_canvas", False)
 
-    def layout(size: Size, count: int) -> Iterator[Piece]:
+    def layout(size: Size) -> Iterator[Piece]:
         sides = np.array(grids) * tile
         # In the precision of the library: equal scales decide.
         scales = (sides / np.array(size[::-1])).astype(np.float32).min(axis=1)

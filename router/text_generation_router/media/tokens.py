@@ -89,7 +89,7 @@ class ImageTokens:
             at = ids.index(self._replaced_id, start)
             prompt += ids[start:at]
             offset, start = len(prompt), at + 1
-            for piece in self._layout(size, len(pictures)):
+            for piece in self._layout(size):
                 prompt += array("I", [self._image_id]) * piece if isinstance(piece, int) else self._encode(piece)
             media.append(PlacedImage(offset, len(prompt) - offset, image))
         return prompt + ids[start:] if media else ids, tuple(media)
