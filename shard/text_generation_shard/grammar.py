@@ -88,6 +88,10 @@ class Matcher:
         """Return a matcher in the same state, which advances by itself."""
         return replace(self, raw=self.raw.deep_copy())
 
+    def count(self, ahead: Matcher) -> None:
+        """Count the masks of a copy that went ahead as its own; none of them ends the sequence, which may go another way."""
+        self.is_slow, self._slow_masks, self._spent_s = ahead.is_slow, ahead._slow_masks, ahead._spent_s
+
     @without_panics
     def compute(self, words: int) -> NDArray[np.int32]:
         """Return the next mask in `words` of 32 bits, and count its CPU time."""
@@ -95,10 +99,11 @@ class Matcher:
         started = time.thread_time()
         self.raw.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         seconds = time.thread_time() - started
-        self._spent_s += seconds
+        self.is_slow = seconds > SLOW_MASK_S or self._slow_masks >= MAX_SLOW_MASKS
+        if self.is_slow:
+            self._slow_masks += 1
+            self._spent_s += seconds
         self._exceeds = seconds > MASK_BUDGET_S or self._spent_s > SLOW_MASKS_BUDGET_S
-        self._slow_masks += seconds > SLOW_MASK_S
-        self.is_slow = seconds > SLOW_MASK_S or self._slow_masks > MAX_SLOW_MASKS
         return mask
 
     def compute_first(self, words: int) -> None:

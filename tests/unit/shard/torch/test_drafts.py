@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 from byte_tokenizer import END, write_tokenizer
 from engine_driver import Driver, Stream
 from reference_kernels import reference_engine
@@ -18,10 +19,15 @@ from tiny_transformers import SHAPE, random_model, save
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
 from text_generation_proto.values import Grammar, GrammarKind, Sampling, Stopping, WarmUpLimits
+from text_generation_shard import grammar
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, TopTokens
+from text_generation_shard.engine import Engine, NewSequence, TopTokens
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.engine.verification import verifying_rows
+from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.grammar import load_grammars
+from text_generation_shard.step.masks import TokenMasks
+from text_generation_shard.step.sequence import Sequence, StepRow
 
 FULL_REQUESTS = 10_000
 REQUESTS = FULL_REQUESTS if os.environ.get("TEST_FULL") == "1" else 60
@@ -205,3 +211,20 @@ def test_drafts_change_nothing(driver: Driver, cache: str, kind: str, seed: int)
     plain, drafted = with_and_without(driver, seed, kind)
     drafted.check_equal(plain, TOLERANCES[cache])
     assert drafted.accepted > 10
+
+
+def test_slow_masks_of_drafts_count_as_those_of_their_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = write_tokenizer(tmp_path).token_to_id("a")
+    grammars = load_grammars(str(tmp_path), (END,))
+    assert grammars is not None
+    matcher = grammars.build(Grammar(GrammarKind.REGEX, "a*")).result()
+    matcher.beside = None
+    sequence = Sequence.of(NewSequence(0, (5,), Stopping(max_new_tokens=9)))
+    sequence.matcher = matcher
+    row = StepRow(sequence, 0, 3, True, drafts=(a, a))
+    times = iter((0.0, 0.0001, 1.0, 1.0001, 2.0, 2.01))  # the mask behind the last draft is slow
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(times))
+    _, found = verifying_rows(row, TokenHistories(torch.device("cpu")), TokenMasks(grammars, 300), 300)
+    assert [mask is not None and mask.failure for mask in found] == [None] * 3
+    assert not matcher.is_quick
+    assert matcher.problem is None

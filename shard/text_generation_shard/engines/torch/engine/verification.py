@@ -41,6 +41,8 @@ def verifying_rows(
                 matcher.accept(draft)
         sequence.tokens.append(draft)
         sequence.generated += 1
+    if sequence.matcher is not None and matcher is not None:
+        sequence.matcher.count(matcher)
     del sequence.tokens[known:]
     sequence.generated = generated
     return rows, allowed
