@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 NUM_BUFFERS = 3
@@ -28,7 +30,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else ASSUMED_CAPABILITY
 
 
-def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(values: Sequence[float] | NDArray[np.int64], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return [len(values)] on the device. `dtype` must exist in numpy, which reads a list in half of torch's time."""
     host = torch.empty(len(values), dtype=dtype, pin_memory=device.type == "cuda")
     host.numpy()[:] = values

@@ -24,6 +24,7 @@ from text_generation_common.one_line import typed_line
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import Failure, NewSequence
 from text_generation_shard.engines.torch.attention.step import StepImages
+from text_generation_shard.engines.torch.device.copies import upload
 from text_generation_shard.step.sequence import Sequence as StepSequence
 from text_generation_shard.step.sequence import StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
@@ -198,9 +199,9 @@ class ImageSteps:
             if row.samples:
                 row.sequence.images = PromptImages([], [], None, images.shift)
         return StepImages(
-            torch.from_numpy(np.concatenate(places)).to(device) if places else None,
+            upload(np.concatenate(places), torch.int64, device) if places else None,
             torch.cat(parts, dim=1) if parts else None,
-            None if positions is None else torch.from_numpy(positions).to(device),
+            None if positions is None else upload(positions.ravel(), torch.int64, device).view(3, -1),
         )
 
 
