@@ -11,6 +11,8 @@ from collections.abc import Callable
 from struct import Struct, error, unpack_from
 from typing import Any
 
+from text_generation_common.exif import orientation
+
 SIZE = Struct(">II")
 """Width and height in pixels."""
 MAX_SCANS = 100
@@ -32,7 +34,7 @@ def measure(config: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]]:
 
 
 def image_size(data: bytes, max_pixels: int) -> Size:
-    """Return width and height. Raises BadImage."""
+    """Return width and height of the upright image. Raises BadImage."""
     read = next((read for beginning, read in FORMATS.items() if data.startswith(beginning)), None)
     if read is None:
         raise BadImage("it is no PNG, JPEG, WebP or GIF")
@@ -73,7 +75,7 @@ def _png(data: bytes) -> Size:
 
 
 def _jpeg(data: bytes) -> Size:
-    size, at = None, 2
+    size, at, exif = None, 2, b""
     while True:
         while data[at] == data[at + 1] == 0xFF:  # fill bytes
             at += 1
@@ -87,12 +89,16 @@ def _jpeg(data: bytes) -> Size:
                 raise BadImage("it is a JPEG of a kind that is not supported")
             height, width = unpack_from(">HH", data, at + 5)
             size = width, height
-        at += 2 + unpack_from(">H", data, at + 2)[0]
+        end = at + 2 + unpack_from(">H", data, at + 2)[0]
+        if marker == 0xE1 and data.startswith(b"Exif\0\0", at + 4):
+            exif += data[at + 10 : end]
+        at = end
     if data.find(b"\xff\xd9", at) < 0:
         raise BadImage(TRUNCATED)
     if data.count(b"\xff\xda", at) > MAX_SCANS:
         raise BadImage(f"it is a JPEG of more than {MAX_SCANS} scans")
-    return size or (0, 0)
+    width, height = size or (0, 0)
+    return (height, width) if orientation(exif) >= 5 else (width, height)
 
 
 def _webp(data: bytes) -> Size:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from pictures import picture
-from PIL import Image
+from PIL import Image, ImageOps
 
 from text_generation_router.media.headers import BadImage, image_size
 
@@ -30,6 +30,20 @@ def test_the_size_is_that_of_the_decoder(kind: str, size: tuple[int, int]) -> No
             file = io.BytesIO()
             Image.effect_noise(size, 50).convert(mode).save(file, kind, **option)  # type: ignore[arg-type]
             assert image_size(file.getvalue(), MOST) == size
+
+
+@pytest.mark.parametrize("turned", [*range(10), None])
+def test_the_size_is_that_of_the_upright_photo(turned: int | None) -> None:
+    exif = Image.Exif()
+    exif[0x010F] = "maker"
+    if turned is not None:
+        exif[0x0112] = turned
+    for endian in ("<", ">"):
+        exif.endian = endian
+        file = picture(13, 7, kind="JPEG", exif=exif)
+        assert image_size(file, MOST) == ImageOps.exif_transpose(Image.open(io.BytesIO(file))).size
+    cut_off = picture(13, 7, kind="JPEG", exif=exif.tobytes()[:-30])
+    assert image_size(cut_off, MOST) in ((13, 7), (7, 13))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import Driver
 from full_grid import full
+from PIL import Image, ImageOps
 from reference_kernels import reference_engine
 from vision_models import Prompt, VisionModel, decoded, picture, vision_configs
 
@@ -210,6 +212,20 @@ def test_formats(small: tuple[VisionModel, TorchEngine], file_format: str) -> No
     stream = driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt))
     driver.run()
     assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
+def test_a_photo_is_upright(small: tuple[VisionModel, TorchEngine]) -> None:
+    images = small[1]._images
+    assert images is not None
+    stored = Image.open(BytesIO(picture(71, 45)))
+    for orientation in range(1, 9):
+        exif, photo, upright = Image.Exif(), BytesIO(), BytesIO()
+        exif[0x0112] = orientation
+        stored.save(photo, "JPEG", exif=exif)
+        ImageOps.exif_transpose(Image.open(photo)).save(upright, "PNG")
+        found, expected = (images.encoder._inputs(file.getvalue(), 1) for file in (photo, upright))
+        assert torch.equal(found["pixel_values"], expected["pixel_values"])
+        assert torch.equal(found["image_grid_thw"], expected["image_grid_thw"])
 
 
 def test_a_model_without_its_encoder_serves_texts(small: tuple[VisionModel, TorchEngine]) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from text_generation_common.exif import orientation
 from text_generation_common.one_line import one_line
 from text_generation_common.progress import phase
 from text_generation_shard.config import ShardConfig
@@ -41,6 +42,17 @@ from text_generation_shard.grammar import lower_priority
 from text_generation_shard.json_object import JsonObject
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+TURNS = (
+    None,
+    Image.Transpose.FLIP_LEFT_RIGHT,
+    Image.Transpose.ROTATE_180,
+    Image.Transpose.FLIP_TOP_BOTTOM,
+    Image.Transpose.TRANSPOSE,
+    Image.Transpose.ROTATE_270,
+    Image.Transpose.TRANSVERSE,
+    Image.Transpose.ROTATE_90,
+)
+"""The operations that make images upright, by orientation, from 1 on."""
 MAX_PIXELS = 1 << 26
 """Most pixels of an image: they are decoded to four bytes each."""
 WORKERS = 2
@@ -122,8 +134,9 @@ class LibraryImages:
             image = Image.open(BytesIO(data), formats=FORMATS)
             if (pixels := image.width * image.height) > MAX_PIXELS:
                 raise ImageError(f"image {number} has {pixels} pixels, more than {MAX_PIXELS}")
-            # As it is stored: the router counts the tokens by the size in the header.
-            return self._processed(image.convert("RGB"))
+            # The router counts the tokens by the size in the header and the same orientation, which it reads in JPEGs.
+            turn = TURNS[orientation(image.info.get("exif", b"")) - 1] if data.startswith(b"\xff\xd8") else None
+            return self._processed(image.convert("RGB") if turn is None else image.convert("RGB").transpose(turn))
         except ImageError:
             raise
         except Exception as error:  # noqa: BLE001 – decoders and processors raise errors of many kinds

@@ -1,0 +1,26 @@
+"""The orientation of a photo, as router and shard read it: it decides the sides of the image, and so its tokens."""
+
+from __future__ import annotations
+
+from struct import error, unpack_from
+
+ORIENTATION = 0x0112
+
+
+def orientation(exif: bytes) -> int:
+    """Return the orientation that the EXIF segments of a JPEG tell, 1 (upright) to 8; 1 if they tell none.
+
+    From 5 on, width and height of the upright image are height and width of the stored one.
+    """
+    tiff = exif.removeprefix(b"Exif\0\0")
+    order = "<" if tiff.startswith(b"II") else ">"
+    try:
+        (start,) = unpack_from(f"{order}I", tiff, 4)
+        (entries,) = unpack_from(f"{order}H", tiff, start)
+        for entry in range(start + 2, start + 2 + 12 * entries, 12):
+            tag, _, _, value = unpack_from(f"{order}HHIH", tiff, entry)
+            if tag == ORIENTATION:
+                return value if 1 <= value <= 8 else 1
+    except error:  # cut off, or no EXIF
+        pass
+    return 1
