@@ -47,7 +47,7 @@ class Waiter:
 
 @dataclass
 class Naive:
-    """The rules without data structures. It never forgets a tenant, which makes no visible difference."""
+    """The rules without data structures."""
 
     weights: dict[TenantId, float]
     queued: list[Waiter] = field(default_factory=list)
@@ -104,6 +104,14 @@ class Naive:
         waiter.aside = False
         if waited and not self.waiting():
             self.virtual_time = self.level = max(self.level, self.counters[waiter.qos.tenant])
+        self.left(waiter.qos.tenant)
+
+    def left(self, tenant: TenantId) -> None:
+        """If a tenant is idle now, forget all that are, unless they are in debt."""
+        least, idle = self.least, self.counters.keys() - self.active
+        if tenant not in idle:
+            return
+        self.counters = {t: counter for t, counter in self.counters.items() if t not in idle or counter > least}
 
     def charge(self, tenant: TenantId, tokens: int) -> None:
         self.meet(tenant)
@@ -152,8 +160,8 @@ class QueueMachine(RuleBasedStateMachine):
             tenant = expected.qos.tenant
             self.queue.started(expected.sequence)
             self.queue.remove(expected.sequence)
-            self.model.take_out(expected)
             self.model.running[tenant] += 1
+            self.model.take_out(expected)
             self.charge(expected, expected.work)
             self.running.append(expected)
 
@@ -169,6 +177,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.put(waiter)
             self.queue.requeue(waiter.sequence)
         self.model.running[tenant] -= 1
+        self.model.left(tenant)
         self.queue.ended(waiter.sequence)
 
     @precondition(lambda self: self.running)
@@ -233,3 +242,28 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(stateful_step_count=60)
+
+
+def test_a_tenant_that_was_raised_and_served_nothing_enters_like_a_new_one_after_a_correction() -> None:
+    machine, (a, b, c, _) = QueueMachine(), TENANTS
+    machine.start({})
+
+    def put(tenant: TenantId) -> None:
+        machine.put(tenant, Priority.DEFAULT, 500, None, 0)
+        machine.the_figures_are_right()
+        machine.the_same_goes_next()
+
+    def leave(waiter: Waiter) -> None:
+        machine.model.take_out(waiter)
+        machine.queue.remove(waiter.sequence)
+
+    put(b)
+    machine.serve(1)
+    put(b)
+    put(a)
+    leave(machine.model.queued[-1])  # it entered at the counter of b
+    machine.charge(machine.running[0], -100)
+    put(a)
+    put(c)
+    leave(machine.model.queued[0])
+    machine.the_same_goes_next()

@@ -16,7 +16,7 @@ their counters keep up with it.
 The jobs of a tenant (a session and its sub-agents) have accounts of the same kind, in a `Tenants` of its own.
 
 Memory: an idle tenant is forgotten unless it is in debt (its counter is above the value at which it would enter). The
-MAX_IDLE largest debts are kept.
+MAX_IDLE largest debts are kept. A later correction may lower that value: a tenant that was forgotten enters like a new one.
 """
 
 from __future__ import annotations
