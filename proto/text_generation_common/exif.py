@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from struct import error, unpack_from
-
-ORIENTATION = 0x0112
 
 
 def orientation(exif: bytes) -> int:
@@ -14,13 +13,11 @@ def orientation(exif: bytes) -> int:
     """
     tiff = exif.removeprefix(b"Exif\0\0")
     order = "<" if tiff.startswith(b"II") else ">"
-    try:
-        (start,) = unpack_from(f"{order}I", tiff, 4)
-        (entries,) = unpack_from(f"{order}H", tiff, start)
-        for entry in range(start + 2, start + 2 + 12 * entries, 12):
+    with suppress(error):  # cut off, or no EXIF
+        start = unpack_from(f"{order}I", tiff, 4)[0] + 2
+        (entries,) = unpack_from(f"{order}H", tiff, start - 2)
+        for entry in range(start, start + 12 * entries, 12):
             tag, _, _, value = unpack_from(f"{order}HHIH", tiff, entry)
-            if tag == ORIENTATION:
+            if tag == 0x0112:
                 return value if 1 <= value <= 8 else 1
-    except error:  # cut off, or no EXIF
-        pass
     return 1

@@ -42,17 +42,8 @@ from text_generation_shard.grammar import lower_priority
 from text_generation_shard.json_object import JsonObject
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-TURNS = (
-    None,
-    Image.Transpose.FLIP_LEFT_RIGHT,
-    Image.Transpose.ROTATE_180,
-    Image.Transpose.FLIP_TOP_BOTTOM,
-    Image.Transpose.TRANSPOSE,
-    Image.Transpose.ROTATE_270,
-    Image.Transpose.TRANSVERSE,
-    Image.Transpose.ROTATE_90,
-)
-"""The operations that make images upright, by orientation, from 1 on."""
+TURNS = (None, *map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)))
+"""The operations that make an image upright, by its orientation, from 1 on."""
 MAX_PIXELS = 1 << 26
 """Most pixels of an image: they are decoded to four bytes each."""
 WORKERS = 2
