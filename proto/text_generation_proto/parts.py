@@ -5,10 +5,11 @@ Orders ──split──► part, part, …, last part ──Joiner──► Ord
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as GenericMessage
 
 from text_generation_proto.v1 import shard_pb2 as pb
 
@@ -33,15 +34,52 @@ class BadParts(ValueError):
     """The parts of a message are too large together, or form none."""
 
 
-def split(message: Message) -> Iterator[Message]:
-    """Yield the messages to send for `message`: itself unless it is too large."""
-    if message.ByteSize() <= MAX_WHOLE_BYTES:
-        yield message
-        return
-    whole = message.SerializeToString()
-    for start in range(0, len(whole), MAX_WHOLE_BYTES):
-        end = start + MAX_WHOLE_BYTES
-        yield type(message)(part=whole[start:end], more=end < len(whole))
+def split(message: Message, files: Mapping[bytes, bytes] = {}) -> Iterator[Message]:
+    """Yield the messages to send for `message`: itself unless it is too large.
+
+    Orders may lack the data of images, which `files` has by digest. It is copied part by part.
+    """
+    pieces = _pieces(message, files) if files and isinstance(message, pb.Orders) else [message.SerializeToString()]
+    part = bytearray()
+    for piece in pieces:
+        if not files and len(piece) <= MAX_WHOLE_BYTES:
+            yield message
+            return
+        for start in range(0, len(piece), MAX_WHOLE_BYTES):
+            part += memoryview(piece)[start : start + MAX_WHOLE_BYTES]
+            if len(part) > MAX_WHOLE_BYTES:
+                yield type(message)(part=bytes(part[:MAX_WHOLE_BYTES]), more=True)
+                del part[:MAX_WHOLE_BYTES]
+    yield type(message)(part=bytes(part))
+
+
+def _pieces(orders: pb.Orders, files: Mapping[bytes, bytes]) -> Iterator[bytes]:
+    """Yield serialized orders in pieces; each of `files` is one."""
+    rest = pb.Orders()
+    rest.CopyFrom(orders)
+    rest.ClearField("placements")
+    yield rest.SerializeToString()
+    for placement in orders.placements:
+        pieces: list[bytes] = []
+        for media in placement.media:
+            data = files[media.digest]
+            head = media.SerializeToString() + _head(pb.Media, "data", len(data))
+            pieces += [_head(pb.NewSequence, "media", len(head) + len(data)) + head, data]
+        placement.ClearField("media")
+        plain = placement.SerializeToString()
+        yield _head(pb.Orders, "placements", len(plain) + sum(map(len, pieces))) + plain
+        yield from pieces
+
+
+def _head(kind: type[GenericMessage], field: str, size: int) -> bytes:
+    """Return the bytes before a value of this many bytes in a serialized message: number and type of the field, and the size."""
+    head = bytearray()
+    for number in (kind.DESCRIPTOR.fields_by_name[field].number << 3 | 2, size):
+        while number > 0x7F:
+            head.append(number & 0x7F | 0x80)
+            number >>= 7
+        head.append(number)
+    return bytes(head)
 
 
 class Joiner(Generic[Message]):

@@ -13,18 +13,24 @@ import orjson
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, GrammarKind, Stopping, TraceContext
-from text_generation_router.request import LogprobJson, PlacedImage, TenantId, TopToken
+from text_generation_router.request import LogprobJson, TenantId, TopToken
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
 
 NO_TRACE = TraceContext("")
 
 
 def orders_to_pb(
-    orders: SchedulerOutput, eos_token_ids: Sequence[int], *, own_cache: bool = False, shares_prompts: bool = False
+    orders: SchedulerOutput,
+    eos_token_ids: Sequence[int],
+    *,
+    own_cache: bool = False,
+    shares_prompts: bool = False,
+    files: dict[bytes, bytes] | None = None,
 ) -> pb.Orders:
     """Convert orders. `eos_token_ids` are the model's; `own_cache` is True if the engine keeps its own prefix cache.
 
     With `shares_prompts`, prompt and images of several sequences, which requests for several answers have, are sent once.
+    `files`, if given, gets the data of images by digest, in place of the orders.
     """
     message = pb.Orders(number=orders.number, release=orders.release)
     eos = frozenset(eos_token_ids)
@@ -34,7 +40,13 @@ def orders_to_pb(
         if shares_prompts and not placement.generated:
             first = places.setdefault((id(placement.request.prompt), id(placement.request.media)), number)
         prompt_of = 0 if first == number else first
-        _add_sequence(message, placement, eos, own_cache=own_cache, prompt_of=prompt_of)
+        added = _add_sequence(message, placement, eos, own_cache=own_cache, prompt_of=prompt_of)
+        for each in () if prompt_of else placement.request.media:
+            media = added.media.add(offset=each.offset, tokens=each.tokens, digest=each.image.digest)
+            if files is None:
+                media.data = each.image.data
+            else:
+                files[each.image.digest] = each.image.data
     for slot, blocks in orders.allocations:
         message.allocation_slots.append(slot)
         message.allocation_counts.append(len(blocks))
@@ -53,8 +65,8 @@ def orders_to_pb(
 
 def _add_sequence(
     message: pb.Orders, placement: Placement, eos_token_ids: frozenset[int], *, own_cache: bool, prompt_of: int
-) -> None:
-    """Add a placement to orders, where it is made: a long prompt is not copied."""
+) -> pb.NewSequence:
+    """Add a placement without images to orders, where it is made: a long prompt is not copied."""
     request, generated = placement.request, len(placement.generated)
     stopping = Stopping(
         max_new_tokens=request.max_new_tokens - generated,
@@ -66,10 +78,9 @@ def _add_sequence(
     logprobs = request.logprobs.without_prompt() if generated else request.logprobs
     trace = request.trace or NO_TRACE
     known = [*request.prompt, *placement.generated] if generated else request.prompt
-    message.placements.add(
+    return message.placements.add(
         slot=placement.slot,
         prompt=() if prompt_of else known,
-        media=() if prompt_of else media_to_pb(request.media),
         prompt_of=prompt_of,
         generated_tokens=request.replayed or generated,
         blocks=placement.blocks,
@@ -91,14 +102,6 @@ def _add_sequence(
 @lru_cache(maxsize=1024)
 def _draft_scope(tenant: TenantId, salt: str) -> str:
     return hashed_salt(f"{tenant}\n{salt}") if tenant or salt else ""
-
-
-def media_to_pb(media: Sequence[PlacedImage]) -> list[pb.Media]:
-    """Convert the images of a prompt."""
-    return [
-        pb.Media(offset=each.offset, tokens=each.tokens, digest=each.image.digest, data=each.image.data)
-        for each in media
-    ]
 
 
 def grammar_kinds_from_pb(kinds: Sequence[pb.GrammarKind.ValueType]) -> frozenset[GrammarKind]:

@@ -253,13 +253,15 @@ class ReplicaConnection:
                 for placement in orders.placements:
                     context.listeners.placed(placement.request.id, placement.own_cached_tokens, self._number)
                 try:
+                    files: dict[bytes, bytes] = {}
                     message = orders_to_pb(
                         orders,
                         self._eos_token_ids,
                         own_cache=self._own_cache,
                         shares_prompts=self._shares_prompts,
+                        files=files,
                     )
-                    for part in split(message):
+                    for part in split(message, files):
                         await call.write(part)
                 except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:  # gRPC does not say how it ended
                     self.stopped = True

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import orjson
 
 from text_generation_proto import convert
+from text_generation_proto.v1 import shard_pb2 as v1
 from text_generation_proto.values import Stopping, TraceContext
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import GenerationFailed, ServingError, error_classes
@@ -26,7 +27,6 @@ from text_generation_router.request import (
 )
 from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster import ClusterInfo, MemberInfo
-from text_generation_router.shards.convert import media_to_pb
 from text_generation_router.worker_link.link import LinkBroken
 
 INFO = "info"
@@ -53,7 +53,7 @@ def text_from_pb(text: bytes) -> str:
 
 
 def request_to_pb(request: Request, number: RequestId, progress: RequestProgress | None = None) -> pb.Submit:
-    """Convert a request, under a number of its own; `progress` if it was accepted before."""
+    """Convert a request without the data of its images, under a number of its own; `progress` if it was accepted before."""
     qos, trace = request.qos, request.trace or TraceContext("")
     stopping = Stopping(
         request.max_new_tokens, stop_token_ids=request.stop_token_ids, min_new_tokens=request.min_new_tokens
@@ -61,7 +61,7 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
     return pb.Submit(
         request=number,
         prompt=request.prompt,
-        media=media_to_pb(request.media),
+        media=[v1.Media(offset=each.offset, tokens=each.tokens, digest=each.image.digest) for each in request.media],
         accepted=progress is not None,
         generated=() if progress is None else progress.generated,
         moves=0 if progress is None else progress.moves.total,
@@ -85,10 +85,11 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
     )
 
 
-def request_from_pb(message: pb.Submit, before: Request | None = None) -> Request:
+def request_from_pb(message: pb.Submit, images: Sequence[bytes] = (), before: Request | None = None) -> Request:
     """Convert it back: the part of a request that scheduler and shards use. Raises LinkBroken.
 
-    Prompt and images that are equal to those of the request `before` are these objects: a request for many answers has them once.
+    `images` are the data of its images. Prompt and images that are equal to those of the request `before` are these objects: a
+    request for many answers has them once.
     """
     stopping = convert.stopping_from_pb(message.stopping)
     if not message.prompt or not stopping.max_new_tokens > 0 or not len(message.generated) < stopping.max_new_tokens:
@@ -96,7 +97,10 @@ def request_from_pb(message: pb.Submit, before: Request | None = None) -> Reques
     if message.priority not in _PRIORITIES:
         raise LinkBroken("a request of an unknown priority")
     prompt: Sequence[TokenId] = array("I", message.prompt)
-    media = tuple(PlacedImage(each.offset, each.tokens, ImageFile(each.digest, each.data)) for each in message.media)
+    if len(images) != len(message.media):
+        raise LinkBroken("a request without the data of its images")
+    placed = zip(message.media, images, strict=True)
+    media = tuple(PlacedImage(each.offset, each.tokens, ImageFile(each.digest, data)) for each, data in placed)
     if before is not None and (prompt, media) == (before.prompt, before.media):
         prompt, media = before.prompt, before.media
     qos = QualityOfService(

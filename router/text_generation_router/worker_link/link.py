@@ -15,7 +15,11 @@ from google.protobuf.message import DecodeError, Message
 LENGTH = struct.Struct("<I")
 """The length of a frame before its bytes."""
 MAX_FRAME_BYTES = 1 << 28
-"""Largest message. The largest that is sent has the log-probabilities of a long prompt's tokens."""
+"""Largest message, and data before one. The largest that is sent has the log-probabilities of a long prompt's tokens."""
+DATA = 1 << 31
+"""Set in the length of a frame of data."""
+DATA_BYTES = 1 << 20
+"""Bytes of such a frame. A shorter one, which may be empty, ends a piece of data: the event loop runs between them."""
 MAX_UNREAD_BYTES = 1 << 28
 """Bytes that the other end has not read; beyond it the connection is cut off. A worker that writes the log-probabilities of many
 long prompts is seconds and tens of megabytes behind; one that hangs is killed before it reaches the limit."""
@@ -61,7 +65,11 @@ class Link(asyncio.Protocol, Generic[Received]):
         """Bytes of `_rest` that must be there before it is looked at again: a large frame comes in thousands of pieces."""
         self._resuming = False
         """True while whole frames in `_rest` wait for the next iteration of the event loop, and nothing is read."""
-        self._unsent: list[bytes] = []
+        self._unsent: list[bytes | memoryview] = []
+        self._part: list[bytes] = []
+        """The data that has not ended."""
+        self.data: list[bytes] = []
+        """The pieces of data that came, until they are taken."""
 
     @property
     def closed(self) -> bool:
@@ -112,13 +120,15 @@ class Link(asyncio.Protocol, Generic[Received]):
         self._needed = LENGTH.size
         while size - start >= LENGTH.size and not self.closed:
             (length,) = LENGTH.unpack_from(data, start)
+            is_data, length = length & DATA, length & ~DATA
             if length > MAX_FRAME_BYTES:
                 raise LinkBroken(f"a frame of {length} bytes")
             end = start + LENGTH.size + length
             if end > size:
                 self._needed = end - start
                 break
-            self._on_message(self._received.FromString(data[start + LENGTH.size : end]))
+            frame = data[start + LENGTH.size : end]
+            self._take_data(frame) if is_data else self._on_message(self._received.FromString(frame))
             start = end
             if start >= HANDLED_AT_ONCE and start < size and self._transport is not None:
                 self._resuming = True
@@ -126,6 +136,14 @@ class Link(asyncio.Protocol, Generic[Received]):
                 self._loop.call_soon(self._resume)
                 break
         return start
+
+    def _take_data(self, frame: bytes) -> None:
+        self._part.append(frame)
+        if sum(map(len, (*self.data, *self._part))) > MAX_FRAME_BYTES:
+            raise LinkBroken("too much data")
+        if len(frame) < DATA_BYTES:
+            self.data.append(b"".join(self._part))
+            self._part.clear()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._transport is not None:
@@ -135,9 +153,18 @@ class Link(asyncio.Protocol, Generic[Received]):
     def send(self, message: Message) -> None:
         """Send a message at the end of this iteration of the event loop; no-op once the connection has ended."""
         frame = message.SerializeToString()
+        self._add(len(frame), frame)
+
+    def send_data(self, data: bytes) -> None:
+        """Send a piece of data, which belongs to the next message, in frames."""
+        for start in range(0, len(data) + 1, DATA_BYTES):
+            part = memoryview(data)[start : start + DATA_BYTES]
+            self._add(DATA | len(part), part)
+
+    def _add(self, length: int, frame: bytes | memoryview) -> None:
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent.append(LENGTH.pack(len(frame)))
+        self._unsent.append(LENGTH.pack(length))
         self._unsent.append(frame)
 
     def _flush(self) -> None:

@@ -149,7 +149,8 @@ class RemoteCluster(ClusterInterface):
         request = live.request
         if live.scored:
             request = replace(request, logprobs=request.logprobs.without_prompt())
-        self.link.send(pb.FromWorker(submit=request_to_pb(request, number, live.progress)))
+        images = [each.image.data for each in request.media]
+        self.link.send(pb.FromWorker(submit=request_to_pb(request, number, live.progress)), images)
         live.accepted = True
 
     def _submit_again(self) -> None:

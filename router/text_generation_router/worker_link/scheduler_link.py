@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -78,9 +78,11 @@ class SchedulerLink:
         if self._link is not None:
             self._link.close()
 
-    def send(self, message: Message) -> None:
-        """Send a message; no-op without a connection."""
+    def send(self, message: Message, data: Iterable[bytes] = ()) -> None:
+        """Send a message after the data that belongs to it; no-op without a connection."""
         if self._link is not None:
+            for each in data:
+                self._link.send_data(each)
             self._link.send(message)
 
     async def _connect(self) -> None:

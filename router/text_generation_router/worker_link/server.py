@@ -161,7 +161,8 @@ class WorkerConnection:
 
     def _submit(self, message: pb.Submit) -> None:
         server, progress = self._server, progress_from_pb(message)
-        request, cluster = request_from_pb(message, self._last), server.cluster
+        images, self.link.data = self.link.data, []
+        request, cluster = request_from_pb(message, images, self._last), server.cluster
         self._last = request
         if request.id in server.delivery:
             raise LinkBroken("a request was submitted twice")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
 
+from text_generation_proto.parts import MAX_WHOLE_BYTES, Joiner, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
 from text_generation_router.request import (
@@ -107,6 +109,20 @@ def test_images_are_sent_with_their_prompt_and_again_when_a_request_moves() -> N
     assert [[media.data for media in each.media] for each in orders.placements] == [[b"red"], [], [b"blue"], [b"red"]]
     media = orders.placements[2].media[0]
     assert (media.offset, media.tokens, media.digest) == (1, 2, b"2")
+
+
+@pytest.mark.parametrize("size", [1, 200, MAX_WHOLE_BYTES - 300, MAX_WHOLE_BYTES, 2 * MAX_WHOLE_BYTES + 1])
+def test_the_data_of_images_is_sent_in_parts_beside_the_orders(size: int) -> None:
+    red, blue = (PlacedImage(1, 2, ImageFile(data[:1], data)) for data in (b"r" * size, b"b" * (size // 2 + 1)))
+    requests = [PLAIN, replace(PLAIN, media=(red, blue)), replace(PLAIN, media=(blue,)), PLAIN]
+    placements = tuple(Placement(slot, request, (), (slot,)) for slot, request in enumerate(requests))
+    output = SchedulerOutput(1, placements=placements, prefill=((1, 3),))
+    files: dict[bytes, bytes] = {}
+    parts = list(split(orders_to_pb(output, [2], shares_prompts=True, files=files), files))
+    assert all(0 < len(each.part) <= MAX_WHOLE_BYTES for each in parts)
+    *most, last = map(Joiner[pb.Orders](sys.maxsize).join, parts)
+    assert most == [None] * len(most)
+    assert last == orders_to_pb(output, [2], shares_prompts=True)
 
 
 @pytest.mark.parametrize(("prompt_of", "prompt"), [(2, ()), (3, ()), (1, (5,))])

@@ -24,9 +24,10 @@ from text_generation_router.errors import ServingError, error_classes
 from text_generation_router.request import ImageFile, PlacedImage, Request, RequestId
 from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.shards.listeners import Listeners
+from text_generation_router.worker_link import link
 from text_generation_router.worker_link.columns import WorkerDelivery
 from text_generation_router.worker_link.convert import refusal_from_pb, refusal_to_pb, request_from_pb, request_to_pb
-from text_generation_router.worker_link.link import MAX_FRAME_BYTES, Link
+from text_generation_router.worker_link.link import DATA, DATA_BYTES, MAX_FRAME_BYTES, Link, LinkBroken
 from text_generation_router.worker_link.remote_cluster import RemoteCluster
 
 REASONS = st.sampled_from([None, None, None, *FinishReason])
@@ -86,13 +87,47 @@ def test_an_error_crosses_as_it_is(retry_after_s: float | None) -> None:
 def test_a_prompt_crosses_with_its_images_and_equal_ones_are_there_once() -> None:
     image = PlacedImage(1, 2, ImageFile(b"1", b"red"))
     request = Request(RequestId(7), array("I", [5, 6, 6, 7]), max_new_tokens=2, media=(image,))
-    first = request_from_pb(request_to_pb(request, RequestId(7)))
-    again = request_from_pb(request_to_pb(request, RequestId(8)), first)
+    first = request_from_pb(request_to_pb(request, RequestId(7)), [b"red"])
+    again = request_from_pb(request_to_pb(request, RequestId(8)), [b"red"], first)
     blue = replace(request, media=(PlacedImage(1, 2, ImageFile(b"2", b"blue")),))
-    other = request_from_pb(request_to_pb(blue, RequestId(9)), first)
+    other = request_from_pb(request_to_pb(blue, RequestId(9)), [b"blue"], first)
     assert first.media == (image,)
     assert again.media is first.media
     assert other.media == blue.media
+    with pytest.raises(LinkBroken, match="without the data"):
+        request_from_pb(request_to_pb(blue, RequestId(9)), [], first)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (1, DATA_BYTES - 1, DATA_BYTES, 0), (2 * DATA_BYTES + 5,)])
+async def test_data_crosses_in_frames_before_its_message(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    sent = [bytes([size % 251]) * size for size in sizes]
+    got = list[list[bytes]]()
+    receiver = Link(pb.FromWorker, lambda _: got.append(receiver.data), lambda: None, lambda: None)
+    sender = Link(pb.FromWorker, lambda _: None, lambda: None, lambda: None)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_unix_server(lambda: receiver, str(tmp_path / "link"))
+    await loop.create_unix_connection(lambda: sender, str(tmp_path / "link"))
+    for data in sent:
+        sender.send_data(data)
+    sender.send(pb.FromWorker(cancel=pb.Cancel(request=1)))
+    async with asyncio.timeout(10):
+        while not got:  # noqa: ASYNC110 - it crosses a socket
+            await asyncio.sleep(0)
+    assert got == [sent]
+    for end in (sender, receiver):
+        end.close()
+    server.close()
+
+
+async def test_endless_data_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_FRAME_BYTES", 3 * DATA_BYTES)
+    part = struct.pack("<I", DATA | DATA_BYTES) + bytes(DATA_BYTES)
+    async with link_of([]) as ours:
+        for _ in range(3):
+            ours.data_received(part)
+        assert not ours.closed
+        ours.data_received(part)
+        assert ours.closed
 
 
 class Worker:
