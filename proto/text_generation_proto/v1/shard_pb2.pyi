@@ -510,8 +510,9 @@ class Orders(google.protobuf.message.Message):
     def allocation_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def prefill_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Compute the next prefill_tokens[i] prompt tokens of slot prefill_slots[i] in the step that follows. The step that
-        computes the last prompt token also brings the first new token.
+        """Compute the next prefill_tokens[i] prompt tokens of slot prefill_slots[i] in the step that follows. Chunks that wait, for an
+        image or a grammar, share the tokens of a later step with those ordered for it; what has no room there follows in the next.
+        The step that computes the last prompt token also brings the first new token.
         """
 
     @property

@@ -108,7 +108,7 @@ class LibraryImages:
                 values = inputs()
                 if self.rotates:
                     self._keep_grid(media.digest, values["image_grid_thw"])
-                inputs = partial(_same, values)
+                inputs = partial(dict, values)
             places = media.offset + np.flatnonzero(is_image[span])
             pictures.append(Picture(media.digest, places, media.end, inputs))
         positions, shift = self._rotary_positions(ids, is_image, [each.digest for each in new.media])
@@ -152,10 +152,6 @@ class LibraryImages:
             raise ImageError("the placeholders of the images do not fit their sizes") from None
         axes: NDArray[np.int64] = positions[:, 0].numpy()
         return axes, int(shifts[0])
-
-
-def _same(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return values
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
