@@ -231,7 +231,7 @@ transformers and Pillow, the extra `transformers`, and the folder's preprocessor
 images`). So does `--max-batch-image-tokens 0`, which saves the memory of the tower.
 
 PNG, JPEG, WebP and GIF (first frame) are decoded beside the engine. At most `--max-batch-image-tokens` tokens of images are encoded
-between two steps, one image at least; a chunk that reaches an image waits for it. Encoded images are kept by digest, up to 1 GiB on a GPU
+between two steps, one image at least; a chunk that reaches an image waits for it, and then shares the token budget of a step with the others. Encoded images are kept by digest, up to 1 GiB on a GPU
 and 256 MiB on a CPU: a second turn with the same picture encodes nothing. Prefixes are reused as those of texts. On a GPU, steps with
 tokens of images run without graphs. `text-generation-launcher check` counts the tower and the kept images in `memory.images`.
 
