@@ -137,10 +137,8 @@ class ReplicaConnection:
         self._own_cache = info.spec.self_scheduling
         self._shares_prompts = info.info.shares_prompts
         call = client.run()
-        opened = False
         try:
             await client.opened(call)
-            opened = True
             # A task of its own, because a task group that fails leaves a cancellation of its task counted in Python 3.11.
             session = self._run_session(call, client, info, again=again)
             await asyncio.create_task(session)  # noqa: TID251 - awaited at once
@@ -149,8 +147,7 @@ class ReplicaConnection:
             if task is not None and task.cancelling():
                 # A task group that fails drops a cancellation of the same moment: without this a router would not stop.
                 raise asyncio.CancelledError from error
-            refused = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            if refused and not opened:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise ShardTaken("another router drives it") from error
             losses = _losses(error)
             if not losses:
