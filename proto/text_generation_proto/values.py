@@ -24,6 +24,9 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 4096
 """Tokens of all of them."""
 
+DRAFT_SOURCES = OWN, RECENT, PREDICTION, SYNTHETIC, ENGINE = "own", "recent", "prediction", "synthetic", "engine"
+"""The values of Drafting.source; ENGINE where the engine does not tell."""
+
 SEEDS = 2**64
 """Seeds are below this."""
 

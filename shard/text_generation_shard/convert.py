@@ -93,10 +93,17 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
         used_blocks=report.used_blocks,
         queued=report.queued,
     )
-    if (drafting := report.drafting) is not None:
-        message.drafting.drafts = drafting.drafts
-        message.drafting.draft_tokens = drafting.draft_tokens
-        message.drafting.accepted_tokens = drafting.accepted_tokens
+    for told in report.drafting:
+        slots, drafted, accepted = zip(*told.by_slot, strict=True) if told.by_slot else ((), (), ())
+        message.drafting.add(
+            drafts=told.drafts,
+            draft_tokens=told.draft_tokens,
+            accepted_tokens=told.accepted_tokens,
+            source=told.source,
+            slots=slots,
+            slot_draft_tokens=drafted,
+            slot_accepted_tokens=accepted,
+        )
     for slot, tokens in report.prefilled:
         message.prefilled_slots.append(slot)
         message.prefilled_tokens.append(tokens)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import (
+    ENGINE,
     FailureCode,
     FinishReason,
     Grammar,
@@ -185,14 +186,17 @@ class TokenScores:
     drawn_logprobs: list[float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Drafting:
-    """Counts of speculative decoding."""
+    """Counts of speculative decoding, of one source."""
 
     drafts: int = 0
     """Steps of a sequence in which tokens were drafted."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    source: str = ENGINE
+    by_slot: list[tuple[int, int, int]] = field(default_factory=list)
+    """(slot, its drafted tokens, those of them that were accepted) of slots that got tokens, where the engine tells it."""
 
 
 @dataclass(slots=True)
@@ -217,8 +221,8 @@ class StepResult:
     generated_scores: list[TokenScores] = field(default_factory=list)
     cached: list[tuple[int, int]] = field(default_factory=list)
     """(slot, prompt tokens found in the prefix cache of a self-scheduling engine)."""
-    drafting: Drafting | None = None
-    """Speculative decoding since the report before."""
+    drafting: list[Drafting] = field(default_factory=list)
+    """Speculative decoding since the report before, by source."""
     forward_ns: int = 0
     """Time of the forward pass; in a report, of all steps since the report before."""
 

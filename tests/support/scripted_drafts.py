@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Sequences
 
+from text_generation_proto.values import OWN
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.step.drafts.drafter import Drafter
-from text_generation_shard.step.sequence import Sequence, StepRows
+from text_generation_shard.step.sequence import Draft, Sequence, StepRows
 
 
 class ScriptedDrafts(Drafter):
@@ -25,9 +26,9 @@ class ScriptedDrafts(Drafter):
     def may_draft(self, rows: int) -> bool:
         return True
 
-    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
+    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, Draft]:
         drafted = {sequence.slot: self._draft(sequence) for sequence in sequences}
-        return {slot: tokens for slot, tokens in drafted.items() if tokens}
+        return {slot: Draft(tokens, OWN, 0) for slot, tokens in drafted.items() if tokens}
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         count = len(sequence.tokens)

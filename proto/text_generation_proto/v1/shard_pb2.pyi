@@ -992,8 +992,8 @@ class StepReport(google.protobuf.message.Message):
     @property
     def cached_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def drafting(self) -> Global___Drafting:
-        """Speculative decoding in the steps since the previous report, as far as the engine has told."""
+    def drafting(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Drafting]:
+        """Speculative decoding in the steps since the previous report, by source, as far as the engine has told."""
 
     @property
     def generated_scores(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenScores]:
@@ -1029,11 +1029,10 @@ class StepReport(google.protobuf.message.Message):
         closing: builtins.bool = ...,
         cached_slots: collections.abc.Iterable[builtins.int] | None = ...,
         cached_tokens: collections.abc.Iterable[builtins.int] | None = ...,
-        drafting: Global___Drafting | None = ...,
+        drafting: collections.abc.Iterable[Global___Drafting] | None = ...,
         generated_scores: collections.abc.Iterable[Global___TokenScores] | None = ...,
         gpus: collections.abc.Iterable[Global___GpuState] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["drafting", b"drafting"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "drafting", b"drafting", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "generated_scores", b"generated_scores", "gpus", b"gpus", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
@@ -1110,18 +1109,38 @@ class Drafting(google.protobuf.message.Message):
     DRAFTS_FIELD_NUMBER: builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    SLOT_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    SLOT_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     drafts: builtins.int
     """steps of a sequence in which tokens were drafted"""
     draft_tokens: builtins.int
     accepted_tokens: builtins.int
+    source: builtins.str
+    """Where the tokens were drafted from: "own", the sequence's own text; "recent", recent outputs; "prediction",
+    NewSequence.prediction; "synthetic", a measurement; "" or "engine": the engine does not tell.
+    """
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """By sequence that got tokens, where the engine tells it: slots[i] had slot_draft_tokens[i] drafted and slot_accepted_tokens[i] accepted."""
+
+    @property
+    def slot_draft_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def slot_accepted_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         drafts: builtins.int = ...,
         draft_tokens: builtins.int = ...,
         accepted_tokens: builtins.int = ...,
+        source: builtins.str = ...,
+        slots: collections.abc.Iterable[builtins.int] | None = ...,
+        slot_draft_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        slot_accepted_tokens: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "draft_tokens", b"draft_tokens", "drafts", b"drafts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "slot_accepted_tokens", b"slot_accepted_tokens", "slot_draft_tokens", b"slot_draft_tokens", "slots", b"slots", "source", b"source"]) -> None: ...
 
 Global___Drafting: typing_extensions.TypeAlias = Drafting
 

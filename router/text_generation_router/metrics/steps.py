@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import DRAFT_SOURCES, ENGINE
 from text_generation_router.metrics.gpus import GpuMetrics
 from text_generation_router.metrics.instruments import DURATION_BUCKETS, Counter, Histogram, Reading, Registry
 from text_generation_router.request import RequestId
@@ -89,7 +90,14 @@ class StepMetrics:
         self.prompt_tokens = registry.add(Counter("text_generation_prompt_tokens_total", "Prompt tokens computed"))
         self.new_tokens = registry.add(Counter("text_generation_generated_tokens_total", "New tokens delivered"))
         self._drafting = {
-            name: registry.add(Counter(f"text_generation_spec_decode_{name}_total", f"Speculative decoding: {what}"))
+            name: registry.add(
+                Counter(
+                    f"text_generation_spec_decode_{name}_total",
+                    f"Speculative decoding: {what}, by source",
+                    "source",
+                    DRAFT_SOURCES,
+                )
+            )
             for name, what in _DRAFTING.items()
         }
         self._gaps = TokenGaps(self.token_gaps)
@@ -125,9 +133,10 @@ class StepMetrics:
         self._engine_queued[record.replica] = report.queued
         if report.gpus:
             self.gpus.update(record.replica, report.gpus)
-        if report.HasField("drafting"):
+        for drafting in report.drafting:
+            source = drafting.source if drafting.source in DRAFT_SOURCES else ENGINE
             for name, counter in self._drafting.items():
-                counter.add(count=getattr(report.drafting, name))
+                counter.add(source, getattr(drafting, name))
         if record.steps:  # 0: the report only acknowledges orders
             self._step(record, PREFILL if report.prefilled_slots else DECODE)
         if tokens := record.deliveries.tokens:

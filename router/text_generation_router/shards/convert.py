@@ -144,9 +144,16 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int, unsent
         or not named.isdisjoint(unsent_slots)
         or any(finish.reason not in convert.FINISH_REASONS_FROM_PB for finish in report.finished)
         or not (finished <= slots and topped <= slots)
+        or not all(_is_consistent(drafting, slots) for drafting in report.drafting)
         or report.orders_applied > orders_sent
     ):
         raise MalformedReport("malformed step report")
+
+
+def _is_consistent(drafting: pb.Drafting, slots: Set[int]) -> bool:
+    """Return True if the columns have the same length, and their slots are among those that got tokens."""
+    columns = drafting.slots, drafting.slot_draft_tokens, drafting.slot_accepted_tokens
+    return len({*map(len, columns)}) == 1 and slots >= set(drafting.slots)
 
 
 def step_output_from_pb(report: pb.StepReport, steps: int) -> StepOutput:

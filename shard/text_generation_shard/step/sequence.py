@@ -194,6 +194,16 @@ def finish_reason(stopping: Stopping, generated: int, token_id: int, *, grammar_
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses of the next tokens of a sequence."""
+
+    tokens: tuple[int, ...]
+    source: str
+    match: int
+    """Tokens before them that were found."""
+
+
 @dataclass(slots=True)
 class StepRow:
     """The part of one sequence in a step: positions [start, start + length)."""
@@ -205,6 +215,13 @@ class StepRow:
     """True if the step also samples the token after the last of these positions."""
     drafts: tuple[int, ...] = ()
     """The tokens at the positions after the first, if they are drafted: the step then samples the token after each position."""
+    draft_source: str = ""
+
+    def add(self, draft: Draft | None) -> None:
+        """Let it verify a draft."""
+        if draft is not None:
+            self.drafts, self.draft_source = draft.tokens, draft.source
+            self.length += len(draft.tokens)
 
     @property
     def prefills(self) -> bool:

@@ -37,6 +37,7 @@ from text_generation_shard.step import order_checks
 from text_generation_shard.step.persistent_batch import PersistentBatch
 from text_generation_shard.step.replay import Replay
 from text_generation_shard.step.sequence import (
+    Draft,
     PersistentRows,
     SamplerOutput,
     Sequence,
@@ -46,7 +47,7 @@ from text_generation_shard.step.sequence import (
     take_tokens,
 )
 
-NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
+NO_DRAFTS: Mapping[int, Draft] = {}
 MASK_WAIT_S = 0.005
 """Longest wait of an engine without rows for a mask: orders may come meanwhile."""
 
@@ -151,7 +152,7 @@ class SequenceTable:
         sequences = self.sequences.values()
         return [each for each in sequences if each.prompt_length < len(each.tokens) <= each.end and each.is_ready]
 
-    def rows(self, drafts: Mapping[int, tuple[int, ...]] = NO_DRAFTS) -> StepRows:
+    def rows(self, drafts: Mapping[int, Draft] = NO_DRAFTS) -> StepRows:
         """Return the rows of the next step: every decoding sequence with room in its blocks, then the ordered chunks.
 
         `drafts` are those of sequences of `decoding`, by slot.
@@ -165,8 +166,7 @@ class SequenceTable:
             if sequence.prompt_length <= sequence.computed < sequence.end and sequence.is_ready
         ]
         for row in rows if drafts else ():
-            row.drafts = drafts.get(row.sequence.slot, ())
-            row.length += len(row.drafts)
+            row.add(drafts.get(row.sequence.slot))
         waiting: list[Sequence] = []
         prompt_tokens = 0
         # Chunks that waited, for an image or a matcher, may be more than a step computes.

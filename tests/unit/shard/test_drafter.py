@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from text_generation_proto.values import Stopping
-from text_generation_shard.engine import NewSequence, StepResult
+from text_generation_shard.engine import Drafting, NewSequence, StepResult
 from text_generation_shard.step.drafts.drafter import MANY, PAUSE, QUIET_STEPS, Drafter, drafting_of
 from text_generation_shard.step.drafts.synthetic import probability_of
-from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRow, StepRows, take_tokens
+from text_generation_shard.step.sequence import Draft, SamplerOutput, Sequence, StepRow, StepRows, take_tokens
 
 VOCABULARY = 1000
 
@@ -21,6 +21,10 @@ def sequences(count: int, repeats: int = 1) -> list[Sequence]:
     for sequence in made:
         sequence.end = 5000
     return made
+
+
+def tokens_of(drafts: dict[int, Draft]) -> dict[int, tuple[int, ...]]:
+    return {slot: draft.tokens for slot, draft in drafts.items()}
 
 
 def drafter(rows: int, *, most: int = 3) -> Drafter:
@@ -39,7 +43,7 @@ def test_a_step_waits_for_the_one_before_only_to_have_drafts() -> None:
     assert it.may_draft(2)
     assert it.pay_after(repeating)
     assert it.may_draft(2)
-    assert it.drafts(repeating) == {0: (1, 2, 3), 1: (2, 3, 4)}
+    assert tokens_of(it.drafts(repeating)) == {0: (1, 2, 3), 1: (2, 3, 4)}
 
 
 def test_a_step_seldom_waits_where_drafts_seldom_follow() -> None:
@@ -63,7 +67,7 @@ def test_many_sequences_without_drafts_are_looked_at_in_one_of_some_steps() -> N
 def test_no_draft_is_longer_than_the_blocks_of_its_sequence() -> None:
     it, (sequence,) = drafter(1, most=8), sequences(1, repeats=2)
     sequence.end = len(sequence.tokens) + 2
-    assert it.drafts([sequence]) == {0: (1, 2)}
+    assert tokens_of(it.drafts([sequence])) == {0: (1, 2)}
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(3, 2.6), (8, 3.0), (3, 4.0), (1, 1.25)])
@@ -92,12 +96,14 @@ def test_drafts_are_counted() -> None:
     rows = StepRows(
         None,
         [
-            StepRow(first, 29, 4, samples=True, drafts=(1, 2, 3)),
+            StepRow(first, 29, 4, samples=True, drafts=(1, 2, 3), draft_source="own"),
             StepRow(second, 29, 1, samples=True),
-            StepRow(third, 29, 3, samples=True, drafts=(1, 2)),
+            StepRow(third, 29, 3, samples=True, drafts=(1, 2), draft_source="recent"),
         ],
     )
     counted = drafting_of(rows, StepResult(slots=[1, 0], token_counts=[1, 3], token_ids=[5, 1, 2, 9]))
-    assert counted is not None
-    assert (counted.drafts, counted.draft_tokens, counted.accepted_tokens) == (2, 5, 2)
-    assert drafting_of(StepRows(None, rows.others[1:2]), StepResult(slots=[1])) is None
+    assert counted == [
+        Drafting(1, 3, 2, "own", [(0, 3, 2)]),
+        Drafting(1, 2, 0, "recent"),
+    ]
+    assert drafting_of(StepRows(None, rows.others[1:2]), StepResult(slots=[1])) == []

@@ -164,7 +164,7 @@ class TensorRTEngine:
         if self._broken is None and not self._streams:
             result = StepResult()
             self._report_totals(result)  # the statistics of the last iterations lag behind their tokens
-            return result if result.forward_ns or result.drafting is not None else None
+            return result if result.forward_ns or result.drafting else None
         self._statistics.polls_left = POLLS
         updates = self._requests.collect(STEP_WAIT_S)
         if self._broken is None and (self._requests.has_read_error or self._all_failed(updates)):
@@ -298,7 +298,7 @@ class TensorRTEngine:
         new, self._reported = totals - self._reported, totals
         result.forward_ns = new["forward_ns"]
         if new["drafts"]:
-            result.drafting = Drafting(new["drafts"], new["draft_tokens"], new["accepted_tokens"])
+            result.drafting.append(Drafting(new["drafts"], new["draft_tokens"], new["accepted_tokens"]))
 
     # ---------------------------------------------------------------------------------------------------------- health
 

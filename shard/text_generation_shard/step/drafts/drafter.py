@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
+from dataclasses import replace
 
 from text_generation_shard.engine import Drafting, EngineInfo, StepResult
 from text_generation_shard.step.drafts.length import Acceptance, DraftLengths, StepTimes
-from text_generation_shard.step.drafts.lookup import Draft, LookupDrafts
+from text_generation_shard.step.drafts.lookup import LookupDrafts
 from text_generation_shard.step.drafts.synthetic import SyntheticDrafts
-from text_generation_shard.step.sequence import Sequence, StepRows
+from text_generation_shard.step.sequence import Draft, Sequence, StepRows
 
 MANY = 32
 QUIET_STEPS = 32
@@ -61,11 +62,11 @@ class Drafter:
             self._may_pay[rows] = self._lengths.may_pay(rows, self.most)
         return self._may_pay[rows]
 
-    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, tuple[int, ...]]:
+    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, Draft]:
         """Return the drafts of the next step, by slot; `sequences` are all that it continues."""
         candidates, lengths = self._candidates(sequences, lead=0)
         drafts = {
-            sequence.slot: draft.tokens[:length]
+            sequence.slot: replace(draft, tokens=draft.tokens[:length])
             for (sequence, draft), length in zip(candidates, lengths, strict=True)
             if length
         }
@@ -106,10 +107,19 @@ class Drafter:
         self._lengths.add(rows.tokens, seconds, drafted=bool(rows.drafting), began_ahead=began_ahead)
 
 
-def drafting_of(rows: StepRows, result: StepResult) -> Drafting | None:
-    """Return the counts of the drafts in a step; None without any."""
-    if not (drafts := [row for _, row in rows.drafting]):
-        return None
-    counts = dict(zip(result.slots, result.token_counts, strict=True))
-    accepted = sum(max(0, min(counts.get(row.sequence.slot, 0) - 1, len(row.drafts))) for row in drafts)
-    return Drafting(len(drafts), sum(len(row.drafts) for row in drafts), accepted)
+def drafting_of(rows: StepRows, result: StepResult) -> list[Drafting]:
+    """Return the counts of the drafts in a step, by source."""
+    told: dict[str, Drafting] = {}
+    drafting = rows.drafting
+    counts = dict(zip(result.slots, result.token_counts, strict=True)) if drafting else {}
+    for _, row in drafting:
+        slot, drafted = row.sequence.slot, len(row.drafts)
+        if (of := told.get(row.draft_source)) is None:
+            of = told[row.draft_source] = Drafting(source=row.draft_source)
+        of.drafts += 1
+        of.draft_tokens += drafted
+        if count := counts.get(slot, 0):
+            accepted = min(count - 1, drafted)
+            of.accepted_tokens += accepted
+            of.by_slot.append((slot, drafted, accepted))
+    return [*told.values()]

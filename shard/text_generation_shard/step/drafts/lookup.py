@@ -12,8 +12,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from text_generation_proto.values import OWN, RECENT
 from text_generation_shard.step.drafts.length import Acceptance
-from text_generation_shard.step.sequence import Sequence
+from text_generation_shard.step.sequence import Draft, Sequence
 
 RUN = 3
 CANDIDATES = 8
@@ -30,16 +31,6 @@ RECENT_TOKENS = 16384
 RECENT_SCOPES = 32
 END = (1 << 20) - 1
 """Ends an output among others: no token. Ids have 20 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Guesses of the next tokens of a sequence."""
-
-    tokens: tuple[int, ...]
-    source: str
-    match: int
-    """Tokens before them that were found."""
 
 
 class TokenIndex:
@@ -193,12 +184,12 @@ class LookupDrafts:
 
     def _found(self, known: _Known, last: list[int]) -> _Followed | None:
         place, match = known.index.find(last)
-        best = _Followed(known.index.tokens, place, match, "own") if match else None
+        best = _Followed(known.index.tokens, place, match, OWN) if match else None
         if recent := self._recent.get(known.sequence.draft_scope):
             for index in (recent.current, recent.before):
                 place, match = index.find(last)
                 if match > (0 if best is None else best.match):
-                    best = _Followed(index.tokens, place, match, "recent")
+                    best = _Followed(index.tokens, place, match, RECENT)
         return best
 
     def _keep(self, sequence: Sequence) -> None:

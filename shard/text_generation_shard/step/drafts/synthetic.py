@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 
+from text_generation_proto.values import SYNTHETIC
 from text_generation_shard.step.drafts.length import Acceptance
-from text_generation_shard.step.drafts.lookup import Draft
-from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRows
+from text_generation_shard.step.sequence import Draft, SamplerOutput, Sequence, StepRows
 
-SOURCE = "synthetic"
 STEPS_OF_BISECTION = 40
 
 
@@ -28,14 +27,14 @@ class SyntheticDrafts:
         """Return `most` tokens that differ, as those of a text do: a mixture of experts needs no fewer of its experts."""
         first = len(sequence.tokens) * 7919 + sequence.slot
         tokens = tuple((first + place) * 2654435761 % self._vocab_size for place in range(most))
-        return Draft(tokens, SOURCE, 0) if tokens else None
+        return Draft(tokens, SYNTHETIC, 0) if tokens else None
 
     def judge(self, rows: StepRows, output: SamplerOutput) -> None:
         """Replace the sampled tokens of rows with drafts by those that were drafted, as far as these count as right."""
         for first, row in rows.drafting:
             for place, draft in enumerate(row.drafts):
                 right = self._draw.random() < self.right
-                self._acceptance.add(SOURCE, place, right=right)
+                self._acceptance.add(SYNTHETIC, place, right=right)
                 if not right:
                     output.token_ids[first + place] += output.token_ids[first + place] == draft
                     output.token_ids[first + place] %= self._vocab_size

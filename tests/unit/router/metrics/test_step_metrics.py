@@ -133,11 +133,27 @@ def test_engine_queues_are_summed_until_a_replica_is_lost(registry: Registry, me
 def test_the_figures_of_speculative_decoding(registry: Registry, metrics: StepMetrics) -> None:
     for _ in range(2):
         metrics.on_report(
-            handled(pb.StepReport(step=1, drafting=pb.Drafting(drafts=2, draft_tokens=6, accepted_tokens=5)))
+            handled(
+                pb.StepReport(
+                    step=1,
+                    drafting=[
+                        pb.Drafting(drafts=2, draft_tokens=6, accepted_tokens=5, source="own"),
+                        pb.Drafting(drafts=1, draft_tokens=2, source="prediction"),
+                        pb.Drafting(drafts=1, draft_tokens=3, accepted_tokens=1),
+                        pb.Drafting(drafts=1, draft_tokens=1, accepted_tokens=1, source="of a later version"),
+                    ],
+                )
+            )
         )
     found = samples(registry)
     names = [f"text_generation_spec_decode_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
-    assert [found[name] for name in names] == [4, 12, 10]
+    by_source = {
+        source: [found[f'{name}{{source="{source}"}}'] for name in names]
+        for source in ("own", "recent", "prediction", "synthetic", "engine")
+    }
+    assert by_source == {
+        "own": [4, 12, 10], "recent": [0, 0, 0], "prediction": [2, 4, 0], "synthetic": [0, 0, 0], "engine": [4, 8, 4],
+    }  # fmt: skip
 
 
 def test_a_replica_that_is_lost_has_no_gpus(registry: Registry, metrics: StepMetrics) -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.shards.convert import MalformedReport, check_report, logprobs_to_json
+from text_generation_shard.convert import report_to_pb
+from text_generation_shard.engine import Drafting, StepResult
 
 LENGTH = pb.FINISH_REASON_LENGTH
 GOOD = pb.StepReport(
@@ -18,6 +20,17 @@ GOOD = pb.StepReport(
     prefilled_slots=[1],
     prefilled_tokens=[16],
 )
+
+
+def test_drafts_arrive_by_source_and_sequence() -> None:
+    own = Drafting(3, 9, 4, "own", [(3, 5, 1), (0, 4, 3)])
+    sums = Drafting(1, 2, 1)
+    report = report_to_pb(StepResult(slots=[0, 3], token_counts=[4, 2], token_ids=[7] * 6, drafting=[own, sums]))
+    check_report(report, num_slots=4, orders_sent=2)
+    first, second = report.drafting
+    assert (first.source, first.drafts, first.draft_tokens, first.accepted_tokens) == ("own", 3, 9, 4)
+    assert (first.slots, first.slot_draft_tokens, first.slot_accepted_tokens) == ([3, 0], [5, 4], [1, 3])
+    assert (second.source, second.drafts, second.slots) == ("engine", 1, [])
 
 
 def checked(**changes: object) -> None:
@@ -59,6 +72,8 @@ def test_a_valid_report_is_accepted() -> None:
         {"prompt_logprobs": [pb.PromptLogprobs(slot=4)]},
         {"top_tokens": [pb.TopTokens(slot=1)]},
         {"orders_applied": 3},
+        {"drafting": [pb.Drafting(slots=[0], slot_draft_tokens=[2])]},
+        {"drafting": [pb.Drafting(slots=[1], slot_draft_tokens=[2], slot_accepted_tokens=[0])]},
     ],
     ids=lambda changes: "-".join(changes),
 )

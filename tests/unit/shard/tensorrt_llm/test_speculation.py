@@ -83,7 +83,9 @@ def test_a_drafter_serves_several_tokens_a_step(built: Engines, version: str, tm
 
 
 def drafting(result: StepResult) -> Drafting:
-    return result.drafting or Drafting()
+    [told] = result.drafting or [Drafting()]
+    assert told.source == "engine"
+    return told
 
 
 def test_acceptance_is_reported(built: Engines) -> None:

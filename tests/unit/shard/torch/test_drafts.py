@@ -131,8 +131,8 @@ class Traffic:
                     break
             if (result := driver.step()) is None and not left:
                 break
-            if result is not None and result.drafting is not None:
-                self.accepted += result.drafting.accepted_tokens
+            if result is not None:
+                self.accepted += sum(told.accepted_tokens for told in result.drafting)
 
     def tokens(self, index: int) -> list[int]:
         return [token for part in self.served[index] for token in part.tokens]
