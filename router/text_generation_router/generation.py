@@ -81,6 +81,10 @@ class GenerationTimes:
     """Prompt tokens found in the KV cache when it first left the queue."""
     generated_tokens: int = 0
     """New tokens, known at its end."""
+    predicted_tokens: int = 0
+    """Tokens that were drafted from its prediction."""
+    accepted_tokens: int = 0
+    """Drafted tokens of its prediction that are part of the text."""
     first_token: float = 0.0
     ended: float = 0.0
     """Time of the last token, or of the failure."""
@@ -126,6 +130,10 @@ class Generation:
 
     def on_cached_tokens(self, cached_tokens: int) -> None:
         self.times.cached_tokens = cached_tokens
+
+    def on_predicted(self, drafted: int, accepted: int) -> None:
+        self.times.predicted_tokens += drafted
+        self.times.accepted_tokens += accepted
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         self._sink.on_prompt_logprobs(logprobs, tops)

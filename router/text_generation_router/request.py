@@ -126,6 +126,8 @@ class Request:
     """For the spans of the shard."""
     turn_end: int = 0
     """Tokens of the prompt before the template's marker of the answer, with which the next turn is likely to begin; 0: not known."""
+    prediction: Sequence[TokenId] = ()
+    """The text that the client expects, for drafts; see NewSequence.prediction in shard.proto."""
     replayed: int = 0
     """Tokens at the end of the prompt that were served before and are to be scored: a replay; 0 for a client's request."""
 
@@ -187,6 +189,9 @@ class TokenListener(Protocol):
 
     def on_cached_tokens(self, cached_tokens: int) -> None:
         """A self-scheduling engine found these prompt tokens in its own prefix cache; the last call counts."""
+
+    def on_predicted(self, drafted: int, accepted: int) -> None:
+        """So many more tokens were drafted from the prediction, and accepted of them."""
 
     def on_failure(self, error: ServingError) -> None:
         """The request ended with an error."""

@@ -53,7 +53,9 @@ def _allocations(
 
 def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> NewSequence:
     """Convert a sequence; `before` are those before it in the orders."""
-    if message.prompt_of > len(before) or (message.prompt_of and (message.prompt or message.media)):
+    if message.prompt_of > len(before) or (
+        message.prompt_of and (message.prompt or message.media or message.prediction)
+    ):
         raise InvalidOrders(
             f"prompt_of {message.prompt_of} is not that of an earlier placement, or there is a prompt too"
         )
@@ -75,6 +77,7 @@ def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> New
         further_blocks=tuple((group.first, tuple(group.blocks)) for group in message.further_blocks),
         draft_scope=message.draft_scope,
         media=before[message.prompt_of - 1].media if message.prompt_of else media,
+        prediction=before[message.prompt_of - 1].prediction if message.prompt_of else tuple(message.prediction),
     )
 
 

@@ -125,6 +125,8 @@ class NewSequence:
     """The KV blocks of each group after the first, and before them the index of the first."""
     draft_scope: str = ""
     """Sequences of other scopes are not drafted from its output."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the new ones are likely to be, but for some edits."""
     media: tuple[Media, ...] = ()
     """The images of the prompt, in order."""
     images: Future[Any] | None = None
@@ -346,6 +348,8 @@ def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return "the prompt is empty"
     if max(sequence.prompt) >= info.vocab_size:
         return f"a prompt token is outside the vocabulary of {info.vocab_size}"
+    if max(sequence.prediction, default=0) >= info.vocab_size or len(sequence.prediction) > info.max_sequence_length:
+        return f"the prediction is longer than a sequence, or a token is outside the vocabulary of {info.vocab_size}"
     if not 0 <= sequence.computed_tokens < len(sequence.prompt):
         return "computed_tokens must leave at least one prompt token to compute"
     if sequence.computed_tokens and info.keeps_states:

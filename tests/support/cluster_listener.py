@@ -42,6 +42,9 @@ class Listener:
     def on_cached_tokens(self, cached_tokens: int) -> None:
         self.events.append(("cached", cached_tokens))
 
+    def on_predicted(self, drafted: int, accepted: int) -> None:
+        self.events.append(("predicted", drafted, accepted))
+
     def on_failure(self, error: ServingError) -> None:
         self.error = error
         self.events.append((type(error), str(error), error.retry_after_s))

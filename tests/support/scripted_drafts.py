@@ -13,32 +13,41 @@ from text_generation_shard.step.sequence import Draft, Sequence, StepRows
 
 
 class ScriptedDrafts(Drafter):
-    """Drafts the tokens that `texts` go on with, some of them replaced; at random also none, or any tokens."""
+    """Drafts the tokens that `texts` go on with, some of them replaced; at random also none, or any tokens.
+
+    The share `predicted` of the drafts of a sequence with a prediction is looked up instead.
+    """
 
     def __init__(
-        self, texts: Sequences[Sequences[int]], vocab_size: int, seed: int = 0, *, errors: float = 0.2
+        self, texts: Sequences[Sequences[int]], vocab_size: int, seed: int = 0, *, predicted: float = 0.5
     ) -> None:
         super().__init__(8, 1 << 30, runs_ahead=True)
         self._texts = [list(text) for text in texts]
         self._vocab_size = vocab_size
         self._draw = random.Random(seed)
+        self._predicted = predicted
 
     def may_draft(self, rows: int) -> bool:
         return True
 
     def drafts(self, sequences: Sequences[Sequence]) -> dict[int, Draft]:
+        self._lookup.forget_ended()
         drafted = {sequence.slot: self._draft(sequence) for sequence in sequences}
-        return {slot: Draft(tokens, OWN, 0) for slot, tokens in drafted.items() if tokens}
+        return {slot: draft for slot, draft in drafted.items() if draft is not None and draft.tokens}
 
-    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+    def _draft(self, sequence: Sequence) -> Draft | None:
         count = len(sequence.tokens)
         most = min(self._draw.randrange(9), sequence.end - count)
         if most < 1 or (sequence.matcher is not None and not sequence.matcher.is_quick):
-            return ()
+            return None
+        if sequence.prediction and self._draw.random() < self._predicted:
+            return self._lookup.drafts(sequence, most)
         going_on = (text[count:] for text in self._texts if text[:count] == sequence.tokens)
         right = next(going_on, [self._draw.randrange(self._vocab_size) for _ in range(most)])[:most]
         errors = self._draw.choice((0.0, 0.1, 0.5))
-        return tuple(self._draw.randrange(self._vocab_size) if self._draw.random() < errors else each for each in right)
+        draw = self._draw
+        tokens = tuple(draw.randrange(self._vocab_size) if draw.random() < errors else each for each in right)
+        return Draft(tokens, OWN, 0)
 
     def pay_after(self, sequences: Sequences[Sequence]) -> bool:
         return self._draw.random() < 0.6

@@ -606,6 +606,7 @@ class NewSequence(google.protobuf.message.Message):
     FURTHER_BLOCKS_FIELD_NUMBER: builtins.int
     MEDIA_FIELD_NUMBER: builtins.int
     DRAFT_SCOPE_FIELD_NUMBER: builtins.int
+    PREDICTION_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -625,7 +626,7 @@ class NewSequence(google.protobuf.message.Message):
     """W3C Trace Context of a request whose trace is sampled, for the spans of the shard and of its engine; "" without."""
     tracestate: builtins.str
     prompt_of: builtins.int
-    """i > 0: prompt and media are those of the i-th placement of these orders, an earlier one, and `prompt` and `media` are
+    """i > 0: prompt, media and prediction are those of the i-th placement of these orders, an earlier one, and these fields are
     empty. So the answers of one request bring their prompt once.
     """
     draft_scope: builtins.str
@@ -661,6 +662,12 @@ class NewSequence(google.protobuf.message.Message):
     def media(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Media]:
         """the images of the prompt, in order of offset; at most InfoResponse.max_images"""
 
+    @property
+    def prediction(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Token ids that the new tokens are likely to be, but for some edits: a source of drafts. It changes no new token. Engines
+        without drafts ignore it.
+        """
+
     def __init__(
         self,
         *,
@@ -682,9 +689,10 @@ class NewSequence(google.protobuf.message.Message):
         further_blocks: collections.abc.Iterable[Global___GroupBlocks] | None = ...,
         media: collections.abc.Iterable[Global___Media] | None = ...,
         draft_scope: builtins.str = ...,
+        prediction: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "media", b"media", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "media", b"media", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 

@@ -153,6 +153,7 @@ class Submit(google.protobuf.message.Message):
     TURN_END_FIELD_NUMBER: builtins.int
     MEDIA_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
+    PREDICTION_FIELD_NUMBER: builtins.int
     request: builtins.int
     """unique over workers and their restarts"""
     ignore_eos: builtins.bool
@@ -195,6 +196,8 @@ class Submit(google.protobuf.message.Message):
     def media(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[text_generation_proto.v1.shard_pb2.Media]:
         """the images of the prompt, without their data"""
 
+    @property
+    def prediction(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -221,9 +224,10 @@ class Submit(google.protobuf.message.Message):
         turn_end: builtins.int = ...,
         media: collections.abc.Iterable[text_generation_proto.v1.shard_pb2.Media] | None = ...,
         job: builtins.bytes = ...,
+        prediction: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "end_by", b"end_by", "first_token_by", b"first_token_by", "grammar", b"grammar", "logprobs", b"logprobs", "queue_by", b"queue_by", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "job", b"job", "logprobs", b"logprobs", "media", b"media", "moves", b"moves", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "turn_end", b"turn_end"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "job", b"job", "logprobs", b"logprobs", "media", b"media", "moves", b"moves", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "turn_end", b"turn_end"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end_by", b"_end_by"]) -> typing.Literal["end_by"] | None: ...
     @typing.overload
@@ -360,6 +364,9 @@ class Report(google.protobuf.message.Message):
     REASONS_FIELD_NUMBER: builtins.int
     TOP_TOKENS_FIELD_NUMBER: builtins.int
     FAILURES_FIELD_NUMBER: builtins.int
+    PREDICTED_REQUESTS_FIELD_NUMBER: builtins.int
+    PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
     @property
     def placements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
     @property
@@ -400,6 +407,14 @@ class Report(google.protobuf.message.Message):
     def failures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Failure]:
         """these requests are over"""
 
+    @property
+    def predicted_requests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Columns: tokens drafted from the predictions of these requests, and those of them that were accepted."""
+
+    @property
+    def predicted_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def accepted_predicted_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -416,8 +431,11 @@ class Report(google.protobuf.message.Message):
         reasons: collections.abc.Iterable[text_generation_proto.v1.shard_pb2.FinishReason.ValueType] | None = ...,
         top_tokens: collections.abc.Iterable[Global___TopTokens] | None = ...,
         failures: collections.abc.Iterable[Global___Failure] | None = ...,
+        predicted_requests: collections.abc.Iterable[builtins.int] | None = ...,
+        predicted_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        accepted_predicted_tokens: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_requests", b"cached_requests", "cached_tokens", b"cached_tokens", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "lost", b"lost", "placements", b"placements", "prompt_logprobs", b"prompt_logprobs", "reasons", b"reasons", "requests", b"requests", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_predicted_tokens", b"accepted_predicted_tokens", "cached_requests", b"cached_requests", "cached_tokens", b"cached_tokens", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "lost", b"lost", "placements", b"placements", "predicted_requests", b"predicted_requests", "predicted_tokens", b"predicted_tokens", "prompt_logprobs", b"prompt_logprobs", "reasons", b"reasons", "requests", b"requests", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens"]) -> None: ...
 
 Global___Report: typing_extensions.TypeAlias = Report
 

@@ -66,7 +66,7 @@ class Served:
     def ended(self) -> None:
         """Make it small, to be kept."""
         self.prompt = array("I", self.request.prompt)
-        self.request = replace(self.request, prompt=())
+        self.request = replace(self.request, prompt=(), prediction=())
 
     @property
     def bytes(self) -> int:

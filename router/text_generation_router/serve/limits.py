@@ -36,5 +36,6 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
         max_images=model.info.max_images,
         unsupported=unsupported,
         always_logprobs=config.token_logprobs == "always",
+        drafts=model.info.max_tokens_per_step > 1,
         marks_turns=any(group.state for group in model.pool.further_groups),
     )

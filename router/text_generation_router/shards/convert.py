@@ -29,16 +29,18 @@ def orders_to_pb(
 ) -> pb.Orders:
     """Convert orders. `eos_token_ids` are the model's; `own_cache` is True if the engine keeps its own prefix cache.
 
-    With `shares_prompts`, prompt and images of several sequences, which requests for several answers have, are sent once.
+    With `shares_prompts`, prompt, images and prediction of several sequences, which requests for several answers have,
+    are sent once.
     `files`, if given, gets the data of images by digest, in place of the orders.
     """
     message = pb.Orders(number=orders.number, release=orders.release)
     eos = frozenset(eos_token_ids)
-    places: dict[tuple[int, int], int] = {}
+    places: dict[tuple[int, int, int], int] = {}
     for number, placement in enumerate(orders.placements, 1):
         first = number
         if shares_prompts and not placement.generated:
-            first = places.setdefault((id(placement.request.prompt), id(placement.request.media)), number)
+            request = placement.request
+            first = places.setdefault((id(request.prompt), id(request.media), id(request.prediction)), number)
         prompt_of = 0 if first == number else first
         added = _add_sequence(message, placement, eos, own_cache=own_cache, prompt_of=prompt_of)
         for each in () if prompt_of else placement.request.media:
@@ -81,6 +83,7 @@ def _add_sequence(
     return message.placements.add(
         slot=placement.slot,
         prompt=() if prompt_of else known,
+        prediction=() if prompt_of else request.prediction,
         prompt_of=prompt_of,
         generated_tokens=request.replayed or generated,
         blocks=placement.blocks,

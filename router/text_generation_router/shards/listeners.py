@@ -66,6 +66,10 @@ class Delivery(ABC, Generic[Receiver]):
         """Deliver the log-probabilities of a prompt."""
 
     @abstractmethod
+    def predicted(self, columns: Iterable[tuple[RequestId | None, int, int]]) -> None:
+        """Report the tokens that were drafted from the predictions of requests, and those that were accepted."""
+
+    @abstractmethod
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
         """Deliver new tokens. `token_ids` are the report's; `deliveries` refers to them by index."""
 
@@ -111,6 +115,11 @@ class Listeners(Delivery[TokenListener]):
             listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs), prompt_tops_from_pb(scored))
         except BaseException as error:  # noqa: BLE001 - a listener's bug, or a panic, costs its own request
             self._listener_failed(request_id, listener, as_exception(error))
+
+    def predicted(self, columns: Iterable[tuple[RequestId | None, int, int]]) -> None:
+        for request_id, drafted, accepted in columns:
+            if request_id is not None and (listener := self._receivers.get(request_id)):
+                listener.on_predicted(drafted, accepted)
 
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
         self.cached(deliveries.cached)

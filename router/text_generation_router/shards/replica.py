@@ -24,6 +24,7 @@ from text_generation_common.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.parts import BadParts, Joiner, most_report, split
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import PREDICTION
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.adapters import ReplicaAdapters
 from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, step_output_from_pb
@@ -299,6 +300,11 @@ class ReplicaConnection:
         self._timing.update(now, report.step_ns / 1e9, stepping=computed and report.running > 0)
         for scored in report.prompt_logprobs:
             listeners.prompt_logprobs(scheduler.request_in(self._number, scored.slot), scored)
+        for drafting in report.drafting:
+            if drafting.source == PREDICTION:
+                requests = (scheduler.request_in(self._number, slot) for slot in drafting.slots)
+                columns = drafting.slot_draft_tokens, drafting.slot_accepted_tokens
+                listeners.predicted(zip(requests, *columns, strict=True))
         output = step_output_from_pb(report, steps)
         self.new_tokens += len(output.token_ids)
         parsed = time.monotonic()

@@ -48,6 +48,16 @@ class WorkerDelivery(Delivery[WorkerLink]):
         if request_id is not None and (link := self._receivers.get(request_id)):
             send_report(link, pb.Report(prompt_logprobs=[pb.PromptLogprobs(request=request_id, scored=scored)]))
 
+    def predicted(self, columns: Iterable[tuple[RequestId | None, int, int]]) -> None:
+        reports: defaultdict[WorkerLink, pb.Report] = defaultdict(pb.Report)
+        for request_id, drafted, accepted in columns:
+            if request_id is not None and (link := self._receivers.get(request_id)):
+                reports[link].predicted_requests.append(request_id)
+                reports[link].predicted_tokens.append(drafted)
+                reports[link].accepted_predicted_tokens.append(accepted)
+        for link, news in reports.items():
+            send_report(link, news)
+
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: shard_pb2.StepReport) -> None:
         reports: defaultdict[WorkerLink, pb.Report] = defaultdict(pb.Report)
         links = self._receivers

@@ -82,14 +82,15 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
         turn_end=request.turn_end,
+        prediction=request.prediction,
     )
 
 
 def request_from_pb(message: pb.Submit, images: Sequence[bytes] = (), before: Request | None = None) -> Request:
     """Convert it back: the part of a request that scheduler and shards use. Raises LinkBroken.
 
-    `images` are the data of its images. Prompt and images that are equal to those of the request `before` are these objects: a
-    request for many answers has them once.
+    `images` are the data of its images. Prompt, images and prediction that are equal to those of the request `before` are
+    these objects: a request for many answers has them once.
     """
     stopping = convert.stopping_from_pb(message.stopping)
     if not message.prompt or not stopping.max_new_tokens > 0 or not len(message.generated) < stopping.max_new_tokens:
@@ -101,8 +102,9 @@ def request_from_pb(message: pb.Submit, images: Sequence[bytes] = (), before: Re
         raise LinkBroken("a request without the data of its images")
     placed = zip(message.media, images, strict=True)
     media = tuple(PlacedImage(each.offset, each.tokens, ImageFile(each.digest, data)) for each, data in placed)
-    if before is not None and (prompt, media) == (before.prompt, before.media):
-        prompt, media = before.prompt, before.media
+    prediction: Sequence[TokenId] = array("I", message.prediction)
+    if before is not None and (prompt, media, prediction) == (before.prompt, before.media, before.prediction):
+        prompt, media, prediction = before.prompt, before.media, before.prediction
     qos = QualityOfService(
         TenantId(text_from_pb(message.tenant)),
         _PRIORITIES[message.priority],
@@ -127,6 +129,7 @@ def request_from_pb(message: pb.Submit, images: Sequence[bytes] = (), before: Re
         qos=qos,
         trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
         turn_end=message.turn_end,
+        prediction=prediction,
     )
 
 

@@ -226,6 +226,8 @@ class RemoteCluster(ClusterInterface):
             if (request := live.get(RequestId(each.request))) is not None and not request.scored:
                 request.scored = True
                 listeners.prompt_logprobs(RequestId(each.request), each.scored)
+        predicted = report.predicted_tokens, report.accepted_predicted_tokens
+        listeners.predicted(zip(map(RequestId, report.predicted_requests), *predicted, strict=True))
         listeners.cached(zip(map(RequestId, report.cached_requests), report.cached_tokens, strict=True))
         if report.requests:
             self._deliver_tokens(report)

@@ -76,6 +76,8 @@ SAMPLING = [
         ({"slot": INFO.max_slots}, f"slot {INFO.max_slots} is not one of {INFO.max_slots}"),
         ({"prompt": ()}, "the prompt is empty"),
         ({"prompt": (INFO.vocab_size,)}, "a prompt token is outside the vocabulary"),
+        ({"prediction": (INFO.vocab_size,)}, "a token is outside the vocabulary"),
+        ({"prediction": (1,) * 65}, "the prediction is longer than a sequence"),
         ({"computed_tokens": 3, "blocks": (7,)}, "at least one prompt token to compute"),
         ({"computed_tokens": 1}, "do not fit in the blocks"),
         ({"generated_tokens": 3}, "generated_tokens must leave at least one"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.step.drafts.length import Acceptance
-from text_generation_shard.step.drafts.lookup import TOKENS_AT_ONCE, LookupDrafts, TokenIndex
+from text_generation_shard.step.drafts.lookup import INDEXED_TOKENS, TOKENS_AT_ONCE, LookupDrafts, TokenIndex
 from text_generation_shard.step.sequence import Sequence
 
 TEXT = tuple(random.Random(1).sample(range(50_000), 400))
@@ -25,8 +26,8 @@ def source(acceptance: Acceptance) -> LookupDrafts:
     return LookupDrafts(acceptance)
 
 
-def sequence(prompt: tuple[int, ...], slot: int = 0, scope: str = "", adapter: str = "") -> Sequence:
-    return Sequence.of(NewSequence(slot, prompt, Stopping(1000), draft_scope=scope, adapter=adapter))
+def sequence(prompt: tuple[int, ...], slot: int = 0, scope: str = "", adapter: str = "", **more: Any) -> Sequence:  # noqa: ANN401
+    return Sequence.of(NewSequence(slot, prompt, Stopping(1000), draft_scope=scope, adapter=adapter, **more))
 
 
 def drafted(source: LookupDrafts, of: Sequence, most: int = 6) -> tuple[int, ...]:
@@ -105,6 +106,63 @@ def test_a_long_prompt_is_indexed_in_parts(source: LookupDrafts) -> None:
     drafts = [drafted(source, it) for _ in range(5)]
     assert drafts[:3] == [(), (), ()]
     assert drafts[4] == TEXT[4:10]
+
+
+def test_a_prediction_is_followed_from_its_start_and_after_edits(source: LookupDrafts, acceptance: Acceptance) -> None:
+    it = sequence((1, 2), prediction=TEXT)
+    it.tokens += TEXT[:1]
+    draft = source.drafts(it, 3)
+    assert draft is not None
+    assert (draft.tokens, draft.source) == (TEXT[1:4], "prediction")
+    it.tokens += (*TEXT[1:9], 60_000)
+    assert drafted(source, it) == ()
+    it.tokens += TEXT[10:12]
+    assert drafted(source, it, 2) == TEXT[12:14]
+    it.tokens += (60_001, *TEXT[300:303])
+    assert drafted(source, it, 2) == TEXT[303:305]
+    it.tokens += (60_002, *TEXT[397:])
+    assert drafted(source, it) == ()
+    assert acceptance.probability("prediction", 20) > acceptance.probability("own", 20) - 0.01
+
+
+def test_a_prediction_with_another_start_is_followed_once_it_is_met(source: LookupDrafts) -> None:
+    it = sequence((1, 2), prediction=TEXT)
+    it.tokens += (60_000, TEXT[0])
+    assert drafted(source, it, 2) == TEXT[1:3]
+    other = sequence((1, 2), 1, prediction=TEXT)
+    other.tokens += (60_000, *TEXT[50:53])
+    assert drafted(source, other, 2) == TEXT[53:55]
+
+
+def test_a_preempted_sequence_goes_on_with_its_prediction(source: LookupDrafts) -> None:
+    it = sequence((1, 2, *TEXT[:5]), prediction=TEXT, generated_tokens=5)
+    it.tokens += TEXT[5:6]
+    assert drafted(source, it, 2) == TEXT[6:8]
+
+
+def test_a_prediction_is_that_of_its_sequence_only(source: LookupDrafts) -> None:
+    it = sequence((1, 2), prediction=TEXT)
+    it.tokens += TEXT[:4]
+    assert drafted(source, it, 1) == TEXT[4:5]
+    other = sequence((1, 2), 1)
+    other.tokens += TEXT[:4]
+    assert drafted(source, other) == ()
+    it.is_held = False
+    source.forget_ended()
+    reused = sequence((1, 2))
+    reused.tokens += TEXT[100:104]
+    assert drafted(source, reused) == ()
+
+
+def test_a_long_prediction_is_indexed_in_parts_up_to_a_bound(source: LookupDrafts) -> None:
+    far = [random.Random(3).randrange(50_000) for _ in range(INDEXED_TOKENS - 300)]
+    it = sequence((1, 2), prediction=(*far, *TEXT))
+    it.tokens += TEXT[50:54]
+    parts = INDEXED_TOKENS // TOKENS_AT_ONCE
+    drafts = [drafted(source, it, 2) for _ in range(parts)]
+    assert drafts == [()] * (parts - 1) + [TEXT[54:56]]
+    it.tokens += (60_000, *TEXT[350:354])
+    assert drafted(source, it) == ()  # not indexed
 
 
 def test_many_tokens_are_indexed_as_single_ones_are() -> None:

@@ -28,6 +28,7 @@ from text_generation_router.media.reader import ImageReader
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.request import PlacedImage, QualityOfService, Request, RequestId, TenantId, TokenId
 from text_generation_router.text.tokenizer_pool import TokenizerPool
+from text_generation_router.web.body_reasons import about
 
 COUNTED_EXACTLY = 1 << 16
 """Texts of up to this number of characters are tokenized whole before they are refused for their length."""
@@ -84,6 +85,7 @@ class RequestPreparer:
             self._metrics.requests.input_length.observe(len(prompt))
         grammar = None if options.grammar is None else await self.proven(options.grammar, qos.tenant)
         options = await self.with_bad_words(options, qos.tenant)
+        prediction = await self._prediction(options.prediction, qos) if self._limits.drafts else ()
         sampling = self._with_seed(options)
         request = Request(
             id=next(self._ids),
@@ -102,6 +104,7 @@ class RequestPreparer:
             adapter=options.adapter,
             qos=qos,
             tokenized=tokenized,
+            prediction=prediction,
         )
         check_supported(request, options.api, self._limits.unsupported)
         scored = (options.logprobs.tokens or self._limits.always_logprobs) and "tokens" not in self._limits.unsupported
@@ -208,6 +211,20 @@ class RequestPreparer:
                 f"`bad_words` supports up to {MAX_BAD_WORDS} words of {MAX_BAD_WORD_TOKENS} tokens in all"
             )
         return replace(options, bad_words=(), sampling=replace(options.sampling, bad_words=known))
+
+    async def _prediction(self, text: str, qos: QualityOfService) -> Sequence[TokenId]:
+        """Return the tokens of a prediction, which has as many as a prompt at most. Raises InvalidRequest."""
+
+        def check(count: int) -> None:
+            if count > (most := self._limits.max_input_tokens):
+                raise InvalidRequest(f"`prediction` must have at most {most} tokens. Given: at least {count}")
+
+        with about("prediction"):
+            ids = await self._tokenizer.encode_ids(
+                text, add_special_tokens=False, tenant=qos.tenant, salt=qos.salt, check=check
+            )
+            check(len(ids))
+        return ids
 
     async def _encode(self, text: str, options: GenerationOptions, qos: QualityOfService) -> Sequence[TokenId]:
         """Return the tokens of a text. Raises InvalidRequest.

@@ -95,6 +95,8 @@ class GenerationOptions:
     """False for chats: the template writes special tokens itself."""
     visible_special: frozenset[TokenId] = frozenset()
     """Special tokens that are part of the text."""
+    prediction: str = ""
+    """The text that the client expects."""
 
     def check_prompt(self, prompt: str | Sequence[TokenId]) -> None:
         """Raise InvalidRequest if the prompt is empty."""

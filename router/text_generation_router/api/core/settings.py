@@ -38,6 +38,8 @@ class Limits:
     always_logprobs: bool = False
     """Every request gets the log-probabilities of its tokens, if the engine knows them."""
 
+    drafts: bool = False
+    """The engine makes drafts, for which a prediction is a source."""
     marks_turns: bool = False
     """Requests tell where the turns of a chat end: the model has states, of which checkpoints are left there."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import zip_longest
 from typing import Annotated, Literal, NotRequired, cast
 
@@ -15,6 +15,7 @@ from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.api.core.serving import TOKENS_AT_ONCE, Collector
 from text_generation_router.api.http.fields import WrittenLogprob, WrittenNumber
+from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.generation import TokenOutput
 from text_generation_router.request import LogprobJson, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
@@ -37,6 +38,15 @@ class ReasoningDetails(ResponseBody):
     reasoning_tokens: int
 
 
+class CompletionTokensDetails(ReasoningDetails):
+    """Details of the new tokens."""
+
+    accepted_prediction_tokens: NotRequired[int]
+    """With `prediction`: tokens of it that speculative decoding brought to the answer."""
+    rejected_prediction_tokens: NotRequired[int]
+    """With `prediction`: tokens of it that were tried and are not in the answer. They are completion tokens, too."""
+
+
 class Usage(ResponseBody):
     """Token counts."""
 
@@ -44,7 +54,7 @@ class Usage(ResponseBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: NotRequired[ReasoningDetails]
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     """In chats."""
 
 
@@ -234,6 +244,22 @@ class CompletionAnswer(Headed):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None
+
+
+def chat_usage(
+    prompt_tokens: int, generated: int, reasoning: int | None, records: Sequence[GenerationRecord], *, predicted: bool
+) -> Usage:
+    """Token counts of the answers to a chat; `predicted`: it has a prediction."""
+    counts = usage(prompt_tokens, generated, cached_tokens(records), reasoning)
+    if predicted:
+        times = [each for record in records for each in record.sequences]
+        accepted = sum(each.accepted_tokens for each in times)
+        rejected = sum(each.predicted_tokens for each in times) - accepted
+        counts["completion_tokens"] += rejected
+        counts["total_tokens"] += rejected
+        details = counts.setdefault("completion_tokens_details", {"reasoning_tokens": 0})
+        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = accepted, rejected
+    return counts
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None) -> Usage:

@@ -15,14 +15,14 @@ from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.keys import tenant_of
-from text_generation_router.api.http.record import GenerationRecord, cached_tokens, compute_time_header, timing_headers
+from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.api.openai.answers import (
     AssistantMessage,
     ChatChoice,
     ChatLogprobs,
     chat_finish,
+    chat_usage,
     content_logprobs,
-    usage,
     whole_answer,
     written_prompt_scores,
 )
@@ -64,7 +64,7 @@ class ChatRoutes:
             headers = (
                 self._serving.cost_headers(len(chat.prompt)) | timing_headers(records) | compute_time_header(records[0])
             )
-            reply = await self._whole(body, chat, collectors, cached_tokens(records))
+            reply = await self._whole(body, chat, collectors, records)
         return await json_parts_response(request, reply, headers)
 
     async def text(self, request: web.Request, body: ChatBody, record: GenerationRecord, around: QosFields) -> str:
@@ -106,10 +106,11 @@ class ChatRoutes:
             return await stream.run()
 
     async def _whole(
-        self, body: ChatBody, chat: ChatRequest, collectors: Sequence[Collector], cached: int
+        self, body: ChatBody, chat: ChatRequest, collectors: Sequence[Collector], records: Sequence[GenerationRecord]
     ) -> AsyncIterator[bytes]:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
-        counts = usage(chat.prompt_tokens, generated, cached, 0)
+        predicted = body.prediction is not None
+        counts = chat_usage(chat.prompt_tokens, generated, 0, records, predicted=predicted)
 
         async def choices() -> AsyncIterator[ChatChoice]:
             for index, collector in enumerate(collectors):

@@ -12,7 +12,7 @@ import orjson
 
 from text_generation_router.api.core.chat import AnswerEnd, ChatRequest, Reader, finish_of
 from text_generation_router.api.core.ids import Named, new_call_id
-from text_generation_router.api.http.record import GenerationRecord, cached_tokens
+from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.openai.answers import (
     ChatFinish,
     ChatLogprobs,
@@ -20,8 +20,8 @@ from text_generation_router.api.openai.answers import (
     FunctionDelta,
     Usage,
     chat_finish,
+    chat_usage,
     content_logprobs,
-    usage,
 )
 from text_generation_router.api.openai.choices import ChoiceSink, ChoicesStream
 from text_generation_router.api.openai.schemas import ChatBody
@@ -54,6 +54,7 @@ class ChatStream(ChoicesStream):
         self.scored = bool(body.logprobs)
         self._tokenizer = tokenizer
         self._chat = chat
+        self._predicted = body.prediction is not None
 
     def sinks(self) -> list[Sink]:
         """The sink of each choice."""
@@ -67,7 +68,8 @@ class ChatStream(ChoicesStream):
         return content_logprobs(outputs, self._tokenizer, self._chat.requests[0].logprobs.top_n)
 
     def usage(self, generated: int, reasoning: int | None) -> Usage:
-        return usage(self._chat.prompt_tokens, generated, cached_tokens(self._records), reasoning)
+        tokens = self._chat.prompt_tokens
+        return chat_usage(tokens, generated, reasoning, self._records, predicted=self._predicted)
 
 
 class ChatChoiceStream(ChoiceSink):

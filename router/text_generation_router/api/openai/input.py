@@ -48,6 +48,8 @@ def chat_options(body: ChatBody) -> GenerationOptions:
     max_tokens = body.max_completion_tokens if is_new else body.max_tokens
     top_n = body.top_logprobs or 0
     options = _options(body, Api.CHAT, max_tokens, LogprobOptions(top_n, tokens=bool(body.logprobs) or top_n > 0))
+    if body.prediction is not None:
+        options = replace(options, prediction=body.prediction.text)
     return replace(options, length_field="max_completion_tokens") if is_new else options
 
 

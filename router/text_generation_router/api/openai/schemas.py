@@ -271,6 +271,28 @@ class Message(Body):
     """The reasoning of an assistant message."""
 
 
+class TextPart(Body):
+    """A part of a text."""
+
+    type: Literal["text"]
+    """`text`."""
+    text: str
+    """The text."""
+
+
+class Prediction(Body):
+    """The text that the client expects, most of it at least: an answer like it takes fewer steps. It changes no answer."""
+
+    type: Literal["content"]
+    """`content`."""
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+    """The text, or its parts."""
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(OpenAIBody):
     """Body of /v1/chat/completions and /chat_tokenize."""
 
@@ -311,6 +333,8 @@ class ChatBody(OpenAIBody):
     """A variable of the chat template."""
     verbosity: Name | None = None
     """A variable of the chat template."""
+    prediction: Prediction | None = None
+    """The text that is expected, such as a file before an edit, for speculative decoding."""
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     """vLLM's: a variable of the chat template."""
 

@@ -1,9 +1,9 @@
-"""Drafts by lookup: the tokens that followed the last ones of a sequence before, in its own text or in recent outputs.
+"""Drafts by lookup: the tokens that followed the last ones of a sequence before, in its own text, its prediction or recent outputs.
 
 An index has the places after each run of RUN tokens; of the last ones, that with the longest match is taken. A sequence follows the
 text there as long as its new tokens equal it, which costs one comparison a token; after an edit it may return to it. Texts are
-token ids. Those of recent
-outputs are kept by scope, two generations of RECENT_TOKENS each: sequences of different scopes share nothing.
+token ids. A prediction is
+followed from its start on. Recent outputs are kept by scope, two generations of RECENT_TOKENS each: sequences of different scopes share nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from text_generation_proto.values import OWN, RECENT
+from text_generation_proto.values import OWN, PREDICTION, RECENT
 from text_generation_shard.step.drafts.length import Acceptance
 from text_generation_shard.step.sequence import Draft, Sequence
 
@@ -24,9 +24,9 @@ EDITED_TOKENS = 6
 LONGEST_MATCH = 32
 """Last tokens that are compared with those before a place."""
 INDEXED_TOKENS = 32768
-"""Tokens of a sequence that are indexed: the last ones. About 4 MB."""
+"""Tokens of a sequence that are indexed, the last ones, and of its prediction, the first ones. About 4 MB each."""
 TOKENS_AT_ONCE = 4096
-"""Tokens of a sequence that are indexed in a step, about a millisecond."""
+"""Tokens of a text that are indexed in a step, about a millisecond."""
 RECENT_TOKENS = 16384
 RECENT_SCOPES = 32
 END = (1 << 20) - 1
@@ -96,6 +96,7 @@ class _Known:
 
     sequence: Sequence
     index: TokenIndex
+    predicted: TokenIndex
     seen: int = 0
     """Tokens that were compared."""
     followed: _Followed | None = None
@@ -141,9 +142,13 @@ class LookupDrafts:
             if known is not None:
                 self._keep(known.sequence)
             first = max(0, len(sequence.tokens) - INDEXED_TOKENS)
-            known = self._known[sequence.slot] = _Known(sequence, TokenIndex(sequence.tokens, first))
+            predicted = TokenIndex(sequence.prediction)
+            known = self._known[sequence.slot] = _Known(sequence, TokenIndex(sequence.tokens, first), predicted)
+            if sequence.prediction:
+                known.followed = _Followed(sequence.prediction, 0, 0, PREDICTION)
+                known.seen = sequence.prompt_length - sequence.generated_before
         self._catch_up(known)
-        if (followed := known.followed) is None or most < 1:
+        if (followed := known.followed) is None or known.seen < len(sequence.tokens) or most < 1:
             return None
         tokens = followed.tokens[followed.place : followed.place + most]
         if followed.tokens is sequence.tokens and len(tokens) < most:
@@ -154,19 +159,20 @@ class LookupDrafts:
 
     def _catch_up(self, known: _Known) -> None:
         """Compare the new tokens with those followed; look the last ones up if they differ."""
-        tokens, index = known.sequence.tokens, known.index
-        end = len(tokens)
+        tokens, index, predicted = known.sequence.tokens, known.index, known.predicted
+        end, predicted_end = len(tokens), min(len(predicted.tokens), INDEXED_TOKENS)
         if end == known.seen:
             return
-        if end - index.end > TOKENS_AT_ONCE:
-            index.extend(index.end + TOKENS_AT_ONCE)
-            known.followed = None
-            return
+        for each, indexed in ((predicted, predicted_end), (index, end)):
+            if indexed - each.end > TOKENS_AT_ONCE:
+                each.extend(each.end + TOKENS_AT_ONCE)
+                return
         if known.followed is not None and not self._follow(known.followed, tokens[known.seen :]):
             known.followed, known.left = None, known.followed
         known.seen = end
         if known.followed is None:
             index.extend(end - 1)
+            predicted.extend(predicted_end)
             known.followed = self._found(known, tokens[-LONGEST_MATCH:]) or _returned(known.left, tokens[-1])
         index.extend(end)
 
@@ -183,13 +189,14 @@ class LookupDrafts:
         return True
 
     def _found(self, known: _Known, last: list[int]) -> _Followed | None:
-        place, match = known.index.find(last)
-        best = _Followed(known.index.tokens, place, match, OWN) if match else None
+        best = None
+        indices = [(known.predicted, PREDICTION), (known.index, OWN)]
         if recent := self._recent.get(known.sequence.draft_scope):
-            for index in (recent.current, recent.before):
-                place, match = index.find(last)
-                if match > (0 if best is None else best.match):
-                    best = _Followed(index.tokens, place, match, RECENT)
+            indices += (recent.current, RECENT), (recent.before, RECENT)
+        for index, source in indices:
+            place, match = index.find(last)
+            if match > (0 if best is None else best.match):
+                best = _Followed(index.tokens, place, match, source)
         return best
 
     def _keep(self, sequence: Sequence) -> None:

@@ -125,6 +125,19 @@ def test_the_data_of_images_is_sent_in_parts_beside_the_orders(size: int) -> Non
     assert last == orders_to_pb(output, [2], shares_prompts=True)
 
 
+def test_a_prediction_arrives_once_for_the_answers_of_its_request_and_again_when_one_moves() -> None:
+    first = replace(PLAIN, prediction=(7, 8, 9))
+    placed = [(first, ()), (replace(first), ()), (PLAIN, ()), (first, (4,))]  # their prompts are one object
+    placements = tuple(Placement(slot, request, new, (slot,)) for slot, (request, new) in enumerate(placed))
+    orders = orders_to_pb(SchedulerOutput(1, placements=placements), [2], shares_prompts=True)
+    assert [len(each.prediction) for each in orders.placements] == [3, 0, 0, 3]
+    arrived = shard_convert.orders_from_pb(pb.Orders.FromString(orders.SerializeToString())).placements
+    assert [each.prediction for each in arrived] == [(7, 8, 9), (7, 8, 9), (), (7, 8, 9)]
+    orders.placements[1].prediction.append(7)
+    with pytest.raises(shard_convert.InvalidOrders, match="prompt_of 1 "):
+        shard_convert.orders_from_pb(orders)
+
+
 @pytest.mark.parametrize(("prompt_of", "prompt"), [(2, ()), (3, ()), (1, (5,))])
 def test_a_prompt_of_no_earlier_placement_is_refused(prompt_of: int, prompt: tuple[int, ...]) -> None:
     placements = [pb.NewSequence(prompt=[1]), pb.NewSequence(slot=1, prompt=prompt, prompt_of=prompt_of)]

@@ -84,9 +84,10 @@ def test_an_error_crosses_as_it_is(retry_after_s: float | None) -> None:
         assert (type(got), str(got), got.retry_after_s) == (error, str(sent), sent.retry_after_s)
 
 
-def test_a_prompt_crosses_with_its_images_and_equal_ones_are_there_once() -> None:
+def test_a_prompt_crosses_with_its_images_and_prediction_and_equal_ones_are_there_once() -> None:
     image = PlacedImage(1, 2, ImageFile(b"1", b"red"))
     request = Request(RequestId(7), array("I", [5, 6, 6, 7]), max_new_tokens=2, media=(image,))
+    request = replace(request, prediction=array("I", [5, 9]))
     first = request_from_pb(request_to_pb(request, RequestId(7)), [b"red"])
     again = request_from_pb(request_to_pb(request, RequestId(8)), [b"red"], first)
     blue = replace(request, media=(PlacedImage(1, 2, ImageFile(b"2", b"blue")),))
@@ -94,6 +95,9 @@ def test_a_prompt_crosses_with_its_images_and_equal_ones_are_there_once() -> Non
     assert first.media == (image,)
     assert again.media is first.media
     assert other.media == blue.media
+    assert (first.prediction, again.prediction is first.prediction) == (request.prediction, True)
+    expected = replace(request, prediction=array("I", [9]))
+    assert request_from_pb(request_to_pb(expected, RequestId(10)), first).prediction == expected.prediction
     with pytest.raises(LinkBroken, match="without the data"):
         request_from_pb(request_to_pb(blue, RequestId(9)), [], first)
 
@@ -179,10 +183,12 @@ async def test_each_worker_gets_the_columns_of_its_requests(
         direct.add(RequestId(slot), wanted[slot])
         delivery.add(RequestId(slot), workers[number].link)
         workers[number].cluster.submit(Request(RequestId(slot), (1,), 100), got[slot])
-    direct.tokens(deliveries, list(report.token_ids), report)
-    delivery.tokens(deliveries, list(report.token_ids), report)
+    for each in (direct, delivery):
+        each.predicted((RequestId(slot), slot + 2, slot) for slot in range(len(shares)))
+        each.predicted([(None, 3, 1), (RequestId(99), 3, 1)])  # of requests that ended
+        each.tokens(deliveries, list(report.token_ids), report)
     async with asyncio.timeout(10):
-        while sum(len(each.events) for each in got) < total:  # noqa: ASYNC110 - it crosses a socket
+        while sum(len(each.events) for each in got) < total + len(shares):  # noqa: ASYNC110 - it crosses a socket
             await asyncio.sleep(0)
     assert [each.events for each in got] == [each.events for each in wanted]
     live = sum(reason is None for _, _, reason in shares)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from scripted_drafts import ScriptedDrafts, draft_by
 from tiny_transformers import SHAPE, random_model, save
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
-from text_generation_proto.values import Grammar, GrammarKind, Sampling, Stopping, WarmUpLimits
+from text_generation_proto.values import OWN, PREDICTION, Grammar, GrammarKind, Sampling, Stopping, WarmUpLimits
 from text_generation_shard import grammar
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, TopTokens
@@ -57,8 +58,10 @@ class Traffic:
     requests: list[dict[str, object]] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     served: list[list[Stream]] = field(default_factory=list)
-    accepted: int = 0
-    """Drafted tokens that were right."""
+    predictions: list[tuple[int, ...]] = field(default_factory=list)
+    """The predictions of the requests, in order; empty: none has one."""
+    accepted: Counter[str] = field(default_factory=Counter)
+    """Drafted tokens that were right, by source."""
 
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
@@ -112,6 +115,8 @@ class Traffic:
     def run(self, driver: Driver, *, preempt: bool) -> None:
         """Serve the requests; with `preempt`, interrupt some, and continue them with their tokens in the prompt."""
         draw = random.Random(self.seed)
+        for request, prediction in zip(self.requests, self.predictions, strict=False):
+            request["prediction"] = prediction
         left = list(zip(self.prompts, self.requests, strict=True))[::-1]
         while left or driver.streams:
             while left and len(driver.streams) < 6:
@@ -127,12 +132,14 @@ class Traffic:
                     and not parts[0].stopping.min_new_tokens
                 ):
                     index = self.served.index(parts)
-                    parts.append(driver.preempt(parts[-1], top_n=self.requests[index].get("top_n", 0)))
+                    request = self.requests[index]
+                    options = {"top_n": request.get("top_n", 0), "prediction": request.get("prediction", ())}
+                    parts.append(driver.preempt(parts[-1], **options))
                     break
             if (result := driver.step()) is None and not left:
                 break
             if result is not None:
-                self.accepted += sum(told.accepted_tokens for told in result.drafting)
+                self.accepted.update({told.source: told.accepted_tokens for told in result.drafting})
 
     def tokens(self, index: int) -> list[int]:
         return [token for part in self.served[index] for token in part.tokens]
@@ -195,11 +202,20 @@ def driver(engine: Engine) -> Driver:
     return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
 
 
+def edited(tokens: list[int], seed: int) -> tuple[int, ...]:
+    """Return an answer with edits, another text, or none."""
+    draw = random.Random(seed + len(tokens))
+    kept = [token for token in tokens if draw.random() < 0.95]
+    changed = [draw.randrange(VOCABULARY) if draw.random() < 0.05 else token for token in kept]
+    return draw.choice((tuple(changed), (7, *changed, *changed), tuple(range(2, 50)), ()))
+
+
 def with_and_without(driver: Driver, seed: int, kind: str) -> tuple[Traffic, Traffic]:
-    """Serve traffic without drafts, and again with some and with preemption."""
+    """Serve traffic without drafts, and again with some, with predictions and with preemption."""
     plain, drafted = Traffic(seed, kind), Traffic(seed, kind)
     draft_by(driver.engine, None)
     plain.run(driver, preempt=False)
+    drafted.predictions = [edited(plain.tokens(index), seed) for index in range(len(plain.prompts))]
     draft_by(driver.engine, ScriptedDrafts(plain.texts, VOCABULARY, seed))
     drafted.run(driver, preempt=True)
     return plain, drafted
@@ -210,7 +226,8 @@ def with_and_without(driver: Driver, seed: int, kind: str) -> tuple[Traffic, Tra
 def test_drafts_change_nothing(driver: Driver, cache: str, kind: str, seed: int) -> None:
     plain, drafted = with_and_without(driver, seed, kind)
     drafted.check_equal(plain, TOLERANCES[cache])
-    assert drafted.accepted > 10
+    assert drafted.accepted[OWN] > 10
+    assert drafted.accepted[PREDICTION] > 10
 
 
 def test_slow_masks_of_drafts_count_as_those_of_their_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
