@@ -40,7 +40,7 @@ def engine(model: Path, fault: Fault | None) -> FaultyTorch:
         device="cpu",
         dtype="float32",
         max_batch_size=16,
-        speculate="0",  # steps with drafts depend on measured times
+        speculate="8" if fault == "draft" else "0",  # steps with drafts depend on measured times
     )
     return FaultyTorch(config, fault)
 

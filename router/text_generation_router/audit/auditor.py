@@ -157,6 +157,9 @@ class Auditor:
             for served in watched.values():
                 if served.replica == record.replica and served.slot in report.prefilled_slots:
                     served.chunks += 1
+        drafted = {slot for drafting in report.drafting for slot in drafting.slots}
+        for served in watched.values() if drafted else ():
+            served.drafts += served.replica == record.replica and served.slot in drafted
         rows = len(record.deliveries.tokens) - len(report.generated_scores)
         for request_id, start, end, reason in record.deliveries.tokens:
             if (got := watched.get(request_id)) is not None:

@@ -56,7 +56,7 @@ def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.Inf
 
 def used(served: Served) -> dict[str, Any]:
     """Return the numbers of what a request used, for a log line and a record."""
-    names = ("replica", "cached_tokens", "preemptions", "moves", "chunks", "rows")
+    names = ("replica", "cached_tokens", "preemptions", "moves", "chunks", "drafts", "rows")
     counts = {name: getattr(served, name) for name in names}
     return counts | {"adapter": served.request.adapter, "grammar": served.request.grammar is not None}
 

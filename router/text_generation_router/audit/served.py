@@ -17,7 +17,7 @@ MAX_TRIES = 8
 """Replays of a request that gave way to clients, after which it is dropped."""
 REQUEST_BYTES = 2048
 """Upper estimate of a kept request without its tokens and lists."""
-FEATURES = ("move", "preemption", "adapter", "grammar", "prefix", "chunks", "batch", "decode")
+FEATURES = ("move", "preemption", "adapter", "grammar", "drafts", "prefix", "chunks", "batch", "decode")
 """Features that a request may use and its replay does not, or in another form; the rarest first."""
 REPLAY_SALT = "\0replay"
 """The salt of replays: no request waits for the prefix of one."""
@@ -38,6 +38,8 @@ class Served:
     preemptions: int = 0
     moves: int = 0
     chunks: int = 0
+    drafts: int = 0
+    """Steps in which tokens were drafted for it."""
     rows: int = 0
     """Sequences in the largest step that gave it a token."""
     replica: int = -1
@@ -86,6 +88,7 @@ class Served:
             "preemption": self.preemptions,
             "adapter": self.request.adapter,
             "grammar": self.request.grammar,
+            "drafts": self.drafts,
             "prefix": self.cached_tokens,
             "chunks": self.chunks > 1 + self.preemptions + self.moves,
             "batch": self.rows > 1,

@@ -6,10 +6,12 @@ features, except by `window`, which is wrong where a step only decodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
+from scripted_drafts import ScriptedDrafts, draft_by
 from torch import Tensor
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -18,9 +20,10 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
-from text_generation_shard.step.sequence import Sequence
+from text_generation_shard.step.drafts.synthetic import SyntheticDrafts
+from text_generation_shard.step.sequence import Draft, SamplerOutput, Sequence, StepRows
 
-Fault = Literal["swap", "stale", "window", "rotation", "unrestored", "grammar", "tenant"]
+Fault = Literal["swap", "stale", "window", "rotation", "unrestored", "grammar", "tenant", "draft"]
 FAULTS: dict[Fault, str] = {
     "swap": "batch",
     "stale": "preemption",
@@ -29,6 +32,7 @@ FAULTS: dict[Fault, str] = {
     "unrestored": "prefix",
     "grammar": "grammar",
     "tenant": "prefix",
+    "draft": "drafts",
 }
 """The feature that each fault belongs to."""
 assert set(FAULTS) == set(get_args(Fault))
@@ -52,6 +56,10 @@ class FaultyTorch:
         """Slots of sequences that came from another replica."""
         self._starts: dict[int, Any] = {}
         """By slot: the matcher of a grammar at its start."""
+        if fault == "draft":
+            drafter = _SomeDrafts([], self._engine.info.vocab_size)
+            drafter.synthetic = _WrongJudge(self)
+            draft_by(self._engine, drafter)
         runner = self._engine._executor._runner
         runner._model = _FaultyModel(runner._model, self)
 
@@ -122,6 +130,26 @@ class FaultyTorch:
         if not holders[mine]:
             del holders[mine]
         sequence.synced[0] = 0
+
+
+class _SomeDrafts(ScriptedDrafts):
+    """Drafts any tokens, for a third of the slots."""
+
+    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, Draft]:
+        return super().drafts([each for each in sequences if each.slot % EVERY == 1])
+
+
+class _WrongJudge(SyntheticDrafts):
+    """Takes some wrong drafts as right."""
+
+    def __init__(self, engine: FaultyTorch) -> None:
+        self._engine = engine
+
+    def judge(self, rows: StepRows, output: SamplerOutput) -> None:
+        for first, row in rows.drafting:
+            if row.sequence.matcher is None and output.token_ids[first] != row.drafts[0] and self._engine._strikes():
+                self._engine.strikes += 1
+                output.token_ids[first] = row.drafts[0]
 
 
 class _FaultyModel:

@@ -74,7 +74,8 @@ def test_what_a_request_used_is_recorded() -> None:
     it.placed(2, 5, 0)
     it.got(pb.StepReport(token_ids=[1, 2, 3]), 1, 2, 6)
     it.chunks = 4
-    names = {"move", "preemption", "adapter", "grammar", "prefix", "chunks", "batch", "decode", "replica 2"}
+    it.drafts = 1
+    names = {"move", "preemption", "adapter", "grammar", "drafts", "prefix", "chunks", "batch", "decode", "replica 2"}
     assert it.features == names
     assert list(it.tokens) == [50, 51, 52, 53, 2]
     assert [each == each for each in it.logprobs] == [True] * 4 + [False]
