@@ -134,10 +134,12 @@ def test_a_prediction_with_another_start_is_followed_once_it_is_met(source: Look
     assert drafted(source, other, 2) == TEXT[53:55]
 
 
-def test_a_preempted_sequence_goes_on_with_its_prediction(source: LookupDrafts) -> None:
+def test_a_preempted_sequence_goes_on_with_its_prediction(source: LookupDrafts, acceptance: Acceptance) -> None:
+    before = acceptance.probability("prediction", 0)
     it = sequence((1, 2, *TEXT[:5]), prediction=TEXT, generated_tokens=5)
     it.tokens += TEXT[5:6]
     assert drafted(source, it, 2) == TEXT[6:8]
+    assert acceptance.probability("prediction", 0) > before
 
 
 def test_a_prediction_is_that_of_its_sequence_only(source: LookupDrafts) -> None:
