@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,9 @@ def edits(demo_model: Path) -> list[tuple[list[int], list[int]]]:
     return [(tokenizer.encode(prompt).ids, tokenizer.encode(answer).ids) for prompt, answer in second_edits()]
 
 
-def run(driver: Driver, prompt: list[int], new: int) -> tuple[Stream, int, float]:
+def run(driver: Driver, prompt: list[int], new: int, prediction: Sequence[int] = ()) -> tuple[Stream, int, float]:
     """Generate `new` tokens; return the sequence, the number of steps and the seconds after the first token."""
-    stream = driver.admit(prompt, new)
+    stream = driver.admit(prompt, new, prediction=tuple(prediction))
     while not stream.tokens:
         driver.step()
     steps, started = 0, time.perf_counter()
@@ -70,6 +70,20 @@ def test_a_second_edit_takes_half_the_steps_and_has_the_same_text(
     plain, _, _ = run(driver, prompt, new)
     draft_by(driver.engine, Timed(8, 16, runs_ahead=False))
     drafted, steps, _ = run(driver, prompt, new)
+    assert drafted.tokens == plain.tokens
+    assert drafted.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    assert steps * 2 <= new
+
+
+def test_a_predicted_text_with_an_edit_takes_half_the_steps_and_is_the_same(
+    driver: Driver, edits: list[tuple[list[int], list[int]]]
+) -> None:
+    prompt, new = edits[1][0][:40], 40  # an answer that does not repeat itself
+    draft_by(driver.engine, None)
+    plain, _, _ = run(driver, prompt, new)
+    prediction = [*plain.tokens[:25], *range(1000, 1003), *plain.tokens[26:]]
+    draft_by(driver.engine, Timed(8, 16, runs_ahead=False))
+    drafted, steps, _ = run(driver, prompt, new, prediction)
     assert drafted.tokens == plain.tokens
     assert drafted.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
     assert steps * 2 <= new
