@@ -15,8 +15,8 @@ from text_generation_proto.v1 import shard_pb2 as pb
 
 MAX_WHOLE_BYTES = 4 << 20
 """Orders and reports above this are sent in parts of this size."""
-BYTES_PER_TOKEN = 10
-"""Largest share of a prompt token in orders: its id of four bytes, and one block at most."""
+BYTES_PER_TOKEN = 14
+"""Largest share of a prompt token in orders: its id of four bytes, one of a prediction, and one block at most."""
 BYTES_PER_SEQUENCE = 2 << 20
 """Largest share of a sequence in orders apart from its tokens: its grammar, the bias of its logits, its stop tokens."""
 BYTES_PER_LOGPROB = 16
