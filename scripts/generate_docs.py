@@ -235,6 +235,10 @@ between two steps, one image at least; a chunk that reaches an image waits for i
 and 256 MiB on a CPU: a second turn with the same picture encodes nothing. Prefixes are reused as those of texts. On a GPU, steps with
 tokens of images run without graphs. `text-generation-launcher check` counts the tower and the kept images in `memory.images`.
 
+In Gemma 3 the tokens of an image attend to one another in both directions. Such an image is computed in one step: chunks that end in
+it wait for its end, and `--max-batch-prefill-tokens` must be at least its tokens (256), or the request is refused. On a GPU these steps
+attend by the engine's own kernel. `do_pan_and_scan` is refused.
+
 Checked by `tests/unit/shard/torch/test_images.py`: a random checkpoint of each family that takes images gives the logprobs of
 transformers (relative error at most 1e-5, float32, CPU) with up to three pictures of odd sizes; chunk by chunk, preempted, in a second
 turn, and by the operations of a GPU.

@@ -16,12 +16,13 @@ from vision_models import VisionModel, picture, vision_configs
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 
-FAST = ("mistral3", "qwen3_vl", "smolvlm")
-"""Rows, squares and tiles."""
+FAST = ("mistral3", "qwen3_vl", "smolvlm", "gemma3")
+"""Rows, squares, tiles, and a text that stands for an image."""
 NEW_TOKENS = 5
-MARKS = ("[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>")
+GEMMA = ("<start_of_image>", "<end_of_image>")
+MARKS = (*GEMMA, "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>")
 TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
-TOKENS = {"mistral3": "[IMG]", "llava, pixtral": "[IMG]", "internvl": "<IMG_CONTEXT>"}
+TOKENS = {"mistral3": "[IMG]", "llava, pixtral": "[IMG]", "internvl": "<IMG_CONTEXT>", "gemma3": "<image_soft_token>"}
 
 
 def write_tokenizer(folder: Path, image: str) -> None:
@@ -51,7 +52,9 @@ async def test_the_answer_is_that_of_transformers(name: str, tmp_path: Path) -> 
     engine = build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4))
     files = [picture(70, 45, 0), picture(31, 90, 1)][: engine.info.max_images]
     limits = replace(LIMITS, max_images=engine.info.max_images, max_input_tokens=400, max_total_tokens=500)
-    async with serve(tmp_path, limits=limits, pool_tokens=2048, build=lambda _: engine, linked=True) as stack:
+    small = {"max_batch_prefill_tokens": 24}  # chunks end inside pictures
+    options = {"pool_tokens": 2048, "build": lambda _: engine, "linked": True, "policy": small}
+    async with serve(tmp_path, limits=limits, **options) as stack:
         turn = "".join(f"![]({data_uri(file)})ab" for file in files)
         for text in (turn + "what", turn + "what and more"):
             asked = {"max_new_tokens": NEW_TOKENS, "details": True}

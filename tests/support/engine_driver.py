@@ -178,7 +178,7 @@ class Driver:
 
     def run(self) -> None:
         """Step until nothing can advance."""
-        while self.step() is not None:
+        while self.step() is not None or any(stream.to_prefill for stream in self.streams.values()):
             pass
 
     def _record(self, result: StepResult) -> None:

@@ -245,12 +245,14 @@ class ReferenceKernels:
         out: Tensor,
         sinks: Tensor | None,
         scales: Tensor | None = None,
+        ahead: Tensor | None = None,
     ) -> None:
         at, cache_layer = 0, loaded(cache_layer, scales)
         group = self.windows.index(window) if window in self.windows else 0
         for tokens, pages, length in self._chunks[group]:
             own = queries[at : at + tokens]
-            attended = attend(own, cache_layer, pages, length, window, self._scale, self._softcap, sinks)
+            later = None if ahead is None else ahead[at : at + tokens]
+            attended = attend(own, cache_layer, pages, length, window, self._scale, self._softcap, sinks, later)
             out[at : at + tokens] = narrowed(attended, own, out)
             at += tokens
 
@@ -320,8 +322,12 @@ def attend(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
-    """Attend with the last tokens of a sequence of `length`: `queries` [tokens, heads, head_dim] → [tokens, heads · head_dim]."""
+    """Attend with the last tokens of a sequence of `length`: `queries` [tokens, heads, head_dim] → [tokens, heads · head_dim].
+
+    Each attends to `ahead` [tokens] later ones, if given.
+    """
     dtype = torch.promote_types(queries.dtype, torch.float32)
     queries, blocks = queries.to(dtype), cache_layer[table[: -(-length // BLOCK_SIZE)].long()].to(dtype)
     first = 0 if window is None else max(0, length - queries.shape[0] - window + 1)  # earlier positions may be NaN
@@ -331,7 +337,9 @@ def attend(
     keys, values = keys.repeat_interleave(share, dim=0), values.repeat_interleave(share, dim=0)
     own = torch.arange(length - queries.shape[0], length, device=queries.device).unsqueeze(1)
     seen = torch.arange(first, length, device=queries.device)
-    hidden = seen > own if window is None else (seen > own) | (seen <= own - window)
+    hidden = seen > (own if ahead is None else own + ahead.unsqueeze(1))
+    if window is not None:
+        hidden |= seen <= own - window
     scores = torch.einsum("thd,hkd->htk", queries, keys) * scale
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
@@ -374,7 +382,8 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         memory = DeviceMemory(CPU, 0.4)
         executor = Executor(runner, memory, ALONE, weights.adapters, info.max_loras, runs_ahead=True)
         if encoder is not None:
-            executor.images = ImageSteps(encoder, config.max_batch_image_tokens, executor.is_broken_by)
+            budget, bidirectional = config.max_batch_image_tokens, runner.bidirectional_images
+            executor.images = ImageSteps(encoder, budget, executor.is_broken_by, bidirectional=bidirectional)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
         if weights.state_bytes:
             info = replace(info, max_tokens_per_step=0)

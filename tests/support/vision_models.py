@@ -84,6 +84,7 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
     }
     qwen3 = QWEN_VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     qwen3_5 = QWEN_VISION | {"num_position_embeddings": 16}
+    gemma3 = wide | {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
     idefics = {"scale_factor": 2, "pad_token_id": 0, "image_token_id": IMAGE}
     return {
         "llava": (
@@ -145,6 +146,16 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
                 "max_patches": 4,
                 "size": {"height": SIDE, "width": SIDE},
             },
+        ),
+        "gemma3": (
+            transformers.Gemma3Config(
+                text_config=gemma3 | {"sliding_window": 10, "query_pre_attn_scalar": 24},
+                vision_config={"model_type": "siglip_vision_model", **VISION, "image_size": 4 * SIDE},
+                mm_tokens_per_image=16,
+                image_token_index=IMAGE,
+                tie_word_embeddings=False,
+            ),
+            {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 4 * SIDE, "width": 4 * SIDE}},
         ),
         "qwen2_vl": (
             transformers.Qwen2VLConfig(
@@ -230,6 +241,8 @@ class VisionModel:
         self.model: PreTrainedModel = type(model).from_pretrained(folder, dtype=torch.float32).eval()
         self._known: dict[object, tuple[torch.Tensor, list[int]]] = {}
         self._nested = config.model_type in ("smolvlm", "idefics3")
+        types = {"gemma3": "token_type_ids", "qwen": "mm_token_type_ids", "gemma4": "mm_token_type_ids"}
+        self._types = next((name for begin, name in types.items() if config.model_type.startswith(begin)), "")
         self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
 
     def prompt(self, files: Sequence[bytes], start: Sequence[int] = (7, 8, 9, 10)) -> Prompt:
@@ -254,8 +267,8 @@ class VisionModel:
 
     def _logits(self, ids: Sequence[int], inputs: dict[str, Any]) -> torch.Tensor:
         known = torch.tensor([ids])
-        if "image_grid_thw" in inputs:
-            inputs = inputs | {"mm_token_type_ids": (known == IMAGE).int()}
+        if inputs and self._types:
+            inputs = inputs | {self._types: (known == IMAGE).int()}
         with torch.inference_mode():
             logits: torch.Tensor = self.model(input_ids=known, use_cache=False, **inputs).logits[0]
         return logits.float()

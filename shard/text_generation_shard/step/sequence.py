@@ -61,6 +61,8 @@ class Sequence:
     """True if the prompt has images."""
     image_limit: int = 0
     """With images, the position of the first one that is not encoded; no chunk goes past it."""
+    whole_images: list[tuple[int, int]] = field(default_factory=list)
+    """First position and end of each image whose tokens must be in one chunk."""
     further: tuple[list[int], ...] = ()
     """KV blocks of the groups after the first, in order. Those before the first one that it was given are 0 and never read."""
     state_read: int = 0
@@ -147,6 +149,11 @@ class Sequence:
         if self.states_ahead and self.states_ahead[0][0] == self.computed:
             _, self.state_write = self.states_ahead.pop(0)
         return min([self.chunk, *(position - self.computed for position, _ in self.states_ahead)])
+
+    def chunk_of_images(self, most: int) -> int:
+        """Return how many of the next `most` tokens can be computed with the images that are encoded; it may be negative."""
+        end = min(self.computed + most, self.image_limit)
+        return next((first for first, after in self.whole_images if first < end < after), end) - self.computed
 
     def update_end(self, block_size: int) -> None:
         """Recompute `end` after the blocks changed."""

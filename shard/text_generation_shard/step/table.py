@@ -175,7 +175,9 @@ class SequenceTable:
             if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
                 length = min(sequence.chunk_of_state(), room - prompt_tokens)
                 if sequence.has_images:
-                    length = min(length, sequence.image_limit - sequence.computed)
+                    # An image that is computed whole would wait for ever for the room of decoding sequences.
+                    most = length if prompt_tokens else min(sequence.chunk_of_state(), self.most_tokens)
+                    length = sequence.chunk_of_images(most)
                 last = sequence.computed + length == sequence.prompt_length
                 if length <= 0 or (last and sequence.pending_matcher is not None):
                     waiting.append(sequence)

@@ -26,8 +26,8 @@ from text_generation_shard.session import EngineSession
 NEW_TOKENS = 4
 SIZES = ((70, 45), (31, 90), (64, 64))
 """Odd, tall and square; in pixels."""
-FAST = ("smolvlm", "qwen3_vl")
-"""Tiles; several axes, and additions after layers."""
+FAST = ("smolvlm", "qwen3_vl", "gemma3")
+"""Tiles; several axes, and additions after layers; attention to later tokens of an image."""
 FEW = {"llava_onevision": 1}
 """Pictures of a prompt, where a family takes few."""
 
@@ -103,7 +103,7 @@ def test_a_second_turn_encodes_no_picture(engine: TorchEngine, vision: VisionMod
     try:
         size = engine.info.block_size
         blocks = 0 if engine.info.keeps_states else len(first.ids) // size
-        for computed in {0, blocks * size}:
+        for computed in {0, min(1, blocks) * size, blocks * size}:  # the second lies in the first picture
             again = driver.admit(
                 second.ids,
                 NEW_TOKENS,
@@ -147,6 +147,23 @@ def test_a_picture_that_cannot_be_used_fails_its_sequence_alone(small: tuple[Vis
         assert each.failure is not None
         assert (each.failure.code, each.failure.message) == (FailureCode.INVALID, reason)
     assert engine.running == 0
+
+
+def test_a_picture_whose_tokens_see_one_another_must_fit_a_step(tmp_path: Path) -> None:
+    vision = VisionModel("gemma3", tmp_path)
+    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    assert isinstance(engine, TorchEngine)
+    prompt = vision.prompt([picture(70, 45)])
+    for most, reason in ((15, "an image has 16 tokens, and a step at most 15"), (16, None)):
+        driver = Driver(engine, engine.warm_up(replace(limits(), max_batch_prefill_tokens=most)))
+        stream = driver.admit(prompt.ids, NEW_TOKENS, chunk=most, **decoded(engine, prompt))
+        driver.run()
+        if reason is None:
+            assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+        else:
+            assert stream.failure is not None
+            assert stream.failure.code is FailureCode.INVALID
+            assert stream.failure.message == f"{reason}: raise --max-batch-prefill-tokens"
 
 
 def test_files_that_are_no_picture(small: tuple[VisionModel, TorchEngine], tmp_path: Path) -> None:

@@ -177,7 +177,10 @@ class DeviceStep(Step):
             step = self._decode_step(layer, rules)
             context.kernels.decode_attention(row_queries, cache_layer, step, window, row_out, *others)
         if count < len(queries):
-            context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out, *others)
+            ahead = None
+            if self.images is not None and context.layers[layer].bidirectional_images and self.images.ahead is not None:
+                ahead = self.images.ahead[count:]
+            context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out, *others, ahead)
         return out
 
     def _divided(self, queries: Tensor, out: Tensor) -> tuple[Tensor, ...]:

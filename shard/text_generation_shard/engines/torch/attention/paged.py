@@ -48,9 +48,17 @@ class _PlannedGroup:
 class AttentionPlan:
     """Precomputed attention indices and masks of one step."""
 
-    def __init__(self, batch: StepBatch, tables: Tensor, cache: PagedKVCache, shape: CacheShape) -> None:
-        """`tables` [groups, slots, blocks] are the block tables."""
+    def __init__(
+        self,
+        batch: StepBatch,
+        tables: Tensor,
+        cache: PagedKVCache,
+        shape: CacheShape,
+        ahead: Tensor | None = None,
+    ) -> None:
+        """`tables` [groups, slots, blocks] are the block tables, `ahead` is that of `StepImages`, in the order of the plan."""
         self._cache = cache
+        self._ahead = ahead
         self.layers = shape.layers
         self._device, self._dtype = shape.device, shape.dtype
         layers = {layer: tables[group] for layer, group in zip(shape.layers, shape.groups, strict=True)}
@@ -114,14 +122,34 @@ class AttentionPlan:
         if group.is_padded:
             query_index = (lengths.cumsum(0) - lengths + offsets).flatten()
             result_index = (torch.arange(group.queries, device=device) < lengths).flatten().nonzero().squeeze(1)
-        views = {layer: self._view(group, starts + offsets, slots, tables, layer) for layer, tables in layers.items()}
+        positions = lasts = starts + offsets
+        if self._ahead is not None:
+            places = torch.tensor([tile.place for tile in group.tiles], device=device).unsqueeze(1) + offsets
+            lasts = positions + self._ahead[places]
+        views = {
+            layer: self._view(
+                group, positions, lasts if layer.bidirectional_images else positions, slots, tables, layer
+            )
+            for layer, tables in layers.items()
+        }
         return _PlannedGroup(group, views, query_index, result_index)
 
-    def _view(self, group: TileGroup, positions: Tensor, slots: Tensor, tables: Tensor, layer: LayerShape) -> _View:
-        """Build the view of a group; `positions` [sequences, queries], `slots` [sequences, 1]."""
+    def _view(
+        self,
+        group: TileGroup,
+        positions: Tensor,
+        lasts: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        layer: LayerShape,
+    ) -> _View:
+        """Build the view of a group.
+
+        `positions`, and the last ones that they attend to, are [sequences, queries]; `slots` [sequences, 1].
+        """
         device, window = self._device, layer.window
         first_blocks = [layer.first_position(tile.start) // BLOCK_SIZE for tile in group.tiles]
-        end_blocks = [-(-tile.end // BLOCK_SIZE) for tile in group.tiles]
+        end_blocks = (lasts.amax(1) // BLOCK_SIZE + 1).tolist()
         count = max(end - first for first, end in zip(first_blocks, end_blocks, strict=True))
         first = torch.tensor(first_blocks, device=device).unsqueeze(1)
         end = torch.tensor(end_blocks, device=device).unsqueeze(1)
@@ -130,7 +158,7 @@ class AttentionPlan:
         keys = count * BLOCK_SIZE
         key_positions = (first * BLOCK_SIZE + torch.arange(keys, device=device)).unsqueeze(1)
         query_positions = positions.unsqueeze(2)
-        hidden = key_positions > query_positions
+        hidden = key_positions > lasts.unsqueeze(2)
         if window is not None:
             hidden |= key_positions <= query_positions - window
         if layer.chunk is not None:

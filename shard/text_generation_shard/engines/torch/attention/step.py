@@ -61,6 +61,8 @@ class StepImages:
     """[levels, rows, hidden]: the embeddings, then what is added to the hidden states after each of the first layers."""
     positions: Tensor | None
     """int64 [3, tokens]: the rotary positions in each axis; None if they are those of a text."""
+    ahead: Tensor | None = None
+    """int32 [tokens]: the number of later tokens of its image that a token attends to in layers with `bidirectional_images`."""
 
     def embed(self, embedded: Tensor) -> Tensor:
         """Put the embeddings of the images into those of the tokens."""
@@ -82,6 +84,7 @@ class StepImages:
             None if self.places is None else inverse[self.places],
             self.rows,
             None if self.positions is None else self.positions[:, places],
+            None if self.ahead is None else self.ahead[places],
         )
 
 

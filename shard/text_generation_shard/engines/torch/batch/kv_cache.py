@@ -34,6 +34,8 @@ class LayerShape:
     """Positions are divided into chunks of this length, and a token attends to its own chunk alone; None: not divided."""
     latent: int = 0
     """Numbers of a latent row that are the value; 0: values are stored beside the keys."""
+    bidirectional_images: bool = False
+    """True: a token of an image attends to the later tokens of the same image too."""
 
     @property
     def vectors(self) -> int:

@@ -101,7 +101,12 @@ class EngineBuilder:
         store, places = self.adapters, self.info.max_loras
         executor = Executor(runner, self._memory, group or self.group, store, places, runs_ahead=runs_ahead)
         if encoder is not None:
-            executor.images = ImageSteps(encoder, self._config.max_batch_image_tokens, executor.is_broken_by)
+            executor.images = ImageSteps(
+                encoder,
+                self._config.max_batch_image_tokens,
+                executor.is_broken_by,
+                bidirectional=runner.bidirectional_images,
+            )
         return executor
 
     def engine(self, runner: Runner, encoder: ImageEncoder | None = None) -> Engine:

@@ -105,8 +105,9 @@ class ImageEncoder(Protocol):
         """Return the rows [levels, tokens, hidden] of an image: in the place of embeddings, then what is added after each of the first layers."""
         ...
 
-    def encode_largest(self) -> None:
-        """Encode an image of the largest usual size, to measure its memory."""
+    def encode_largest(self) -> Tensor:
+        """Return the rows of an image of the largest usual size."""
+        ...
 
     def close(self) -> None:
         """Stop decoding."""
@@ -138,10 +139,21 @@ class RowCache:
 
 
 class ImageSteps:
-    """Encodes the images of the sequences of a table, at most about `budget` tokens of them at once."""
+    """Encodes the images of the sequences of a table, at most about `budget` tokens of them at once.
 
-    def __init__(self, encoder: ImageEncoder, budget: int, is_broken_by: Callable[[Exception], bool]) -> None:
+    `bidirectional`: a token of an image attends to later ones, so that one chunk has all tokens of an image that are not computed.
+    """
+
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        budget: int,
+        is_broken_by: Callable[[Exception], bool],
+        *,
+        bidirectional: bool = False,
+    ) -> None:
         self.encoder = encoder
+        self._bidirectional = bidirectional
         self.encoding = 0
         """Tokens of the image that is being encoded."""
         self._budget = budget
@@ -154,7 +166,7 @@ class ImageSteps:
         tokens = 0
         for sequence in table.waiting_for_images():
             try:
-                images = _decoded(sequence)
+                images = self._decoded(sequence, table.most_tokens)
                 while images is not None and sequence.computed + sequence.chunk > sequence.image_limit:
                     picture = images.pictures[images.following]
                     if (rows := self.encoder.cached.get(picture.digest)) is None:
@@ -190,9 +202,11 @@ class ImageSteps:
             return None
         places: list[NDArray[np.int64]] = []
         parts: list[Tensor] = []
+        ahead = np.zeros(rows.tokens, np.int32)
         for row, offset, images in with_images:
             for positions, part in images.rows(row.start, row.start + row.length):
                 places.append(positions + (offset - row.start))
+                ahead[places[-1]] = positions[-1] - positions
                 parts.append(part)
         positions = _rotary_positions(rows) if self.encoder.rotates else None
         for row, _, images in with_images:
@@ -202,29 +216,44 @@ class ImageSteps:
             upload(np.concatenate(places), torch.int64, device) if places else None,
             torch.cat(parts, dim=1) if parts else None,
             None if positions is None else upload(positions.ravel(), torch.int64, device).view(3, -1),
+            upload(ahead, torch.int32, device) if self._bidirectional and places else None,
         )
+
+    def place_largest(self, rows: StepRows) -> None:
+        """Put a large image into the first prompt of a step, to measure its memory and to compile the kernels that it needs."""
+        row = rows.others[0]
+        encoded = self.encoder.encode_largest()[:, : row.length]
+        places = np.arange(encoded.shape[1])
+        picture = Picture(b"", places, len(places), dict)
+        row.sequence.images = PromptImages([picture], [0], None, encoded={0: encoded})
+
+    def _decoded(self, sequence: StepSequence, most: int) -> PromptImages | None:
+        """Return the images of a sequence; None while they are decoded. A step has at most `most` tokens. Raises ImageError."""
+        if (pending := sequence.pending_images) is not None:
+            if not pending.done():
+                return None
+            sequence.pending_images = None
+            if (error := pending.exception()) is not None:
+                raise ImageError(
+                    str(error) if isinstance(error, ImageError) else f"an image cannot be used: {typed_line(error)}"
+                )
+            sequence.images = images = pending.result()
+            if self._bidirectional:
+                ends = (each.end for each in images.pictures)
+                sequence.whole_images = list(zip(images.starts, ends, strict=True))
+                if (largest := max(end - first for first, end in sequence.whole_images)) > most:
+                    raise ImageError(
+                        f"an image has {largest} tokens, and a step at most {most}: raise --max-batch-prefill-tokens"
+                    )
+            images.skip(sequence.computed)
+            sequence.image_limit = images.limit
+        found: PromptImages = sequence.images
+        return found
 
 
 def shift_of(sequence: StepSequence) -> int:
     """Return the difference between rotary position and position of the tokens that a sequence generates."""
     return 0 if sequence.images is None else sequence.images.shift
-
-
-def _decoded(sequence: StepSequence) -> PromptImages | None:
-    """Return the images of a sequence; None while they are decoded. Raises ImageError."""
-    if (pending := sequence.pending_images) is not None:
-        if not pending.done():
-            return None
-        sequence.pending_images = None
-        if (error := pending.exception()) is not None:
-            raise ImageError(
-                str(error) if isinstance(error, ImageError) else f"an image cannot be used: {typed_line(error)}"
-            )
-        sequence.images = pending.result()
-        sequence.images.skip(sequence.computed)
-        sequence.image_limit = sequence.images.limit
-    images: PromptImages = sequence.images
-    return images
 
 
 def _rotary_positions(rows: StepRows) -> NDArray[np.int64]:

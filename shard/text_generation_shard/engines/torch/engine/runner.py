@@ -84,6 +84,7 @@ class Runner(ABC):
         self.device = shape.device
         self.windows, self.kinds, self.block_bytes = shape.windows, shape.kinds, shape.block_bytes
         """Sliding windows of the groups of KV blocks; all groups of the cache, and bytes of their blocks."""
+        self.bidirectional_images = any(layer.bidirectional_images for layer in shape.layers)
         self._max_slots = max_slots
         self.max_blocks = -(-max_sequence_length // BLOCK_SIZE)
         """Blocks of the longest sequence."""

@@ -97,13 +97,15 @@ class PagedChunkAttention:
         out: Tensor,
         sinks: Tensor | None = None,
         scales: Tensor | None = None,
+        ahead: Tensor | None = None,
     ) -> None:
         """out = softmax(scale · q·kᵀ)·v for the tokens of the chunks, [tokens, heads · value_dim], in the dtype of `queries`.
 
         `queries` [tokens, heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, KV heads, BLOCK_SIZE,
         head_dim], contiguous, or of latent rows [blocks, 1, 1, BLOCK_SIZE, head_dim]. With a `window`, only keys with position −
         window < key <= position. `sinks` [heads] are scores of
-        keys without values. `scales` float32 [2, KV heads] multiply the keys and values of the cache.
+        keys without values. `scales` float32 [2, KV heads] multiply the keys and values of the cache. With `ahead` int32 [tokens],
+        keys up to position + ahead.
         """
         columns, tile = self._columns, self._tile
         tokens = tile.rows // self._heads_each
@@ -119,6 +121,7 @@ class PagedChunkAttention:
             out,
             sinks,
             scales,
+            ahead,
             self._scale * LOG2_E if self._softcap is None else self._scale / self._softcap,
             0.0 if self._softcap is None else self._softcap * LOG2_E,
             NO_WINDOW if window is None else window,
@@ -152,7 +155,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @triton.jit(do_not_specialize=["window"])
-def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
+def _attend_chunks_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
     queries: tl.tensor,
     cache_layer: tl.tensor,
     query_indptr: tl.tensor,
@@ -162,6 +165,7 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     out: tl.tensor,
     sinks: tl.tensor | None,
     scales: tl.tensor | None,
+    ahead: tl.tensor | None,
     scale: float,
     softcap: float,
     window: int,
@@ -201,6 +205,9 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     heads = kv_head * GROUP + tl.minimum(heads, GROUP - 1)
     tokens = tl.minimum(tokens, tl.minimum((tile + 1) * TOKENS, count) - 1)
     positions = length - count + tokens
+    lasts = positions
+    if ahead is not None:
+        lasts += tl.load(ahead + first_query + tokens)
     if scales is not None:
         scale *= tl.load(scales + kv_head)
     dims = tl.arange(0, WIDTH)
@@ -219,6 +226,8 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     if HAS_WINDOW:
         lowest = tl.maximum(length - count + tile * TOKENS - window + 1, 0)
     end = tl.minimum(length - count + (tile + 1) * TOKENS, length)
+    if ahead is not None:
+        end = tl.max(lasts, axis=0) + 1
     keys_of_head = cache_layer + kv_head * (BLOCK * HEAD_DIM)
     # Scores are in units of log 2, because the hardware computes exp2. A row may have no visible key in its first turns: its
     # sums are finite then, and vanish with the first key.
@@ -241,7 +250,7 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
         if HAS_SOFTCAP:
             # tanh(x) = 2 · sigmoid(2x) - 1.
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
-        visible = keys[None, :] <= positions[:, None]
+        visible = keys[None, :] <= lasts[:, None]
         if HAS_WINDOW:
             visible &= keys[None, :] > positions[:, None] - window
         scores = tl.where(visible, scores, -1e30)

@@ -71,6 +71,8 @@ class DeviceKernels:
         # beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
         self.fused_tokens = MAX_ROWS if narrow else 1
         self._chunks: dict[Heads, FlashInferChunks | PagedChunkAttention] = {}
+        self._image_chunks: dict[Heads, PagedChunkAttention] = {}
+        """The same for steps with images, of layers with `bidirectional_images`: FlashInfer would need a mask in memory."""
         self._decoding: dict[Heads, DecodeAttention] = {}
         layers_of: dict[Heads, list[int]] = {}
         for index, layer in enumerate(shape.layers):
@@ -83,19 +85,20 @@ class DeviceKernels:
             if width > MAX_HEAD_DIM:
                 raise EngineError(f"head_dim {width} is not served on CUDA, only up to {MAX_HEAD_DIM}")
             groups = {shape.layers[index].window: shape.groups[index] for index in layers}
+            own = PagedChunkAttention(*heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent)
             if heads[2] in FLASHINFER_HEAD_DIMS and not latent:
                 dtypes = shape.dtype, shape.stored
                 self._chunks[heads] = FlashInferChunks(*heads, groups, dtypes, scale=scale, softcap=softcap)
             else:
-                self._chunks[heads] = PagedChunkAttention(
-                    *heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent
-                )
+                self._chunks[heads] = own
+            if any(shape.layers[index].bidirectional_images for index in layers):
+                self._image_chunks[heads] = own
             self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device, latent=latent)
         # Decode rows, with their drafts, and the last chunks of prompts.
         self.sample_greedy = GreedySampler(2 * max_slots, vocab_size, shape.device).run
 
     def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
-        for chunks in self._chunks.values():
+        for chunks in (*self._chunks.values(), *self._image_chunks.values()):
             chunks.plan(plan, columns)
 
     def chunk_attention(
@@ -106,8 +109,13 @@ class DeviceKernels:
         out: Tensor,
         sinks: Tensor | None,
         scales: Tensor | None,
+        ahead: Tensor | None,
     ) -> None:
-        self._chunks[_heads(queries, cache_layer)].run(queries, cache_layer, window, out, sinks, scales)
+        heads, rest = _heads(queries, cache_layer), (window, out, sinks, scales)
+        if ahead is None:
+            self._chunks[heads].run(queries, cache_layer, *rest)
+        else:
+            self._image_chunks[heads].run(queries, cache_layer, *rest, ahead)
 
     def decode_attention(
         self,

@@ -50,7 +50,9 @@ class CpuRunner(Runner):
         batch = build_batch(plan, self._tables, self._last_tokens, self._cache, self._window)
         if batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
-        attention = AttentionPlan(batch, self._tables, self._cache, self._shape)
+        attention = AttentionPlan(
+            batch, self._tables, self._cache, self._shape, None if images is None else images.ahead
+        )
         slots = self._slot_adapters, self._slot_states, self._slot_shifts
         step = CpuStep(batch, attention, self._cache, *slots, images)
         with self._translate_peer_loss:

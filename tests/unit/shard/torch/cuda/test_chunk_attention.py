@@ -16,6 +16,8 @@ from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FlashI
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 LENGTHS = ((1, 1), (5, 5), (3, 60), (40, 75))
 """Tokens of each chunk, and the length of its sequence after it."""
+IMAGES = ((2, 6), (11, 38))
+"""First token and end, in the tokens of all chunks, of images whose tokens attend to one another."""
 
 
 @pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
@@ -35,7 +37,8 @@ def test_chunks_match_the_formula(
     dtype: torch.dtype,
 ) -> None:
     attention = PagedChunkAttention(heads, kv_heads, head_dim, device, scale=head_dim**-0.5, softcap=softcap, groups={})
-    compare(attention, (heads, kv_heads, head_dim), softcap, window, stored, device, dtype)
+    for images in ((), IMAGES):
+        compare(attention, (heads, kv_heads, head_dim), softcap, window, stored, device, dtype, images=images)
 
 
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(6, 32, 16), (70, 24, 8), full(128, 512, 64)])
@@ -74,6 +77,7 @@ def compare(
     device: torch.device,
     dtype: torch.dtype,
     latent: int = 0,
+    images: tuple[tuple[int, int], ...] = (),
 ) -> None:
     """Compare attention with the formula in float64.
 
@@ -103,14 +107,18 @@ def compare(
     if latent:
         cache = cache[:, :1].contiguous()
     out = torch.full((total, width + 8 * ours), torch.nan, device=device, dtype=dtype)
+    ahead = torch.zeros(total, dtype=torch.int32)
+    for start, end in images:
+        ahead[start:end] = torch.arange(end - start - 1, -1, -1)
     attention.plan(plan, columns)
-    attention.run(queries, cache, window, out[:, :width], sinks.to(device), scales)
+    attention.run(
+        queries, cache, window, out[:, :width], sinks.to(device), scales, *((ahead.to(device),) if images else ())
+    )
     expected, first = [], 0
     for (tokens, length), own in zip(LENGTHS, pages, strict=True):
-        own_queries, rules = queries[first : first + tokens].double(), (window, head_dim**-0.5, softcap)
-        expected.append(
-            attend(own_queries, loaded(cache, scales), own.to(device), length, *rules, sinks.double().to(device))
-        )
+        own_queries, own_ahead = queries[first : first + tokens].double(), ahead[first : first + tokens].to(device)
+        rules = window, head_dim**-0.5, softcap, sinks.double().to(device), own_ahead
+        expected.append(attend(own_queries, loaded(cache, scales), own.to(device), length, *rules))
         first += tokens
     # FlashInfer rounds scaled queries and results once more.
     tolerance = TOLERANCES[dtype] * (1 if ours else 3)

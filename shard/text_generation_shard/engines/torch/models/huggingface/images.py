@@ -86,9 +86,11 @@ class LibraryImages:
         added = getattr(output, "deepstack_features", None) or ()
         return torch.stack([_rows(output.pooler_output), *map(_rows, added)])
 
-    def encode_largest(self) -> None:
+    def encode_largest(self) -> Tensor:
         side = LARGEST_SIDE[self._device.type]
-        self.encode(Picture(b"", np.empty(0, np.int64), 0, partial(self._processed, Image.new("RGB", (side, side)))))
+        return self.encode(
+            Picture(b"", np.empty(0, np.int64), 0, partial(self._processed, Image.new("RGB", (side, side))))
+        )
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -24,6 +24,7 @@ from text_generation_shard.engines.torch.models.native.layer_config import (
     KEYS_AS_VALUES,
     read_intermediate_size,
     read_layers,
+    with_images,
 )
 from text_generation_shard.engines.torch.models.native.rope_config import FULL, SLIDING, read_ropes, rotated_layers
 from text_generation_shard.engines.torch.models.native.state_config import (
@@ -187,7 +188,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         layers, interleaved = (row,) * num_layers, raw.flag("rope_interleave", default=family.interleaved_rotary)
         ropes = tuple(replace(rope, partial=1.0, interleaved=interleaved) for rope in ropes)
     else:
-        layers = read_layers(raw, family, windows, num_heads, head_dim)
+        layers = with_images(read_layers(raw, family, windows, num_heads, head_dim), wrapper, raw)
     for rope, width in {(rope, layer.rotated_dim): None for rope, layer in zip(ropes, layers, strict=True)}:
         if (rotated := rope.rotary_dim(width)) % 2:
             raise raw.error(f"partial_rotary_factor rotates {rotated} of {width} dimensions, an odd number")

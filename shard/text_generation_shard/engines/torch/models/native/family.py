@@ -55,6 +55,8 @@ class Wrapper:
     """Images that a prompt may have; 0: text alone is served."""
     is_flat: bool = False
     """True: older checkpoints have the text part's config in that of the whole model."""
+    bidirectional_images: Literal["none", "all layers", "layers with a window"] = "none"
+    """The layers in which a token of an image attends to later ones of it; the last ones if use_bidirectional_attention is "vision"."""
 
 
 @dataclass(frozen=True, slots=True)

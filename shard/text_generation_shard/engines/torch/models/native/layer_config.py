@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from reprlib import repr as shortened
 from typing import Any
 
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
-from text_generation_shard.engines.torch.models.native.family import Family
+from text_generation_shard.engines.torch.models.native.family import Family, Wrapper
 from text_generation_shard.json_object import JsonObject
 
 KEYS_AS_VALUES = "attention_k_eq_v"
@@ -40,6 +41,16 @@ def read_layers(
             raise raw.error(f"head_dim {width} is odd, rotary embeddings need pairs")
         layers.append(LayerShape(num_heads, num_kv_heads, width, window))
     return tuple(layers)
+
+
+def with_images(layers: tuple[LayerShape, ...], wrapper: Wrapper | None, raw: JsonObject) -> tuple[LayerShape, ...]:
+    """Return the attention of layers with the rules of a model of text and images; `raw` is the config of its text part."""
+    kind = "none" if wrapper is None else wrapper.bidirectional_images
+    in_windows = kind == "layers with a window" and raw.get("use_bidirectional_attention") == "vision"
+    return tuple(
+        replace(layer, bidirectional_images=kind == "all layers" or (in_windows and layer.window is not None))
+        for layer in layers
+    )
 
 
 def _changes(raw: JsonObject, num_layers: int) -> Mapping[int, Mapping[str, Any]] | None:

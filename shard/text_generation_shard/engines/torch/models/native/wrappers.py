@@ -10,7 +10,9 @@ from text_generation_shard.engines.torch.models.native.family import Family, Wra
 MANY = 64
 """Images of a prompt, if the model itself sets no limit."""
 WRAPPERS: dict[str, Wrapper] = {
-    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", ties=True),
+    "gemma3": Wrapper(
+        "Gemma3ForConditionalGeneration", "gemma3_text", ties=True, max_images=MANY, bidirectional_images="all layers"
+    ),
     "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", ties=True),
     "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text", ties=False, max_images=MANY, is_flat=True),
     "qwen2_5_vl": Wrapper(
