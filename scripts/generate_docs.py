@@ -265,9 +265,9 @@ Else the log says why (`the layers run in transformers`), and the library's laye
   divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).
 * Layers with a state bound the number of sequences as in the native decoder. Decode steps have no CUDA graph with them, and
   prompts are computed one after the other.
-* Of a model of several modalities the text part is served, without images. Where transformers has no class for it alone (GLM-4V to
-  GLM-4.6V), the class of the whole model is used without its other parts: tensors are converted and logits scaled and
-  capped as there. Where it has one, logits are scaled and capped as in that class, by the config of the text part: the whole
+* Of a model of several modalities the text part is served, without images. Where transformers has no class for it alone
+  (MiniMax-M3), the class of the whole model is used without its other parts: tensors are converted and logits scaled and capped as
+  there. Where it has one, logits are scaled and capped as in that class, by the config of the text part: the whole
   models of transformers omit this for Gemma 3, Aya Vision, Command A Vision and Granite Speech.
 * `kimi_k2` and `mimo`, which transformers does not know, are read as `deepseek_v3` and `qwen2`. A class for text that no mapping of
   transformers names, such as Mistral4ForCausalLM, is found by its config.

@@ -19,8 +19,8 @@ from text_generation_shard.engines import build_engine
 FAST = ("mistral3", "qwen3_vl", "smolvlm", "gemma3")
 """Rows, squares, tiles, and a text that stands for an image."""
 NEW_TOKENS = 5
-GEMMA = ("<start_of_image>", "<end_of_image>")
-MARKS = (*GEMMA, "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>")
+AROUND = ("<start_of_image>", "<end_of_image>", "<|begin_of_image|>", "<|end_of_image|>")
+MARKS = (*AROUND, "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>")
 TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
 TOKENS = {"mistral3": "[IMG]", "llava, pixtral": "[IMG]", "internvl": "<IMG_CONTEXT>", "gemma3": "<image_soft_token>"}
 
@@ -47,7 +47,7 @@ def expected(vision: VisionModel, ids: Sequence[int], files: Sequence[bytes]) ->
 @pytest.mark.parametrize("name", [name if name in FAST else full(name) for name in vision_configs()])
 async def test_the_answer_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     vision = VisionModel(name, tmp_path)
-    image = TOKENS.get(name, "<|image_pad|>" if name.startswith("qwen") else "<image>")
+    image = TOKENS.get(name, {"qwen": "<|image_pad|>", "glm4": "<|image|>"}.get(name[:4], "<image>"))
     write_tokenizer(tmp_path, image)
     engine = build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4))
     files = [picture(70, 45, 0), picture(31, 90, 1)][: engine.info.max_images]

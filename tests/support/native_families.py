@@ -47,6 +47,8 @@ MODELS = {
     "qwen2_5_vl_text": "Qwen2.5-VL",
     "qwen3_vl_text": "Qwen3-VL dense",
     "qwen3_vl_moe_text": "Qwen3-VL MoE",
+    "glm4v_text": "GLM-4.1V, GLM-4.6V-Flash",
+    "glm4v_moe_text": "GLM-4.5V, GLM-4.6V",
     "qwen2_moe": "Qwen 1.5-MoE, Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE, Qwen3-Coder",
     "gpt_oss": "gpt-oss",
@@ -77,6 +79,9 @@ VISION_MODELS = {
     "qwen3_vl_moe": "Qwen3-VL MoE",
     "qwen3_5": "Qwen3.5 to 3.8 dense",
     "qwen3_5_moe": "Qwen3.5 to 3.8 MoE",
+    "glm4v": "GLM-4.1V",
+    "glm46v": "GLM-4.6V-Flash",
+    "glm4v_moe": "GLM-4.5V, GLM-4.6V",
     "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small",
     "llava": "Llava 1.5, Pixtral",
     "llava_next": "Llava-Next",
@@ -251,11 +256,6 @@ def native_configs(
             tie_word_embeddings=False,
             image_token_index=3,
         ),
-        "llava, text part": transformers.LlavaConfig(
-            text_config=transformers.LlamaConfig(**shape).to_dict(),
-            vision_config=transformers.CLIPVisionConfig(**VISION).to_dict(),
-            image_token_index=3,
-        ),
         "seed_oss": transformers.SeedOssConfig(**shape, head_dim=head_dim),
         "smollm3": transformers.SmolLM3Config(**shape, no_rope_layers=[1, 0, 1]),
         "ernie4_5": transformers.Ernie4_5Config(**shape, head_dim=head_dim, use_bias=True),
@@ -284,10 +284,6 @@ def native_configs(
         "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig(**shape, **hybrid_experts),
         "qwen3_next": transformers.Qwen3NextConfig(
             **shape, **hybrid_experts | {"shared_expert_intermediate_size": 24}, mlp_only_layers=[1]
-        ),
-        "qwen3_5, text part": transformers.Qwen3_5Config(
-            text_config=transformers.Qwen3_5TextConfig(**shape, **hybrid).to_dict(),
-            vision_config={**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": shape["hidden_size"]},
         ),
         "qwen3_5_moe, text part": transformers.Qwen3_5MoeConfig(
             text_config=transformers.Qwen3_5MoeTextConfig(**shape, **hybrid_experts).to_dict(),

@@ -50,6 +50,12 @@ QWEN_IDS = {
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
+GLM_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+}
 PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 FIXED = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
 PIXTRAL = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}}
@@ -58,6 +64,7 @@ QWEN = {
     "patch_size": PATCH,
     "size": {"shortest_edge": 784, "longest_edge": 12 * 784},
 }
+GLM = QWEN | {"image_processor_type": "Glm4vImageProcessor"}
 SMOLVLM = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": SIDE}}
 
 
@@ -85,6 +92,18 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
     qwen3 = QWEN_VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     qwen3_5 = QWEN_VISION | {"num_position_embeddings": 16}
     gemma3 = wide | {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    glm = TEXT | {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "rope_parameters": {**_rope(1, 1, 2), "partial_rotary_factor": 0.5},
+    }
+    glm_vision = {
+        **VISION,
+        "depth": 2,
+        "num_heads": 2,
+        "out_hidden_size": SHAPE["hidden_size"],
+        "image_size": 4 * SIDE,
+    }
     idefics = {"scale_factor": 2, "pad_token_id": 0, "image_token_id": IMAGE}
     return {
         "llava": (
@@ -156,6 +175,23 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
                 tie_word_embeddings=False,
             ),
             {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 4 * SIDE, "width": 4 * SIDE}},
+        ),
+        "glm4v": (transformers.Glm4vConfig(text_config=glm, vision_config=glm_vision, **GLM_IDS), GLM),
+        "glm46v": (
+            transformers.Glm46VConfig(
+                text_config=glm | {"model_type": "glm4v_text"},
+                vision_config=glm_vision | {"model_type": "glm4v_vision"},
+                **GLM_IDS,
+            ),
+            GLM | {"image_processor_type": "Glm46VImageProcessor"},
+        ),
+        "glm4v_moe": (
+            transformers.Glm4vMoeConfig(
+                text_config=glm | experts | {"n_routed_experts": 8, "first_k_dense_replace": 1},
+                vision_config=glm_vision,
+                **GLM_IDS,
+            ),
+            GLM,
         ),
         "qwen2_vl": (
             transformers.Qwen2VLConfig(
@@ -241,7 +277,12 @@ class VisionModel:
         self.model: PreTrainedModel = type(model).from_pretrained(folder, dtype=torch.float32).eval()
         self._known: dict[object, tuple[torch.Tensor, list[int]]] = {}
         self._nested = config.model_type in ("smolvlm", "idefics3")
-        types = {"gemma3": "token_type_ids", "qwen": "mm_token_type_ids", "gemma4": "mm_token_type_ids"}
+        types = {
+            "gemma3": "token_type_ids",
+            "glm": "mm_token_type_ids",
+            "qwen": "mm_token_type_ids",
+            "gemma4": "mm_token_type_ids",
+        }
         self._types = next((name for begin, name in types.items() if config.model_type.startswith(begin)), "")
         self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
 

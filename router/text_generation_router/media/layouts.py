@@ -332,7 +332,7 @@ _GEMMA3 = ImageFamily(_gemma3, "<start_of_image>", "\n\n<start_of_image>{}<end_o
 _LLAVA, _IDEFICS3 = ImageFamily(_llava), ImageFamily(_idefics3)
 FAMILIES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), _GLM),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _GLM),
     **dict.fromkeys(("idefics3", "smolvlm"), _IDEFICS3),
     "gemma3": _GEMMA3,
     "gemma4": ImageFamily(_gemma4),

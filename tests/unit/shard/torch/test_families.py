@@ -39,9 +39,7 @@ ALSO_COVERED = {
     "phi3",
     "seed_oss",
     "mixtral",
-    "llava, text part",
     "qwen3_5_moe_text",
-    "qwen3_5, text part",
     "youtu",
 }
 """Configs whose features other configs cover. The tests of rope frequencies cover the other rope types."""

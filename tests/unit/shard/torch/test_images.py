@@ -26,7 +26,7 @@ from text_generation_shard.session import EngineSession
 NEW_TOKENS = 4
 SIZES = ((70, 45), (31, 90), (64, 64))
 """Odd, tall and square; in pixels."""
-FAST = ("smolvlm", "qwen3_vl", "gemma3")
+FAST = ("smolvlm", "qwen3_vl", "gemma3", "glm4v")
 """Tiles; several axes, and additions after layers; attention to later tokens of an image."""
 FEW = {"llava_onevision": 1}
 """Pictures of a prompt, where a family takes few."""

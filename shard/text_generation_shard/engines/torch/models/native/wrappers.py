@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
-from text_generation_shard.engines.torch.models.native.family import Family, Wrapper
+from text_generation_shard.engines.torch.models.native.expert_families import DENSE, SIGMOID_EXPERTS
+from text_generation_shard.engines.torch.models.native.family import Family, NormNames, Wrapper
 
 MANY = 64
 """Images of a prompt, if the model itself sets no limit."""
@@ -22,6 +23,9 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", ties=False, max_images=MANY),
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", ties=False, max_images=MANY),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ties=False, max_images=MANY),
+    "glm4v": Wrapper("Glm4vForConditionalGeneration", "glm4v_text", ties=False, max_images=MANY),
+    "glm46v": Wrapper("Glm46VForConditionalGeneration", "glm4v_text", ties=False, max_images=MANY),
+    "glm4v_moe": Wrapper("Glm4vMoeForConditionalGeneration", "glm4v_moe_text", ties=False, max_images=MANY),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", ties=True, max_images=MANY),
     "llava": Wrapper("LlavaForConditionalGeneration", "llama", ties=False, max_images=MANY),
     "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama", ties=False, max_images=MANY),
@@ -60,6 +64,20 @@ QWEN3_VL = Family(
     rotary_sections=(24, 20, 20),
     alternating_axes=True,
 )
+GLM4V = Family(
+    "Glm4vForConditionalGeneration",
+    vocab_size=151_552,
+    num_heads=32,
+    max_positions=32_768,
+    num_kv_heads=2,
+    rms_norm_eps=1e-5,
+    qkv_bias=True,
+    fused_gate_up=True,
+    partial_rotary=1.0,
+    interleaved_rotary=True,
+    rotary_sections=(8, 12, 12),
+    norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+)
 
 TEXT_PARTS = {
     "qwen2_vl_text": QWEN2_VL,
@@ -73,6 +91,21 @@ TEXT_PARTS = {
         head_dim=None,
         tie_word_embeddings=True,
         experts=ExpertFamily(60, 4, inner=1408, sparse_layers=True, may_transpose=True),
+    ),
+    "glm4v_text": GLM4V,
+    "glm4v_moe_text": replace(
+        GLM4V,
+        architecture="Glm4vMoeForConditionalGeneration",
+        vocab_size=151_424,
+        num_heads=96,
+        max_positions=65_536,
+        num_kv_heads=8,
+        qkv_bias=("attention_bias", True),
+        fused_gate_up=False,
+        partial_rotary=0.5,
+        interleaved_rotary=False,
+        norms=NormNames(),
+        experts=replace(SIGMOID_EXPERTS, count=128, inner=1408, dense_layers=(DENSE, 1), scale=1.0, groups=(1, 1)),
     ),
 }
 """The families of text parts that only models of text and images have."""
