@@ -19,10 +19,16 @@ from text_generation_shard.engines import build_engine
 FAST = ("mistral3", "qwen3_vl", "smolvlm", "gemma3")
 """Rows, squares, tiles, and a text that stands for an image."""
 NEW_TOKENS = 5
-AROUND = ("<start_of_image>", "<end_of_image>", "<|begin_of_image|>", "<|end_of_image|>")
+AROUND = ("<start_of_image>", "<end_of_image>", "<|begin_of_image|>", "<|end_of_image|>", "<|image>", "<image|>")
 MARKS = (*AROUND, "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>")
 TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
-TOKENS = {"mistral3": "[IMG]", "llava, pixtral": "[IMG]", "internvl": "<IMG_CONTEXT>", "gemma3": "<image_soft_token>"}
+TOKENS = {
+    "mistral3": "[IMG]",
+    "llava, pixtral": "[IMG]",
+    "internvl": "<IMG_CONTEXT>",
+    "gemma3": "<image_soft_token>",
+    "gemma4": "<|image|>",
+}
 
 
 def write_tokenizer(folder: Path, image: str) -> None:

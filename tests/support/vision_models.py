@@ -92,6 +92,15 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
     qwen3 = QWEN_VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     qwen3_5 = QWEN_VISION | {"num_position_embeddings": 16}
     gemma3 = wide | {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    gemma4 = gemma3 | {
+        "sliding_window": 50,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+        "pad_token_id": 0,
+    }
     glm = TEXT | {
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
@@ -175,6 +184,15 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
                 tie_word_embeddings=False,
             ),
             {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 4 * SIDE, "width": 4 * SIDE}},
+        ),
+        "gemma4": (
+            transformers.Gemma4Config(
+                text_config=gemma4,
+                vision_config=VISION | {"patch_size": 4, "num_key_value_heads": 2, "head_dim": 8},
+                image_token_id=IMAGE,
+                tie_word_embeddings=False,
+            ),
+            {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
         ),
         "glm4v": (transformers.Glm4vConfig(text_config=glm, vision_config=glm_vision, **GLM_IDS), GLM),
         "glm46v": (

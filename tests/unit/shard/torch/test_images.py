@@ -33,7 +33,7 @@ FEW = {"llava_onevision": 1}
 
 
 def limits() -> WarmUpLimits:
-    return WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=64)
+    return WarmUpLimits(max_batch_total_tokens=8192, max_batch_prefill_tokens=128)
 
 
 @pytest.fixture(scope="module", params=[name if name in FAST else full(name) for name in vision_configs()])

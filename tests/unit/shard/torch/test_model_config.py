@@ -295,6 +295,23 @@ def test_a_checkpoint_with_an_output_layer_of_its_own_is_not_tied(tmp_path: Path
         assert read(tmp_path, {"tie_word_embeddings": True}).tie_word_embeddings is ties
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "both_ways"),
+    [
+        ("gemma3", {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, (True, True, True, True)),
+        ("gemma4", {"use_bidirectional_attention": "vision"}, (True, True, True, False)),
+        ("gemma4", {}, (False,) * 4),
+    ],
+)
+def test_the_layers_in_which_the_tokens_of_an_image_attend_to_later_ones(
+    tmp_path: Path, name: str, changes: dict[str, Any], both_ways: tuple[bool, ...]
+) -> None:
+    text = values(gemma4() if name == "gemma4" else of("gemma3_text")) | changes
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "text_config": text}))
+    layers = read_model_config(tmp_path).layers
+    assert tuple(layer.bidirectional_images for layer in layers) == both_ways
+
+
 @pytest.mark.parametrize("prefix", ["language_model.lm_head", "lm_head"])
 def test_the_text_part_of_a_model_has_its_own_head_if_the_checkpoint_has_one(tmp_path: Path, prefix: str) -> None:
     text = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}

@@ -14,7 +14,13 @@ WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
         "Gemma3ForConditionalGeneration", "gemma3_text", ties=True, max_images=MANY, bidirectional_images="all layers"
     ),
-    "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", ties=True),
+    "gemma4": Wrapper(
+        "Gemma4ForConditionalGeneration",
+        "gemma4_text",
+        ties=True,
+        max_images=MANY,
+        bidirectional_images="layers with a window",
+    ),
     "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text", ties=False, max_images=MANY, is_flat=True),
     "qwen2_5_vl": Wrapper(
         "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ties=False, max_images=MANY, is_flat=True
