@@ -237,8 +237,11 @@ tokens of images run without graphs. `text-generation-launcher check` counts the
 
 In Gemma 3, and in layers with a window of Gemma 4, the tokens of an image attend to one another in both directions. Such an image is
 computed in one step: chunks that end in it wait for its end, and `--max-batch-prefill-tokens` must be at least its tokens (256 in
-Gemma 3, up to `max_soft_tokens` in Gemma 4), or the request is refused. On a GPU these steps attend by the engine's own kernel. Gemma 3's
-`do_pan_and_scan` is refused. The small models of Gemma 4 with inputs of each layer (E2B, E4B) run by transformers, without images.
+Gemma 3, up to `max_soft_tokens` in Gemma 4), or the request is refused. On a GPU these steps attend by the engine's own kernel. The small
+models of Gemma 4 with inputs of each layer (E2B, E4B) run by transformers, without images.
+
+As the processors of transformers do, the engine takes no crops in Gemma 3 whatever its `do_pan_and_scan`, divides every image of InternVL
+into tiles, and sizes images of Mistral 3 by the squares of patches that become one token.
 
 Checked by `tests/unit/shard/torch/test_images.py`: a random checkpoint of each family that takes images gives the logprobs of
 transformers (relative error at most 1e-5, float32, CPU) with up to three pictures of odd sizes; chunk by chunk, preempted, in a second

@@ -65,6 +65,12 @@ QWEN = {
     "size": {"shortest_edge": 784, "longest_edge": 12 * 784},
 }
 GLM = QWEN | {"image_processor_type": "Glm4vImageProcessor"}
+PROCESSOR_SETTINGS = {
+    "gemma3": {"do_pan_and_scan": False},
+    "internvl": {"crop_to_patches": True},
+    "mistral3": {"patch_size": 2 * PATCH},
+}
+"""The arguments of the processor of images that the library's processors of texts and images give it, whatever its file says."""
 SMOLVLM = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": SIDE}}
 
 
@@ -136,7 +142,7 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
                 image_token_index=IMAGE,
                 tie_word_embeddings=False,
             ),
-            PIXTRAL | {"patch_size": {"height": 2 * PATCH, "width": 2 * PATCH}},
+            PIXTRAL | {"patch_size": {"height": PATCH, "width": PATCH}},
         ),
         "llava_next": (
             transformers.LlavaNextConfig(
@@ -170,7 +176,7 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
             ),
             {
                 "image_processor_type": "GotOcr2ImageProcessor",
-                "crop_to_patches": True,
+                "crop_to_patches": False,
                 "max_patches": 4,
                 "size": {"height": SIDE, "width": SIDE},
             },
@@ -183,7 +189,14 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
                 image_token_index=IMAGE,
                 tie_word_embeddings=False,
             ),
-            {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 4 * SIDE, "width": 4 * SIDE}},
+            {
+                "image_processor_type": "Gemma3ImageProcessor",
+                "size": {"height": 4 * SIDE, "width": 4 * SIDE},
+                "do_pan_and_scan": True,
+                "pan_and_scan_min_crop_size": 9,
+                "pan_and_scan_max_num_crops": 4,
+                "pan_and_scan_min_ratio_to_activate": 1.2,
+            },
         ),
         "gemma4": (
             transformers.Gemma4Config(
@@ -293,6 +306,7 @@ class VisionModel:
             _transpose_experts(folder / "model.safetensors")
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
         self.model: PreTrainedModel = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+        self._settings = PROCESSOR_SETTINGS.get(config.model_type, {})
         self._known: dict[object, tuple[torch.Tensor, list[int]]] = {}
         self._nested = config.model_type in ("smolvlm", "idefics3")
         types = {
@@ -316,7 +330,8 @@ class VisionModel:
 
     def _inputs(self, files: Sequence[bytes]) -> dict[str, Any]:
         images = [Image.open(BytesIO(data)).convert("RGB") for data in files]
-        inputs = dict(self._processor(images=[images] if self._nested else images, return_tensors="pt"))
+        nested = [images] if self._nested else images
+        inputs = dict(self._processor(images=nested, return_tensors="pt", **self._settings))
         return {name: each for name, each in inputs.items() if name not in ("num_patches", "num_crops")}
 
     def _tokens(self, data: bytes) -> int:

@@ -112,8 +112,6 @@ def _glm(files: ModelFiles) -> Layout:
 
 
 def _gemma3(files: ModelFiles) -> Layout:
-    if files.images.get("do_pan_and_scan"):
-        raise KeyError("do_pan_and_scan")
     tokens = files.side("image_seq_length", files.processor, default=files.config.get("mm_tokens_per_image", 256))
     return lambda size: iter((tokens,))
 

@@ -46,7 +46,7 @@ def processor(module: str, name: str, **own: object) -> Callable[[Any], Any]:
     kind = getattr(importlib.import_module(f"transformers.models.{module}.processing_{module}"), name)
 
     def make(images: Any) -> Any:  # noqa: ANN401 - a class of the library
-        made = SimpleNamespace(image_processor=images, **own)
+        made = SimpleNamespace(image_processor=images, images_kwargs=getattr(kind, "images_kwargs", {}), **own)
         for method in ("_get_number_of_features", "_get_unpadded_features", "_prompt_split_image"):
             if hasattr(kind, method):
                 setattr(made, method, getattr(kind, method).__get__(made))
@@ -68,8 +68,8 @@ def pixtral(merge: int) -> Callable[[Any], Any]:
         row = "[IMG]" * width
         return (row + "[IMG_BREAK]") * (height - 1) + row + "[IMG_END]"
 
-    made = SimpleNamespace(patch_size=14, spatial_merge_size=merge, replace_image_token=replace)
-    return lambda images: made
+    sizes = {"patch_size": 14, "spatial_merge_size": merge, "images_kwargs": {"patch_size": 14 * merge}}
+    return lambda images: SimpleNamespace(replace_image_token=replace, **sizes)
 
 
 TILES: dict[str, Any] = {
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any], Callable[[Any],
         {},
         "gemma3",
         "Gemma3",
-        {},
+        {"do_pan_and_scan": True},
         processor(
             "gemma3",
             "Gemma3Processor",
@@ -215,7 +215,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any], Callable[[Any],
         {},
         "got_ocr2",
         "GotOcr2",
-        {"size": {"height": 28, "width": 28}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
+        {"size": {"height": 28, "width": 28}, "crop_to_patches": False, "min_patches": 1, "max_patches": 12},
         processor(
             "internvl",
             "InternVLProcessor",
@@ -272,10 +272,7 @@ def test_the_tokens_are_those_of_the_librarys_processor(
         text = "".join(f"See\n{tokens.written}\nand " for _ in sizes) + "say."
         pictures = [PilImage.new("RGB", size) for size in sizes]
         nested = module in ("gemma3", "gemma4", "idefics3", "smolvlm", "llava_onevision")
-        further = {"return_row_col_info": True} if module in ("idefics3", "smolvlm") else {}
-        if module == "pixtral":
-            further["patch_size"] = library.patch_size * library.spatial_merge_size
-        inputs = images([pictures] if nested else pictures, **further)
+        inputs = images([pictures] if nested else pictures, **library.images_kwargs)
         replacements = [library.replace_image_token(inputs, index) for index in range(len(sizes))]
         before = {"gemma3": "<start_of_image>"}.get(case, token)
         parts = text.split(before)
@@ -328,6 +325,3 @@ def test_a_model_that_does_not_tell_its_sizes_is_refused(
 ) -> None:
     with pytest.raises(KeyError, match="patch_size"):
         load(tmp_path, library_tokenizer, {"model_type": "mistral3", "image_token_id": 1})
-    with pytest.raises(KeyError, match="do_pan_and_scan"):
-        pan = {"do_pan_and_scan": True}
-        load(tmp_path, library_tokenizer, {"model_type": "gemma3", "image_token_id": 1}, preprocessor_config=pan)

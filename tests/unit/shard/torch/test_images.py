@@ -64,6 +64,7 @@ def check_all(engine: TorchEngine, vision: VisionModel, prompts: list[Prompt], c
         streams.append(driver.admit(prompt.ids, NEW_TOKENS, chunk=chunk, prompt_logprobs=True, **admission))
         driver.step()
     while not streams[0].tokens:
+        assert streams[0].failure is None
         driver.step()
     longer = Prompt((*prompts[0].ids, *streams[0].tokens), prompts[0].media)
     moved = driver.preempt(streams[0], **decoded(engine, longer))

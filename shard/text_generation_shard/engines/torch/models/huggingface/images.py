@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
@@ -62,7 +62,7 @@ log = structlog.get_logger()
 class LibraryImages:
     """Implements `ImageEncoder`."""
 
-    def __init__(self, model: LibraryModel, processor: Any, device: torch.device) -> None:  # noqa: ANN401 – of the library
+    def __init__(self, model: LibraryModel, processor: Callable[..., Any], device: torch.device) -> None:
         self._model = model
         self._processor = processor
         self._device = device
@@ -168,7 +168,7 @@ def load_images(config: ShardConfig, dtype: torch.dtype, device: torch.device) -
     whole, model_class = _image_class(folder)
     try:
         with warnings.catch_warnings(action="ignore"), phase("loading the image encoder"):
-            processor = image_processor(folder)
+            processor = image_processor(folder, whole)
             if config.load_format == "dummy":
                 model = random_model(model_class, whole, device, dtype)
             else:

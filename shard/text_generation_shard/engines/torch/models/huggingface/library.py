@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,11 @@ WRAPPERS: tuple[Any, ...] = tuple(
     if hasattr(modeling_auto, name)
 )
 """The mappings of models of several modalities; the second is of versions from 5 on."""
+PROCESSOR_SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma3": {"do_pan_and_scan": False},
+    "internvl": {"crop_to_patches": True},
+}
+"""The defaults of processors of texts and images, which win over the files of a model, by model_type."""
 CONFIG_FILE, MODEL_FILE = "configuration_", "modeling_"
 """Begins of the names of the library's modules."""
 ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
@@ -136,9 +142,14 @@ def image_part(whole: LibraryConfig) -> LibraryModel:
     return type(wrapper.__name__, (wrapper,), {"__init__": init, "__module__": wrapper.__module__})
 
 
-def image_processor(folder: Path) -> Any:  # noqa: ANN401 – a processor of the library
-    """Return the processor of images of the model in a folder, by Pillow and NumPy."""
-    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
+def image_processor(folder: Path, whole: LibraryConfig) -> Callable[..., Any]:
+    """Return the processor of images of the model in a folder, by Pillow and NumPy, as its processor of texts and images calls it."""
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
+    settings = PROCESSOR_SETTINGS.get(whole.model_type, {})
+    if whole.vision_config.model_type == "pixtral":
+        # Sides are multiples of the squares that become one token.
+        settings = {"patch_size": whole.vision_config.patch_size * getattr(whole, "spatial_merge_size", 1)}
+    return partial(processor, **settings)
 
 
 def share_conversions(whole: LibraryConfig, model_class: LibraryModel) -> None:
