@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from text_generation_router.media.headers import Size
 
 Piece = str | int
@@ -76,8 +74,6 @@ class ImageFamily:
     """The text that its chat templates write for an image; {}: the image token."""
     spelled: str = ""
     """The text that stands for `written` before it is tokenized; default: the same."""
-    replaced: str = ""
-    """The token that the layout replaces; default: the image token."""
 
 
 def _qwen(files: ModelFiles, least: int = 56 * 56, most: int = 28 * 28 * 1280, frames: int = 1) -> Layout:
@@ -296,34 +292,6 @@ def _internvl(files: ModelFiles) -> Layout:
     return layout
 
 
-def _llama4(files: ModelFiles) -> Layout:
-    """Tiles in rows, then the whole image, with marks."""
-    tile, most = files.edge("height", default=336), files.side("max_patches", default=16)
-    patch = files.side("patch_size", files.processor, files.vision, default=14)
-    ratio: float = files.processor.get("pixel_shuffle_ratio") or files.vision.get("pixel_shuffle_ratio") or 0.5
-    tokens = (tile // patch) ** 2 // round(1 / ratio**2)
-    grids = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
-    largest = files.images.get("resize_to_max_canvas", False)
-
-    def layout(size: Size) -> Iterator[Piece]:
-        sides = np.array(grids) * tile
-        # In the precision of the library: equal scales decide.
-        scales = (sides / np.array(size[::-1])).astype(np.float32).min(axis=1)
-        above = scales[scales >= 1]
-        chosen = (above.max() if largest else above.min()) if above.size else scales.max()
-        rows, columns = min((grid for grid, scale in zip(grids, scales, strict=True) if scale == chosen), key=math.prod)
-        yield "<|image_start|>"
-        for _ in range(rows if rows * columns > 1 else 0):
-            for column in range(1, columns + 1):
-                yield tokens
-                yield "<|tile_x_separator|>" if column < columns else "<|tile_y_separator|>"
-        yield "<|image|>"
-        yield tokens
-        yield "<|image_end|>"
-
-    return layout
-
-
 _QWEN = ImageFamily(_qwen, "<|vision_start|>{}<|vision_end|>")
 _GLM = ImageFamily(_glm, "<|begin_of_image|>{}<|end_of_image|>")
 _GEMMA3 = ImageFamily(_gemma3, "<start_of_image>", "\n\n<start_of_image>{}<end_of_image>\n\n")
@@ -335,7 +303,6 @@ FAMILIES = {
     "gemma3": _GEMMA3,
     "gemma4": ImageFamily(_gemma4),
     "internvl": ImageFamily(_internvl),
-    "llama4": ImageFamily(_llama4, "<|image|>", replaced="<|image|>"),
     "llava": _LLAVA,
     "llava_next": ImageFamily(_llava_next),
     "llava_onevision": ImageFamily(_llava_onevision),

@@ -44,7 +44,6 @@ class ImageTokens:
         self._layout = family.layout(files)
         self._texts: dict[str, array[TokenId]] = {}
         """Tokens of the marks in layouts."""
-        [self._replaced_id] = self._encode(family.replaced or token)
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> Self | None:
@@ -71,22 +70,17 @@ class ImageTokens:
     def place(
         self, ids: Sequence[TokenId], pictures: Sequence[ReadImage]
     ) -> tuple[Sequence[TokenId], tuple[PlacedImage, ...]]:
-        """Return a prompt with the tokens of its images. Raises InvalidRequest.
-
-        `ids` has one token that stands for each image, and no other of those that stand for one.
-        """
+        """Return a prompt with the tokens of its images, each in the place of the one image token of `ids`. Raises InvalidRequest."""
         ids = array("I", ids)
-        marks = ids.count(self._replaced_id)
-        strays = ids.count(self._image_id) if self._image_id != self._replaced_id else 0
-        if marks != len(pictures) or strays:
-            token = self._tokenizer.token_text(self._replaced_id if marks != len(pictures) else self._image_id)
+        if (marks := ids.count(self._image_id)) != len(pictures):
+            token = self._tokenizer.token_text(self._image_id)
             raise InvalidRequest(
                 f"the prompt has {marks} places of images for {len(pictures)} images: its text must not have {token!r}, "
                 "and the chat template must have a place for each image"
             )
         prompt, media, start = array("I"), [], 0
         for image, size in pictures:
-            at = ids.index(self._replaced_id, start)
+            at = ids.index(self._image_id, start)
             prompt += ids[start:at]
             offset, start = len(prompt), at + 1
             for piece in self._layout(size):

@@ -22,8 +22,8 @@ from text_generation_router.text.tokenizer import Tokenizer
 SPECIAL = (
     *("<image>", "<|image|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|begin_of_image|>"),
     *("<|end_of_image|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "[IMG]", "[IMG_BREAK]"),
-    *("[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>", "<IMG_CONTEXT>", "<|image_start|>"),
-    *("<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<image|>", "<|image>"),
+    *("[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>", "<IMG_CONTEXT>"),
+    *("<image|>", "<|image>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 6) for column in range(1, 6)),
 )
 SIZES = [(1, 1), (7, 40), (56, 28), (333, 640), (640, 333), (449, 448), (199, 201), (901, 77), (30, 901), (1700, 1300)]
@@ -267,8 +267,10 @@ def test_the_tokens_are_those_of_the_librarys_processor(
     config = config | {"model_type": case.partition("-")[0], "image_token_id": library_tokenizer.token_to_id(token)}
     own = json.loads(images.to_json_string())
     tokens = load(tmp_path, library_tokenizer, config, processor_config=saved, preprocessor_config=own)
-    pairs = [[SIZES[3], SIZES[-2]], [SIZES[1], SIZES[1]]] if case != "llava_onevision" else []
-    for sizes in [[size] for size in SIZES] + pairs:
+    pairs = [[size] for size in SIZES]
+    if case != "llava_onevision":  # served with one image
+        pairs += [[SIZES[3], SIZES[-2]], [SIZES[1], SIZES[1]]]
+    for sizes in pairs:
         text = "".join(f"See\n{tokens.written}\nand " for _ in sizes) + "say."
         pictures = [PilImage.new("RGB", size) for size in sizes]
         nested = module in ("gemma3", "gemma4", "idefics3", "smolvlm", "llava_onevision")
@@ -281,40 +283,12 @@ def test_the_tokens_are_those_of_the_librarys_processor(
         assert placed(tokens, library_tokenizer, text, sizes) == expected, sizes
 
 
-@pytest.mark.parametrize("largest", [False, True])
-def test_llama_4s_tiles_are_the_librarys(
-    largest: bool,
-    library_tokenizer: tokenizers.Tokenizer,
-    tmp_path: Path,
-) -> None:
-    # Rows and columns of `get_best_fit`, without and with `resize_to_max_canvas`; its module needs torchvision.
-    grids = {
-        (1, 1): [(1, 1), (3, 3)],
-        (57, 56): [(1, 2), (3, 3)],
-        (56, 168): [(3, 1), (4, 2)],
-        (168, 112): [(2, 3), (2, 3)],
-        (333, 640): [(4, 2), (4, 2)],
-        (901, 77): [(1, 9), (1, 9)],
-        (1700, 1300): [(3, 3), (3, 3)],
-    }
-    config = {"model_type": "llama4", "image_token_index": library_tokenizer.token_to_id("<|patch|>")}
-    own = {"size": {"height": 56, "width": 56}, "max_patches": 9, "resize_to_max_canvas": largest}
-    tokens = load(tmp_path, library_tokenizer, config, preprocessor_config=own)
-    tile = "<|patch|>" * 4
-    for size, found in grids.items():
-        rows, columns = found[largest]
-        row = "<|tile_x_separator|>".join([tile] * columns) + "<|tile_y_separator|>"
-        tiles = row * rows if rows * columns > 1 else ""
-        expected = f"A<|image_start|>{tiles}<|image|>{tile}<|image_end|>"
-        assert placed(tokens, library_tokenizer, "A<|image|>", [size]) == library_tokenizer.encode(expected).ids, size
-
-
 def test_a_text_with_other_places_than_images_is_refused(
     library_tokenizer: tokenizers.Tokenizer, tmp_path: Path
 ) -> None:
-    token = library_tokenizer.token_to_id("<|patch|>")
-    tokens = load(tmp_path, library_tokenizer, {"model_type": "llama4", "image_token_index": token})
-    for text, images in (("<|image|>", 0), ("", 1), ("<|image|><|image|>", 1), ("<|image|><|patch|>", 1)):
+    token = library_tokenizer.token_to_id("<|image|>")
+    tokens = load(tmp_path, library_tokenizer, {"model_type": "glm4v", "image_token_id": token})
+    for text, images in (("<|image|>", 0), ("", 1), ("<|image|><|image|>", 1)):
         with pytest.raises(InvalidRequest, match="its text must not have"):
             placed(tokens, library_tokenizer, text, [(9, 9)] * images)
     assert placed(tokens, library_tokenizer, "A", []) == library_tokenizer.encode("A").ids

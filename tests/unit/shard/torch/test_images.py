@@ -16,10 +16,12 @@ from reference_kernels import reference_engine
 from vision_models import Prompt, VisionModel, decoded, picture, vision_configs
 
 from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
+from text_generation_router.media.layouts import FAMILIES as LAYOUTS
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 from text_generation_shard.progress import StepMonitor
 from text_generation_shard.session import EngineSession
 
@@ -76,6 +78,10 @@ def check_all(engine: TorchEngine, vision: VisionModel, prompts: list[Prompt], c
         assert (found - expected).norm() <= 1e-5 * expected.norm()
         tokens = stream.tokens + (moved.tokens if stream is streams[0] else [])
         assert tokens == greedy
+
+
+def test_the_router_has_a_layout_for_each_model_that_takes_images() -> None:
+    assert LAYOUTS.keys() == {name for name, each in WRAPPERS.items() if each.max_images}
 
 
 @pytest.mark.parametrize("chunk", [5, full(1 << 20)])
