@@ -34,7 +34,7 @@ from text_generation_shard.engines.torch.models.native.state_config import (
     read_states,
     with_layer_types,
 )
-from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
+from text_generation_shard.engines.torch.models.native.wrappers import TEXT_PARTS, WRAPPERS
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme, choose_scheme, read_scheme
@@ -158,7 +158,8 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     raw = _text_part(whole)
     model_type = raw.optional_text("model_type")
     if model_type not in FAMILIES:
-        raise raw.error(f"model_type {shortened(model_type)} is not supported, only {', '.join(FAMILIES)}")
+        known = ", ".join(name for name in FAMILIES if name not in TEXT_PARTS)
+        raise raw.error(f"model_type {shortened(model_type)} is not supported, only {known}")
     family = FAMILIES[model_type]
     wrapper = WRAPPERS.get(whole.optional_text("model_type") or "")
     architecture = family.architecture if wrapper is None else wrapper.architecture
