@@ -109,7 +109,7 @@ def test_a_second_turn_encodes_no_picture(engine: TorchEngine, vision: VisionMod
             weight.fill_(torch.nan)  # a picture that is encoded now has no finite row
     try:
         size = engine.info.block_size
-        blocks = 0 if engine.info.keeps_states else len(first.ids) // size
+        blocks = 0 if driver.has_states else len(first.ids) // size
         for computed in {0, min(1, blocks) * size, blocks * size}:  # the second lies in the first picture
             again = driver.admit(
                 second.ids,
