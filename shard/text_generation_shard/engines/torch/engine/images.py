@@ -202,7 +202,7 @@ class ImageSteps:
             return None
         places: list[NDArray[np.int64]] = []
         parts: list[Tensor] = []
-        ahead = np.zeros(rows.tokens, np.int32)
+        ahead = np.zeros(rows.tokens, np.int64)
         for row, offset, images in with_images:
             for positions, part in images.rows(row.start, row.start + row.length):
                 places.append(positions + (offset - row.start))
