@@ -219,8 +219,8 @@ the dtype of the activations, and the sums of a recurrence, in float32. These st
 [checkpoints](scheduling.md#checkpoints-of-states), and memory is divided between states and KV blocks
 ([gpu.md](gpu.md#memory-of-the-kv-cache)). Where transformers runs such a model, a state belongs to a slot: no prefix is reused, and
 states take at most a quarter of the usable memory, which may bound the number of sequences. `--num-shard` divides delta nets and Mamba 2
-by groups of heads; transformers runs models with short convolutions, and those whose groups of Mamba 2 the ranks cannot share evenly
-(Falcon-H1 without norms alone shares one group among ranks).
+by groups of heads; transformers runs OLMo Hybrid, models with short convolutions, and those whose groups of Mamba 2 the ranks cannot share
+evenly (Falcon-H1 without norms alone shares one group among ranks).
 
 ## Images
 

@@ -99,7 +99,7 @@ class ReferenceKernels:
     def rms_norm(
         self,
         residual: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         eps: float,
         out: Tensor,
         update: Tensor | None = None,
@@ -111,7 +111,8 @@ class ReferenceKernels:
             if update_weight is not None:
                 update = rms_norm(update.to(residual.dtype), update_weight, eps)
             residual.add_(update, alpha=scale).mul_(factor)
-        out.copy_(rms_norm(residual.to(torch.promote_types(residual.dtype, torch.float32)), weight, eps))
+        values = residual.to(torch.promote_types(residual.dtype, torch.float32))
+        out.copy_(values if weight is None else rms_norm(values, weight, eps))
 
     def rotate_and_append(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 from text_generation_shard.engines.torch.models.native.families import FAMILIES
@@ -47,4 +48,25 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 def save(model: PreTrainedModel, folder: Path) -> str:
     """Write the checkpoint of `model`; return its folder."""
     model.save_pretrained(folder)
+    if model.config.model_type == "olmo_hybrid":
+        _as_released(model, folder / "model.safetensors")
     return str(folder)
+
+
+def _as_released(model: PreTrainedModel, path: Path) -> None:
+    """Write the tensors of an OLMo Hybrid as its checkpoints have them: the library divides convolutions into equal parts."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".conv1d.weight"):
+            net = model.get_submodule(name.removesuffix(".conv1d.weight"))
+            rows = tensor.split([net.key_dim, net.key_dim, net.value_dim])
+            tensors |= {
+                name.replace(".conv", f".{each}_conv"): own.clone() for each, own in zip("qkv", rows, strict=True)
+            }
+            continue
+        layer = name.split(".")[2] if name.startswith("model.layers.") else None
+        if layer is not None and model.config.layer_types[int(layer)] == "linear_attention":
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -90,9 +90,7 @@ def _choose_code(config: ShardConfig) -> CodeChoice:
         # Checked before PyTorch is imported, which takes seconds.
         model = read_model_config(folder, config.quantize)
         if model.states is not None and config.world_size > 1 and not model.states.divides(config.world_size):
-            raise UnsupportedError(
-                f"{folder}: the native decoder does not divide layers of kind {model.states.family.kind}"
-            )
+            raise UnsupportedError(f"{folder}: the native decoder does not divide the layers of {model.model_type}")
     except UnsupportedError as error:
         if config.model_impl == "native":
             raise

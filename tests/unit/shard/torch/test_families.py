@@ -40,6 +40,7 @@ ALSO_COVERED = {
     "seed_oss",
     "mixtral",
     "qwen3_5_moe_text",
+    "olmo_hybrid, with rotation",
     "youtu",
 }
 """Configs whose features other configs cover. The tests of rope frequencies cover the other rope types."""

@@ -29,6 +29,7 @@ KINDS = {
     "Mamba 2": "nemotron_h",
     "both kinds of attention": "falcon_h1",
     "convolution": "lfm2",
+    "delta net of OLMo": "olmo_hybrid",
 }
 CONFIGS = native_configs(SHAPE | {"max_position_embeddings": 256}, head_dim=16, wide_head_dim=24)
 PROMPT = tuple((37 * i + 11) % 331 for i in range(130))
@@ -44,6 +45,7 @@ SEEDED = Sampling(greedy=False, temperature=1.3, top_k=80, seed=23)
         (reference_engine, "delta net"),
         full((reference_engine, "Mamba 2")),
         full((reference_engine, "convolution")),
+        full((reference_engine, "delta net of OLMo")),
     ],
     ids=lambda param: f"{param[1]}, {'CPU' if param[0] is build_engine else 'device'}",
 )

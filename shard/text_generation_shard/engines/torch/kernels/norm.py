@@ -16,7 +16,7 @@ _ELEMENTS_PER_THREAD = 8
 
 def rms_norm(  # noqa: PLR0913 – as flat as the kernel
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     out: Tensor,
     update: Tensor | None = None,
@@ -24,7 +24,7 @@ def rms_norm(  # noqa: PLR0913 – as flat as the kernel
     scale: float = 1.0,
     factor: float = 1.0,
 ) -> None:
-    """out = residual · rsqrt(mean(residual²) + eps) · weight, computed in float32 and rounded once.
+    """out = residual · rsqrt(mean(residual²) + eps) · weight, computed in float32 and rounded once; out = residual without a `weight`.
 
     `residual` [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype. With an `update` [tokens, hidden] in any
     float dtype, residual = (residual + scale · update) · factor comes first, in place, and `residual` is float32. With an
@@ -56,7 +56,7 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     update: tl.tensor | None,
     residual: tl.tensor,
     update_weight: tl.tensor | None,
-    weight: tl.tensor,
+    weight: tl.tensor | None,
     out: tl.tensor,
     update_stride: int,
     residual_stride: int,
@@ -72,7 +72,8 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     values = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if update is not None:
         added = tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
         if update_weight is not None:
@@ -84,8 +85,9 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         if HAS_FACTOR:
             values *= factor
         tl.store(residual + row * residual_stride + columns, values, mask=inside)
-    normed = values * norm_scale(values, eps, HIDDEN) * factors
-    tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)
+    if weight is not None:
+        values *= norm_scale(values, eps, HIDDEN) * factors
+    tl.store(out + row * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

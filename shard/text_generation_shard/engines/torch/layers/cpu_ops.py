@@ -28,13 +28,18 @@ class CpuOps:
     def __init__(self, group: ParallelGroup) -> None:
         self._group = group
 
-    def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
-        return norm(stream.residual)
+    def norm(self, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None = None) -> Tensor:
+        return stream.residual if norm is None else norm(stream.residual)
 
-    def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def norm_rows(self, x: Tensor, norm: RMSNorm) -> None:
+        x.copy_(norm(x))
+
+    def norm_linear(
+        self, stream: ResidualStream, norm: RMSNorm | None, linear: Linear, out: Tensor | None = None
+    ) -> Tensor:
         return linear(self.norm(stream, norm))
 
-    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
+    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm | None, gate_up: Linear, kind: str) -> Tensor:
         gate, up = gate_up(self.norm(stream, norm)).chunk(2, dim=-1)
         return ACTIVATIONS[kind](gate).mul_(up)
 

@@ -39,27 +39,35 @@ class DeviceOps:
         self.scan = kernels.scan
         self.gated_norm = kernels.gated_norm
 
-    def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+    def norm(self, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None = None) -> Tensor:
         if out is None:
             assert stream.normed is not None
             out = stream.normed
-        update_weight = None if stream.update_norm is None else stream.update_norm.weight
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        update_weight = None
+        if stream.update_norm is not None:
+            update_weight, eps = stream.update_norm.weight, stream.update_norm.eps
         self._kernels.rms_norm(
-            stream.residual, norm.weight, norm.eps, out, stream.update, update_weight, stream.scale, stream.factor
+            stream.residual, weight, eps, out, stream.update, update_weight, stream.scale, stream.factor
         )
         stream.update = stream.update_norm = None
         stream.factor = 1.0
         return out
 
-    def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def norm_rows(self, x: Tensor, norm: RMSNorm) -> None:
+        self._kernels.rms_norm(x, norm.weight, norm.eps, x)
+
+    def norm_linear(
+        self, stream: ResidualStream, norm: RMSNorm | None, linear: Linear, out: Tensor | None = None
+    ) -> Tensor:
         weight = self._fused_weight(linear, stream)
-        if out is None or weight is None:
+        if out is None or weight is None or norm is None:
             return linear(self.norm(stream, norm), out)
         self._kernels.matvec(stream.residual, weight, out, linear.bias, norm=(norm.weight, norm.eps))
         return out
 
-    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
-        if (weight := self._fused_weight(gate_up, stream)) is not None:
+    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm | None, gate_up: Linear, kind: str) -> Tensor:
+        if norm is not None and (weight := self._fused_weight(gate_up, stream)) is not None:
             inner = self._inner(stream, weight.shape[0])
             self._kernels.matvec(
                 stream.residual,

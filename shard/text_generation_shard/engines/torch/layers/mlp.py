@@ -18,7 +18,7 @@ from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 class LayerMLP(Protocol):
     """The part of a layer after its attention."""
 
-    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm | None, after: RMSNorm | None) -> None:
         """Add the MLP of the stream, normed by `before`, to the stream. `after` norms the sum over the ranks."""
 
 
@@ -30,11 +30,11 @@ class GatedMLP:
         self.down = down
         self._activation = activation
 
-    def inner(self, ops: Ops, stream: ResidualStream, before: RMSNorm) -> Tensor:
+    def inner(self, ops: Ops, stream: ResidualStream, before: RMSNorm | None) -> Tensor:
         """Return the input of `down`, [tokens, inner]."""
         return ops.norm_linear_activate(stream, before, self.gate_up, self._activation)
 
-    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm | None, after: RMSNorm | None) -> None:
         ops.add_linear(stream, self.inner(ops, stream, before), self.down, after)
 
 
@@ -73,5 +73,5 @@ class PlainMLP(DenseMLP):
         super().__init__(up, down, "relu2")
         self._dtype = dtype
 
-    def inner(self, ops: Ops, stream: ResidualStream, before: RMSNorm) -> Tensor:
+    def inner(self, ops: Ops, stream: ResidualStream, before: RMSNorm | None) -> Tensor:
         return ops.norm_linear(stream, before, self.gate_up).relu_().square_().to(self._dtype)

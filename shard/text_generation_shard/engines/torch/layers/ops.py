@@ -50,15 +50,20 @@ class Ops(Protocol):
         """Return the tokens of a step by adapter; `indices` [tokens] are 0 for none, at most `count`."""
         ...
 
-    def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
-        """Return the normed stream [tokens, hidden]."""
+    def norm(self, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None = None) -> Tensor:
+        """Return the normed stream [tokens, hidden]; the stream as it is without a norm."""
         ...
 
-    def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def norm_rows(self, x: Tensor, norm: RMSNorm) -> None:
+        """Norm the rows of `x` in place."""
+
+    def norm_linear(
+        self, stream: ResidualStream, norm: RMSNorm | None, linear: Linear, out: Tensor | None = None
+    ) -> Tensor:
         """Return the product of the normed stream: [tokens, outputs]."""
         ...
 
-    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
+    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm | None, gate_up: Linear, kind: str) -> Tensor:
         """Return act(gate) · up of the product of the normed stream: [tokens, outputs / 2]."""
         ...
 

@@ -53,16 +53,16 @@ class Precision:
         is_narrow = hidden_size <= MAX_NARROW_HIDDEN_SIZE and dtype.itemsize == 2 and not rounded
         return cls(dtype, torch.float32 if is_narrow else dtype, dtype)
 
-    def after_loading(self, norms: Sequence[RMSNorm], linears: Sequence[Any]) -> Precision:
+    def after_loading(self, norms: Sequence[RMSNorm | None], linears: Sequence[Any]) -> Precision:
         """Return the final precision, with float16 for normed hidden states where that is safe.
 
-        Safe: products return more than the model's dtype, the outputs of `norms` stay in the range of float16, and the weights of
+        Safe: products return more than the model's dtype, the outputs of `norms` (None: not normed) stay in the range of float16, and the weights of
         `linears`, which are multiplied with them, survive the conversion. They are then converted.
         """
         if self.products == self.model or self.normed == torch.float16:
             return self
-        if not all(_output_bound(norm.weight) < FLOAT16_MAX for norm in norms):
-            reason = "a norm's outputs may be too large"
+        if not all(norm and _output_bound(norm.weight) < FLOAT16_MAX for norm in norms):
+            reason = "the inputs of products may be too large"
         elif not all(_fits_float16(linear.weight) for linear in linears):
             reason = "a weight does not fit"
         else:

@@ -15,14 +15,15 @@ EPS = 1e-2
 """Much larger than in models, so that it matters."""
 
 
-def test_an_update_is_normed_and_scaled_before_it_is_added(device: torch.device) -> None:
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_an_update_is_normed_and_scaled_before_it_is_added(device: torch.device, is_normed: bool) -> None:
     update, residual = torch.randn(2, 3, 577, device=device).unbind()
     weight, update_weight = torch.randn(2, 577, device=device).unbind()
     total = (residual.double() + 0.3 * rms_norm(update.double(), update_weight.double(), EPS)) * 1.7
     out = torch.empty_like(residual)
-    norm.rms_norm(residual, weight, EPS, out, update, update_weight, 0.3, 1.7)
+    norm.rms_norm(residual, weight if is_normed else None, EPS, out, update, update_weight, 0.3, 1.7)
     assert rounded_once(residual, total)
-    assert rounded_once(out, rms_norm(total, weight.double(), EPS))
+    assert rounded_once(out, rms_norm(total, weight.double(), EPS) if is_normed else total)
 
 
 @pytest.mark.parametrize("update", ["none", "rounded", "float32"])

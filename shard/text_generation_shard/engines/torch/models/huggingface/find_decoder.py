@@ -191,6 +191,7 @@ class _Finder:
 
     def _run_own(self, layer: DecoderLayer, rotation: Rotation, probe: Tensor, shape: LayerShape) -> Tensor:
         """Return the output of our layer for the same input."""
+        assert layer.input_norm is not None
         weights = DecoderWeights(
             embedding=probe,
             layers=[layer],

@@ -43,7 +43,7 @@ class LibraryMLP:
     def __init__(self, module: Module) -> None:
         self._module = module
 
-    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm | None, after: RMSNorm | None) -> None:
         normed = ops.norm(stream, before)
         output = self._module(normed.unsqueeze(0))
         hidden: Tensor = output[0] if isinstance(output, tuple) else output

@@ -56,14 +56,19 @@ class AttentionWeights(AttentionPart):
         self.head_norms: HeadNorms | None = None
         if family.query_key_norm:
             self.head_norms = HeadNorms(norm(whole.head_dim), norm(whole.head_dim), values=family.value_norm)
+        if family.joint_query_key_norm:
+            self.joint_norms = norm(queries.total), norm(keys.total)
+
+    @property
+    def _query_key_norms(self) -> tuple[RMSNorm, ...]:
+        return self.joint_norms or (() if self.head_norms is None else (self.head_norms.query, self.head_norms.key))
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill, by checkpoint name."""
         parameters: dict[str, ParameterShard | Tensor] = {}
-        if self.head_norms is not None:
-            names = self._config.family.names
-            parameters[f"{self._prefix}{self._module}.{names.query_norm}.weight"] = self.head_norms.query.weight
-            parameters[f"{self._prefix}{self._module}.{names.key_norm}.weight"] = self.head_norms.key.weight
+        names = self._config.family.names
+        for name, norm in zip((names.query_norm, names.key_norm), self._query_key_norms, strict=False):
+            parameters[f"{self._prefix}{self._module}.{name}.weight"] = norm.weight
         if self.sinks is not None:
             parameters[f"{self._prefix}{self._module}.sinks"] = ParameterShard(
                 self.sinks, (self._config.num_heads,), (self._first_head,)
@@ -74,9 +79,9 @@ class AttentionWeights(AttentionPart):
         """Prepare the loaded weights for use."""
         self.qkv.process_weights_after_loading(self._row_order() if self._reorders else None)
         self.output.process_weights_after_loading()
+        for norm in self._query_key_norms:
+            norm.process_weights_after_loading()
         if self.head_norms is not None:
-            for norm in (self.head_norms.query, self.head_norms.key):
-                norm.process_weights_after_loading()
             self.head_norms.fill_rows(self.shape.num_heads, self.shape.num_kv_heads, self._head_order)
 
     def multiply(self, multipliers: Multipliers) -> None:

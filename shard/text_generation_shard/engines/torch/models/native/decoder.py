@@ -48,6 +48,8 @@ class AttentionPart:
     """Outputs of `qkv`: query heads, key heads, value heads; a gate for each query value follows if `is_gated`."""
     output: Linear
     head_norms: HeadNorms | None
+    joint_norms: tuple[RMSNorm, RMSNorm] | None = None
+    """The norm of all query heads together, and that of all key heads."""
     sinks: Tensor | None
     """Scores of keys without values, one for each query head."""
     is_gated: bool = False
@@ -63,7 +65,7 @@ class AttentionPart:
         ops: Ops,
         step: Step,
         stream: ResidualStream,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         place: AttentionPlace,
         own: LayerBuffers,
     ) -> Tensor:
@@ -73,6 +75,10 @@ class AttentionPart:
         if self.is_gated:
             ungated = self.qkv_width - self.shape.num_heads * self.shape.head_dim
             qkv, gates = qkv[:, :ungated], qkv[:, ungated:]
+        if (norms := self.joint_norms) is not None:
+            first_key = len(norms[0].weight)
+            ops.norm_rows(qkv[:, :first_key], norms[0])
+            ops.norm_rows(qkv[:, first_key : first_key + len(norms[1].weight)], norms[1])
         queries = step.rotate_and_append(place.layer, qkv, place.rotary, self.head_norms, own.queries)
         attended = step.attend(place.layer, queries, place.rules, own.attended)
         return attended if gates is None else attended.mul_(gates.sigmoid())
@@ -96,7 +102,7 @@ class StatePart(Protocol):
         """Replace the states by `blocks` blocks of zeros."""
         ...
 
-    def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm, out: Tensor | None) -> Tensor:
+    def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None) -> Tensor:
         """Return the projections of the normed stream, [tokens, projected_width]; written to `out` if given."""
         ...
 
@@ -110,8 +116,8 @@ class DecoderLayer:
     """The weights of a layer that the forward pass reads. It has attention, a part with a state, both or none; then an MLP or none."""
 
     attention: AttentionPart | None
-    input_norm: RMSNorm
-    mlp_norm: RMSNorm
+    input_norm: RMSNorm | None
+    mlp_norm: RMSNorm | None
     after_attention: RMSNorm | None
     """The norm of the output of attention, before it is added to the residual stream."""
     after_mlp: RMSNorm | None

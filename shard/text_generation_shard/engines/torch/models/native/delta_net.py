@@ -1,4 +1,4 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) of Qwen3-Next and Qwen3.5: weights, or one rank's part, and states.
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) of Qwen3-Next, Qwen3.5 and OLMo Hybrid: weights, or one rank's part, and states.
 
 Queries, keys and values of the hidden states pass a short convolution and a recurrence; its outputs are normed head by head and
 gated. A rank has some groups of heads.
@@ -23,6 +23,11 @@ from text_generation_shard.engines.torch.models.native.state_config import State
 from text_generation_shard.engines.torch.models.native.state_layer import Parameters, StateLayer, of_rank
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 
+MODULES = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "norm")
+SEPARATE_MODULES = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_proj", "o_norm")
+SEPARATE_EPS = 1e-5
+"""The library reads no epsilon of this norm from the config."""
+
 
 class GatedDeltaNet(StateLayer):
     """The projections are queries, keys, values and gates of the outputs, then a beta and a step for each head."""
@@ -32,11 +37,12 @@ class GatedDeltaNet(StateLayer):
         self._groups = tp.even(states.groups, "heads of keys")
         self._heads = of_heads(self._groups, share)
         keys, values = of_heads(self._groups, states.key_width), of_heads(self._heads, states.value_width)
-        self._fused, self._config = states.family.fused, states
+        self._fused, self._separate, self._config = states.family.fused, states.family.separate, states
+        self._modules = SEPARATE_MODULES if self._separate else MODULES
         super().__init__(
             projections,
             self._projections(projections, keys, values),
-            projections.to_hidden("out_proj", values, bias=False),
+            projections.to_hidden(self._modules[-2], values, bias=False),
             [keys, keys, values],
             taps=states.taps,
         )
@@ -63,8 +69,10 @@ class GatedDeltaNet(StateLayer):
             step_bias=numbers(),
             skip=None,
             delta=True,
+            beta_scale=states.beta_scale,
         )
         self._norm_weight = torch.empty(states.value_width, device=device, dtype=projections.precision.model)
+        eps = SEPARATE_EPS if self._separate else eps
         self._norm = GatedNorm(self._norm_weight, eps, states.value_width, gate_first=False)
         shape, dtype = (0, heads, states.key_width, states.value_width), states.dtype or projections.precision.model
         self._states = torch.empty(shape, device=device, dtype=dtype)
@@ -76,9 +84,11 @@ class GatedDeltaNet(StateLayer):
             wide = projections.projections([("in_proj_qkvz", of_heads(self._groups, width))])
             narrow = projections.projections([("in_proj_ba", of_heads(self._groups, 2 * share))])
         else:
-            parts = [("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values)]
-            wide = [*projections.projections(parts, "in_proj_qkv"), *projections.projections([("in_proj_z", values)])]
-            narrow = projections.projections([("in_proj_b", self._heads), ("in_proj_a", self._heads)])
+            rows = [keys, keys, values, values, self._heads, self._heads]
+            parts = list(zip(self._modules[:6], rows, strict=True))
+            fused = None if self._separate else "in_proj_qkv"
+            wide = [*projections.projections(parts[:3], fused), *projections.projections(parts[3:4])]
+            narrow = projections.projections(parts[4:])
         # Checkpoints do not quantize the narrow ones.
         lists = [[*wide, *narrow]] if projections.scheme is None else [wide, narrow]
         return [projections.linear(each, bias=False) for each in lists]
@@ -87,8 +97,14 @@ class GatedDeltaNet(StateLayer):
         return super().named_parameters() | {
             f"{self._prefix}A_log": of_rank(self._decay_log, self._heads),
             f"{self._prefix}dt_bias": of_rank(self._recurrence.step_bias, self._heads),
-            f"{self._prefix}norm.weight": self._norm_weight,
+            f"{self._prefix}{self._modules[-1]}.weight": self._norm_weight,
         }
+
+    def _channel_parameters(self, name: str, tensor: Tensor) -> Parameters:
+        if not self._separate:
+            return super()._channel_parameters(name, tensor)
+        rows = torch.split(tensor, [part.length for part in self._channels])
+        return {f"{self._prefix}{each}_conv1d.weight": own for each, own in zip("qkv", rows, strict=True)}
 
     def process_weights_after_loading(self) -> None:
         super().process_weights_after_loading()

@@ -102,8 +102,8 @@ class Experts:
         down = "down_proj" if family.clamped else family.names[2]
         return [gate_up, [[Projection(name + down, whole, self._inner)] for name in names]]
 
-    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
-        if self._shared is None and after is None:
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm | None, after: RMSNorm | None) -> None:
+        if before is not None and self._shared is None and after is None:
             experts = self._gate_up, self._down, self._activation
             if ops.add_few_experts(stream, before, self._router, experts, self._routing):
                 return
@@ -257,7 +257,7 @@ class ExpertsBesideMLP:
         self._dense.pack()
         self._experts.pack()
 
-    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm | None, after: RMSNorm | None) -> None:
         assert after is not None
         dense = self._dense.down(self._dense.inner(ops, stream, before))
         routed = self._experts.route(ops, ops.norm(stream, self._router_norm), self._expert_scale)

@@ -94,6 +94,8 @@ class Family:
     output_bias: Flag = False
     mlp_bias: Flag = False
     query_key_norm: bool = False
+    joint_query_key_norm: bool = False
+    """True: all query heads are normed together, and all key heads."""
     value_norm: bool = False
     """True: each value head is normed too, without a weight."""
     layer_scalars: bool = False
@@ -101,6 +103,8 @@ class Family:
     zero_centered_norms: bool = False
     """True: a norm multiplies by 1 + weight."""
     norms: NormNames = NormNames()
+    norms_after_attention: bool = False
+    """True: layers with attention norm the outputs of attention and MLP, and not their inputs; others the inputs alone."""
     names: TensorNames = TensorNames()
     fused_qkv: bool = False
     """True: a checkpoint has one tensor for query, key and value."""

@@ -98,7 +98,7 @@ class LatentAttention(AttentionPart):
         ops: Ops,
         step: Step,
         stream: ResidualStream,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         place: AttentionPlace,
         own: LayerBuffers,
     ) -> Tensor:

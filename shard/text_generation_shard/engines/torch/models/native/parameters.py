@@ -66,12 +66,14 @@ class LayerWeights(DecoderLayer):
         self._scalar = torch.empty(1, device=device, dtype=precision.model) if config.family.layer_scalars else None
         self.scale = 1.0
         names, hidden_size = config.family.norms, config.hidden_size
-        self.input_norm = self._norm(hidden_size)
+        switches = config.family.norms_after_attention
+        before, after = not (switches and self.attention), not switches or self.attention is not None
+        self.input_norm = self._norm(hidden_size) if before else None
         # A layer of a single part has a single norm.
-        single = config.states is not None and config.states.family.single_parts
+        single = not before or (config.states is not None and config.states.family.single_parts)
         self.mlp_norm = self.input_norm if single else self._norm(hidden_size)
-        self.after_attention = self._norm(hidden_size) if names.after_attention else None
-        self.after_mlp = self._norm(hidden_size) if names.after_mlp else None
+        self.after_attention = self._norm(hidden_size) if after and names.after_attention else None
+        self.after_mlp = self._norm(hidden_size) if after and names.after_mlp else None
 
     def _projections_of(self, prefix: str, tp: TensorParallelRank) -> LayerProjections:
         config = self._config
@@ -127,11 +129,8 @@ class LayerWeights(DecoderLayer):
         """The norms of the residual stream and of the outputs, by name."""
         names = self._config.family.norms
         norms = {names.before_attention: self.input_norm, names.before_mlp: self.mlp_norm}
-        if names.after_attention and self.after_attention:
-            norms[names.after_attention] = self.after_attention
-        if names.after_mlp and self.after_mlp:
-            norms[names.after_mlp] = self.after_mlp
-        return norms
+        norms |= {names.after_attention or "": self.after_attention, names.after_mlp or "": self.after_mlp}
+        return {name: norm for name, norm in norms.items() if norm is not None}
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         parameters: dict[str, ParameterShard | Tensor] = {

@@ -28,6 +28,8 @@ def read_ropes(raw: JsonObject, family: Family, windows: tuple[int | None, ...])
     given = next((raw.get(key) for key in ("rope_scaling", "rope_parameters") if key in raw), dict(family.rope))
     if not isinstance(given, dict):
         raise raw.error("rope_parameters must be an object")
+    if given.get("rope_theta", 0.0) is None:  # as OLMo Hybrid is released
+        return (NO_ROPE,) * len(windows)
     ropes = _by_kind(raw, family, given, max_positions)
     rotated = rotated_layers(raw, family, len(windows))
     return tuple(

@@ -26,10 +26,12 @@ class StateFamily:
     kind: Literal["delta_net", "mamba", "short_convolution"]
     module: str
     """The module of the layer in a checkpoint."""
-    fields: Mapping[str, tuple[str, int]]
-    """For each size of StateConfig, its field and the default."""
+    fields: Mapping[str, tuple[str, int | None]]
+    """For each size of StateConfig, its field and the default; None: config.json must have it."""
     attention_interval: int = 1
     """Without layer_types, each n-th layer has attention."""
+    separate: bool = False
+    """True: queries, keys and values have projections and convolutions of their own, and betas may reach 2 (OLMo Hybrid)."""
     fused: bool = False
     """True: one projection has all parts of each group of heads (Qwen3-Next); False: one for each part."""
     beside_attention: bool = False
@@ -67,6 +69,7 @@ class StateConfig:
     least_step: float = 0.0
     dtype: torch.dtype | None = None
     """Data type of the states of recurrences between steps; None: that of the model."""
+    beta_scale: float = 1.0
 
     @property
     def keys(self) -> int:
@@ -84,9 +87,14 @@ class StateConfig:
         return sum(self.layers) * self.heads * self.key_width * self.value_width
 
     def divides(self, ranks: int) -> bool:
-        """Return True if ranks can have parts of the layers: whole groups of heads of Mamba, if their outputs are normed together."""
+        """Return True if ranks can have parts of the layers: whole groups of heads of Mamba, if their outputs are normed together.
+
+        OLMo Hybrid norms the heads of its attention together.
+        """
         has_groups = self.groups % ranks == 0 or not (self.has_norm or ranks % self.groups)
-        return self.family.kind == "delta_net" or (self.family.kind == "mamba" and has_groups)
+        return (self.family.kind == "delta_net" and not self.family.separate) or (
+            self.family.kind == "mamba" and has_groups
+        )
 
     def layer_weights(self, hidden_size: int) -> int:
         """Return the number of weights in the projections of a layer."""
@@ -116,6 +124,8 @@ DELTA_NET_FIELDS = {
     "key_width": ("linear_key_head_dim", 128),
     "value_width": ("linear_value_head_dim", 128),
 }
+OLMO_FIELDS = {name: (key, 4 if name == "taps" else None) for name, (key, _) in DELTA_NET_FIELDS.items()}
+"""transformers derives the sizes from those of attention, and writes them to each config.json."""
 NEMOTRON_FIELDS = {
     "taps": ("conv_kernel", 4),
     "groups": ("n_groups", 8),
@@ -147,6 +157,8 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
     if sizes["taps"] < 2:
         raise raw.unsupported(f"{family.fields['taps'][0]} is 1: the convolution reads no earlier token")
     flags: dict[str, Any] = {}
+    if family.separate and raw.flag("linear_allow_neg_eigval", default=True):
+        flags["beta_scale"] = 2.0
     if family.kind == "short_convolution":
         flags["bias"] = flags["convolution_bias"] = raw.flag("conv_bias", default=False)
     elif sizes["heads"] % sizes["groups"]:

@@ -63,7 +63,7 @@ class StateLayer:
             setattr(self, name, getattr(self, name).new_empty(0, *shape))
             setattr(self, name, getattr(self, name).new_zeros(blocks, *shape))
 
-    def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm, out: Tensor | None) -> Tensor:
+    def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None) -> Tensor:
         if len(self.inputs) == 1:
             return ops.norm_linear(stream, norm, self.inputs[0], out)
         normed = ops.norm(stream, norm)
