@@ -125,7 +125,7 @@ class Request:
     trace: TraceContext | None = None
     """For the spans of the shard."""
     turn_end: int = 0
-    """Tokens of the prompt before the template's marker of the answer, with which the next turn is likely to begin; 0: not known."""
+    """Tokens of the prompt that the next turn repeats; 0: not known."""
     prediction: Sequence[TokenId] = ()
     """The text that the client expects, for drafts; see NewSequence.prediction in shard.proto."""
     replayed: int = 0

@@ -171,15 +171,14 @@ WITHOUT_REASONING = (
 )
 
 
-@pytest.mark.parametrize("linked", [False, True])
-async def test_of_a_model_with_states_the_next_turn_computes_its_new_tokens(demo_model: Path, linked: bool) -> None:
+async def test_the_end_of_a_turn_crosses_the_link_of_http_workers(demo_model: Path) -> None:
     """The next turn has no reasoning: it differs from the first one in the start of the answer."""
 
     def build(config: ShardConfig) -> CheckedEcho:
         return CheckedEcho.build(config, further_groups=(CacheGroup(20, is_state=True),))
 
     limits = replace(LIMITS, marks_turns=True)
-    async with serve(demo_model, limits=limits, chat_template=WITHOUT_REASONING, build=build, linked=linked) as stack:
+    async with serve(demo_model, limits=limits, chat_template=WITHOUT_REASONING, build=build, linked=True) as stack:
         messages = [{"role": "user", "content": " the" * PROMPT}]
         first = await post(stack.client, "/v1/chat/completions", {"messages": messages, "max_tokens": 3})
         messages += [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": " and again"}]

@@ -173,7 +173,7 @@ class Submit(google.protobuf.message.Message):
     fruitless_moves: builtins.int
     """consecutive ones without a new token in between"""
     turn_end: builtins.int
-    """tokens of the prompt before the template's marker of the answer; 0: not known"""
+    """tokens of the prompt that the next turn repeats; 0: not known"""
     job: builtins.bytes
     """the session or user of the tenant; empty: not known"""
     @property

@@ -8,7 +8,9 @@ such a template would stop the event loop. A render takes 0.03 ms in this proces
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any, Self
 
 import orjson
@@ -31,8 +33,9 @@ MAX_BYTES_PER_CHARACTER = 4
 """UTF-8 bytes of a character."""
 MAX_INPUT_BYTES = MAX_BYTES_PER_CHARACTER * MAX_CHARACTERS
 """Bytes of messages, tools and template arguments as JSON."""
-MAX_ARGUMENTS, MAX_ANSWER_STARTS = 1024, 64
-"""Bytes of template arguments whose start of the answer is kept, and the number of such texts."""
+MAX_ARGUMENTS, MAX_LAST_PARTS = 1024, 64
+"""Bytes of template arguments whose last part of prompts is kept, and the number of such texts."""
+PROBE: list[Json] = [{"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "!"), ("user", "?"))]
 MAX_INLINE_MESSAGES = 256
 """Messages of a conversation whose input is made on the event loop: a millisecond."""
 
@@ -73,8 +76,8 @@ class TemplateRenderer:
             stage=stage,
         )
         self._without_templates = not sources
-        self._answer_starts: dict[bytes, str] = {}
-        """See `answer_start`, by the template's arguments."""
+        self._last_parts: dict[bytes, str | None] = {}
+        """See `last_part`, by the template's arguments."""
 
     async def __aenter__(self) -> Self:
         """Start the workers, which compile the templates. Calls wait for them."""
@@ -114,22 +117,19 @@ class TemplateRenderer:
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text
 
-    async def answer_start(self, conversation: Conversation, tenant: TenantId) -> str:
-        """Return the text that the template adds to a conversation before its answer; "" if there is none, or none is known."""
+    async def last_part(self, conversation: Conversation, tenant: TenantId) -> str | None:
+        """Return the end of a prompt that the next turn does not repeat, as the start of the reasoning; None if it is not known."""
         key = orjson.dumps(conversation.template_kwargs)
-        if key not in self._answer_starts and len(key) <= MAX_ARGUMENTS:
-            short = replace(
-                conversation, messages=[{"role": "user", "content": "?"}], tools=(), continue_final_message=False
-            )
-            forms = [replace(short, add_generation_prompt=adds) for adds in (True, False)]
-            try:
-                text, without = [await self.render(form, tenant) for form in forms]
-            except TemplateError:
-                text = without = ""
-            if len(self._answer_starts) == MAX_ANSWER_STARTS:
-                self._answer_starts.clear()
-            self._answer_starts[key] = text.removeprefix(without) if text.startswith(without) else ""
-        return self._answer_starts.get(key, "")
+        if key not in self._last_parts and len(key) <= MAX_ARGUMENTS:
+            short = replace(conversation, messages=PROBE[:1], tools=(), continue_final_message=False)
+            part = None
+            with suppress(TemplateError):
+                text, later = [await self.render(each, tenant) for each in (short, replace(short, messages=PROBE))]
+                part = text[len(commonprefix([text, later])) :]  # noqa: RUF071 – of characters
+            if len(self._last_parts) == MAX_LAST_PARTS:
+                self._last_parts.clear()
+            self._last_parts[key] = part
+        return self._last_parts.get(key)
 
     def _input(self, conversation: Conversation) -> tuple[TemplateInput, bytes]:
         request = template_input(conversation, self._templates)

@@ -48,8 +48,6 @@ PARSED_AT_ONCE = 4096
 """Characters of a whole answer that are parsed without a pause."""
 MAX_INLINE_TOOLS = 1 << 14
 """Characters of a prompt with tools whose grammar is written on the event loop: a few milliseconds."""
-MAX_CONTINUATION = 64
-"""Tokens of a prompt after the start of the answer, among which it is looked for."""
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
 
@@ -227,8 +225,8 @@ class ChatPreparer:
         """The format of unconstrained tool calls of this model."""
         self._reasoning = reasoning
         """The markers of the reasoning that is split from the text."""
-        self._answer_start: tuple[str, Sequence[TokenId]] = "", []
-        """The start of the last answer whose turn was marked, and its tokens."""
+        self._last_part: tuple[str, list[TokenId]] = "", []
+        """The last part of the prompt whose turn was marked last, and its tokens."""
         self._any_tool = serving.settings.config.forward_unknown_tools and not FORMATS[call_format].unmarked
         """Calls of tools that the request does not have are calls."""
 
@@ -264,20 +262,24 @@ class ChatPreparer:
         requests = await self._serving.preparer.prepare(prompt, options, qos, count, images)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         if self._serving.settings.limits.marks_turns and conversation.add_generation_prompt:
-            turn_end = await self._turn_end(conversation, requests[0].prompt, qos.tenant)
+            turn_end = await self._turn_end(conversation, continuation, requests[0].prompt, qos.tenant)
             requests = [replace(request, turn_end=turn_end) for request in requests]
         return ChatRequest(requests, prompt, form)
 
-    async def _turn_end(self, conversation: Conversation, prompt: Sequence[TokenId], tenant: TenantId) -> int:
-        """Return the tokens of a prompt before the start of the answer; 0 if that is not found near its end."""
-        start = await self._renderer.answer_start(conversation, tenant)
-        if start != self._answer_start[0]:
-            ids = await self._serving.tokenizer_pool.encode_ids(start, add_special_tokens=False, tenant=tenant)
-            self._answer_start = start, list(ids)
-        _, ids = self._answer_start
-        last = len(prompt) - len(ids) if ids else 0
-        places = range(last, max(0, last - MAX_CONTINUATION), -1)
-        return next((at for at in places if list(prompt[at : at + len(ids)]) == ids), 0)
+    async def _turn_end(
+        self, conversation: Conversation, continuation: str, prompt: Sequence[TokenId], tenant: TenantId
+    ) -> int:
+        """Return the tokens of a prompt that the next turn repeats; 0 if that is not known."""
+        part = await self._renderer.last_part(conversation, tenant)
+        if part is None:
+            return 0
+        if (part := part + continuation) != self._last_part[0]:
+            ids = await self._serving.tokenizer_pool.encode_ids(part, add_special_tokens=False, tenant=tenant)
+            self._last_part = part, list(ids)
+        _, ids = self._last_part
+        end = max(0, len(prompt) - len(ids))
+        # Where they differ, a token lies across the start of the part.
+        return end if list(prompt[end:]) == ids else max(0, end - 1)
 
     async def _constrained(
         self, conversation: Conversation, tools: Sequence[Tool], prompt: str, tenant: TenantId

@@ -138,22 +138,21 @@ async def test_arguments_are_an_object_and_json_where_a_template_joins_them_with
 
 
 @pytest.mark.parametrize("name", ["chatml", "gemma", "llama3", "mistral", "qwen3"])
-async def test_the_next_turn_begins_with_the_prompt_before_the_start_of_the_answer(name: str) -> None:
+async def test_the_next_turn_repeats_the_prompt_but_for_its_last_part(name: str) -> None:
     messages: list[Json] = [{"role": "user", "content": "Hello"}]
     answer: Json = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nHi"}
     async with a_renderer((Path(__file__).parent / f"templates/{name}.jinja").read_text()) as renderer:
         for thinks in (True, False):
             given = {"enable_thinking": thinks, "bos_token": "<s>", "eos_token": "</s>"}
             first = Conversation(messages, template_kwargs=given)
-            prompt, start = await renderer.render(first), await renderer.answer_start(first, DEFAULT_TENANT)
-            assert prompt.endswith(start)
-            # mistral: the end of the user's message begins the answer too.
-            assert bool(start) == (name != "mistral")
+            prompt, part = await renderer.render(first), await renderer.last_part(first, DEFAULT_TENANT)
+            assert part == ("" if name != "qwen3" or thinks else "<think>\n\n</think>\n\n")
+            assert prompt.endswith(part)
             turns = [*messages, answer, {"role": "user", "content": "And?"}]
             later = await renderer.render(Conversation(turns, template_kwargs=given))
-            assert later.startswith(prompt.removesuffix(start))
+            assert later.startswith(prompt.removesuffix(part))
 
 
-async def test_a_template_that_refuses_a_short_conversation_has_no_start_of_the_answer() -> None:
+async def test_of_a_template_that_refuses_a_short_conversation_no_last_part_is_known() -> None:
     async with a_renderer("{{ raise_exception('no') if messages | length < 2 else messages[1].content }}") as renderer:
-        assert await renderer.answer_start(says("Hello"), DEFAULT_TENANT) == ""
+        assert await renderer.last_part(says("Hello"), DEFAULT_TENANT) is None
