@@ -35,7 +35,9 @@ MAX_INPUT_BYTES = MAX_BYTES_PER_CHARACTER * MAX_CHARACTERS
 """Bytes of messages, tools and template arguments as JSON."""
 MAX_ARGUMENTS, MAX_LAST_PARTS = 1024, 64
 """Bytes of template arguments whose last part of prompts is kept, and the number of such texts."""
-PROBE: list[Json] = [{"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "!"), ("user", "?"))]
+PROBE: list[Json] = [
+    {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "!"), ("user", "?"))
+]
 MAX_INLINE_MESSAGES = 256
 """Messages of a conversation whose input is made on the event loop: a millisecond."""
 

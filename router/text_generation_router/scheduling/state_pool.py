@@ -3,19 +3,23 @@
 To the prefix tree a group of states is a window of one block: a position has a block if a checkpoint is there, the state after its
 tokens, and a prefix is usable if its last position has one. A sequence that continues from a checkpoint holds it until its first
 chunk is computed. Where it leaves one, the chunk after that writes to another block; the block before is cached when the tree gets
-the
-tokens of the chunk.
+the tokens of the chunk.
 
 Evicted first: spare checkpoints, and those from which one sequence has gone on to leave another checkpoint, as each turn of a chat
-does. All others follow, least recently held first.
+does. All others follow by their rank, as in GreedyDual-Size-Frequency (Cherkasova 1998): the tokens that a checkpoint saves, once more
+for each sequence that continued from it, plus the rank of the one that was evicted last when it was held last. By last use alone, each
+session would lose its checkpoint before its next turn where more are active than states.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.scheduling.checkpoints import StateCheckpoint
 from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, HeldBlocks, WindowPool
 
@@ -63,6 +67,10 @@ class HeldStates:
 class StatePool(WindowPool):
     """The blocks of the group."""
 
+    def __init__(self, group: CacheGroup, block_size: int) -> None:
+        super().__init__(group, block_size)
+        self._evicted_rank = 0
+
     def has_room(self, prefix: Iterable[GroupBlock]) -> bool:
         """Return True if there is a block for a sequence that continues from `prefix`, its checkpoint or none."""
         return self.available > sum(1 for block in prefix if not block.holders)
@@ -87,6 +95,7 @@ class StatePool(WindowPool):
             if position == end and (self._free if is_spare else self.available):
                 index = end // self._block_size - 1
                 held.kept[index] = held.current
+                held.current.position = position
                 held.after = [self._take()]
                 if is_spare:
                     held.spare.add(index)
@@ -111,6 +120,19 @@ class StatePool(WindowPool):
         block = self._free.pop()
         block.uses = 0
         return block
+
+    def _drop(self, blocks: Iterable[GroupBlock], order: OrderedDict[GroupBlock, None]) -> None:
+        dropped = list(blocks)
+        for block in dropped:
+            block.rank = self._evicted_rank + (1 + block.uses) * block.position
+        super()._drop(dropped, order)
+
+    def _evict(self) -> None:
+        if not self._behind:
+            first = min(self._recent, key=attrgetter("rank"))
+            self._evicted_rank = first.rank
+            self._recent.move_to_end(first, last=False)
+        super()._evict()
 
     def check_states(self, cached: Iterable[GroupBlock], held: Iterable[HeldStates]) -> None:
         """Do as `check_invariants`."""

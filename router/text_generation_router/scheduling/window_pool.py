@@ -21,7 +21,7 @@ from text_generation_proto.cache_groups import CacheGroup
 class GroupBlock:
     """A block of the pool. Sequences and the tree refer to it."""
 
-    __slots__ = ("holders", "is_cached", "number", "order", "uses")
+    __slots__ = ("holders", "is_cached", "number", "order", "position", "rank", "uses")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -33,6 +33,8 @@ class GroupBlock:
         """The order that has it while it can be evicted."""
         self.uses = 0
         """Sequences that continued from it, if it is a checkpoint."""
+        self.position = self.rank = 0
+        """The tokens before it, if it is a checkpoint, and its place in the order of eviction: see `state_pool`."""
 
 
 number_of = attrgetter("number")

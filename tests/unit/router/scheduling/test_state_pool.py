@@ -93,3 +93,15 @@ def test_a_checkpoint_is_held_until_the_chunk_that_reads_it_is_computed() -> Non
     assert own in held.blocks
     pool.settle(held, 2 * BLOCK + 1)
     assert own not in held.blocks
+
+
+def test_long_chats_keep_their_checkpoints_among_short_prompts_until_they_end() -> None:
+    """By last use alone, the short ones would evict them."""
+    rig = Chats(states=6, blocks=1000)
+    for ended in range(3):
+        for turn in range(6):
+            hits = []
+            for chat in range(4):
+                rig.hit(words(100 + 100 * ended + 10 * turn + chat, BLOCK + 1))
+                hits.append(rig.hit(words(10 * ended + chat + 1, BLOCK * (10 + turn) + 1)))
+        assert hits == [BLOCK * (10 + turn - 1)] * 4
