@@ -175,9 +175,7 @@ class SequenceTable:
             if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
                 length = min(sequence.chunk_of_state(), room - prompt_tokens)
                 if sequence.has_images:
-                    # An image that is computed whole would wait for ever for the room of decoding sequences.
-                    most = length if prompt_tokens else min(sequence.chunk_of_state(), self.most_tokens)
-                    length = sequence.chunk_of_images(most)
+                    length = sequence.chunk_of_images(length)
                 last = sequence.computed + length == sequence.prompt_length
                 if length <= 0 or (last and sequence.pending_matcher is not None):
                     waiting.append(sequence)

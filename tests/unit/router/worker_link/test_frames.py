@@ -97,7 +97,7 @@ def test_a_prompt_crosses_with_its_images_and_prediction_and_equal_ones_are_ther
     assert other.media == blue.media
     assert (first.prediction, again.prediction is first.prediction) == (request.prediction, True)
     expected = replace(request, prediction=array("I", [9]))
-    assert request_from_pb(request_to_pb(expected, RequestId(10)), first).prediction == expected.prediction
+    assert request_from_pb(request_to_pb(expected, RequestId(10)), [b"red"], first).prediction == expected.prediction
     with pytest.raises(LinkBroken, match="without the data"):
         request_from_pb(request_to_pb(blue, RequestId(9)), [], first)
 

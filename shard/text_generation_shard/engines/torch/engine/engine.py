@@ -116,6 +116,7 @@ class TorchEngine(SynchronousEngine):
             rows = self._table.rows()
             with torch.inference_mode(), phase("computing the largest step and compiling its kernels"):
                 if self._images is not None:
+                    self._images.most_tokens = limits.max_batch_prefill_tokens or self.info.suggested_prefill_tokens
                     self._images.place_largest(rows)
                 self._record(self._sample(self._launch(rows, adapted=bool(self.info.max_loras))))
             self.reset()

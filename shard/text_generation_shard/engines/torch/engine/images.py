@@ -154,6 +154,8 @@ class ImageSteps:
     ) -> None:
         self.encoder = encoder
         self._bidirectional = bidirectional
+        self.most_tokens = 0
+        """Prompt tokens of the largest step, which the warm-up sets."""
         self.encoding = 0
         """Tokens of the image that is being encoded."""
         self._budget = budget
@@ -166,7 +168,7 @@ class ImageSteps:
         tokens = 0
         for sequence in table.waiting_for_images():
             try:
-                images = self._decoded(sequence, table.most_tokens)
+                images = self._decoded(sequence)
                 while images is not None and sequence.computed + sequence.chunk > sequence.image_limit:
                     picture = images.pictures[images.following]
                     if (rows := self.encoder.cached.get(picture.digest)) is None:
@@ -227,8 +229,8 @@ class ImageSteps:
         picture = Picture(b"", places, len(places), dict)
         row.sequence.images = PromptImages([picture], [0], None, encoded={0: encoded})
 
-    def _decoded(self, sequence: StepSequence, most: int) -> PromptImages | None:
-        """Return the images of a sequence; None while they are decoded. A step has at most `most` tokens. Raises ImageError."""
+    def _decoded(self, sequence: StepSequence) -> PromptImages | None:
+        """Return the images of a sequence; None while they are decoded. Raises ImageError."""
         if (pending := sequence.pending_images) is not None:
             if not pending.done():
                 return None
@@ -241,9 +243,9 @@ class ImageSteps:
             if self._bidirectional:
                 ends = (each.end for each in images.pictures)
                 sequence.whole_images = list(zip(images.starts, ends, strict=True))
-                if (largest := max(end - first for first, end in sequence.whole_images)) > most:
+                if (largest := max(end - first for first, end in sequence.whole_images)) > self.most_tokens:
                     raise ImageError(
-                        f"an image has {largest} tokens, and a step at most {most}: raise --max-batch-prefill-tokens"
+                        f"an image has {largest} tokens, and a step at most {self.most_tokens}: raise --max-batch-prefill-tokens"
                     )
             images.skip(sequence.computed)
             sequence.image_limit = images.limit
