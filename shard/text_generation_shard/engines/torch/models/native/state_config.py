@@ -169,11 +169,11 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
     elif family.kind == "mamba":
         sizes["value_width"] = _mamba_head(raw, family, sizes["heads"], hidden_size)
         flags = _mamba_flags(raw, family)
-    own = _dtype(raw)
+    own = _dtype(raw, torch.float32 if family.single_parts else None)
     return StateConfig(family=family, layers=layers, attention=attention, mlps=mlps, dtype=own, **sizes, **flags)
 
 
-def _dtype(raw: JsonObject) -> torch.dtype | None:
+def _dtype(raw: JsonObject, default: torch.dtype | None) -> torch.dtype | None:
     """Return the data type of states that the config names: Qwen3.5 and Nemotron 3 have a field for it."""
     for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
         if (name := raw.optional_text(key)) not in (None, "auto"):
@@ -181,7 +181,7 @@ def _dtype(raw: JsonObject) -> torch.dtype | None:
                 raise raw.unsupported(f"{key} is {shortened(name)}, not {', '.join(STATE_DTYPES)}")
             found: torch.dtype = getattr(torch, name)
             return found
-    return None
+    return default
 
 
 def with_layer_types(raw: JsonObject) -> JsonObject:
