@@ -40,6 +40,11 @@ class Projection:
     def starts(self) -> tuple[int, int]:
         return self.outputs.start, self.inputs.start
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the rank has all outputs and inputs."""
+        return self.outputs.length == self.outputs.total and self.inputs.length == self.inputs.total
+
     def names(self, kind: str) -> tuple[str, str]:
         """Return the names of a parameter: that of the model, and that of its tensor in the checkpoint."""
         return f"{self.name}{self.part}.{kind}", f"{self.name}.{kind}"

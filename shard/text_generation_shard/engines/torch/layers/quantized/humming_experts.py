@@ -72,9 +72,7 @@ class HummingExperts:
 
     def process_weights_after_loading(self) -> None:
         """Copy the weights for our own kernel of a few rows; reorder them for humming's."""
-        # Ranks must compute the same products, and their free memory differs: divided weights are not copied.
-        ranges = [each for part in self._experts[0] for each in (part.outputs, part.inputs)]
-        if all(each.length == each.total for each in ranges):
+        if all(projection.is_whole for projection in self._experts[0]):
             tensors = {name: tensor.flatten(0, 1) for name, tensor in packed_tensors(self._layer).items()}
             stored = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
             self.matvec_weight = matvec_copy(self._weights, *stored)
