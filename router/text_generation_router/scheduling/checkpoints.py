@@ -2,8 +2,8 @@
 
 A checkpoint is as large as the KV of thousands of tokens, so it is left
 
-    at the end of the turn        before the template's marker of the answer: the next turn agrees up to there. Without a template,
-                                  at the last block of the prompt
+    at the end of the turn        where the next turn stops to repeat the prompt, as the template shows: near the marker of the
+                                  answer. Without a template, at the last block of the prompt
     at a branch                   where another prompt left the path of this one in the tree, as after a shared system prompt
     every SPACING tokens          of a long prompt, and at its end if new tokens from before a preemption are part of it, while
                                   there are free blocks: evicted before all others

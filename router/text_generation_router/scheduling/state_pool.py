@@ -17,10 +17,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.scheduling.checkpoints import StateCheckpoint
+from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, HeldBlocks, WindowPool
 
 
@@ -70,6 +70,8 @@ class StatePool(WindowPool):
     def __init__(self, group: CacheGroup, block_size: int) -> None:
         super().__init__(group, block_size)
         self._evicted_rank = 0
+        # Has those of `_recent`, and some that are held meanwhile: their ranks only grow.
+        self._ranked = LazyHeap[GroupBlock](lambda block: (block.rank, block.number))
 
     def has_room(self, prefix: Iterable[GroupBlock]) -> bool:
         """Return True if there is a block for a sequence that continues from `prefix`, its checkpoint or none."""
@@ -126,11 +128,19 @@ class StatePool(WindowPool):
         for block in dropped:
             block.rank = self._evicted_rank + (1 + block.uses) * block.position
         super()._drop(dropped, order)
+        for block in dropped:
+            if block in self._recent:
+                self._ranked.put(block)
+            else:
+                self._ranked.discard(block)
 
     def _evict(self) -> None:
         if not self._behind:
-            first = min(self._recent, key=attrgetter("rank"))
+            while (first := self._ranked.first()) is not None and first not in self._recent:
+                self._ranked.discard(first)
+            assert first is not None
             self._evicted_rank = first.rank
+            self._ranked.discard(first)
             self._recent.move_to_end(first, last=False)
         super()._evict()
 

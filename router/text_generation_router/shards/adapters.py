@@ -114,6 +114,7 @@ class ReplicaAdapters:
                 error = next((each for each in errors if each.code() in _ERRORS), errors[0])
                 return _ERRORS.get(error.code(), Unhealthy)(error.details(), param="lora_path")
             if not self._clients:
+                self._unloaded.add(name)  # a shard that comes back may have loaded it
                 return Unhealthy("no shard serves now")
             self._paths[name] = path
             self._unloaded.discard(name)

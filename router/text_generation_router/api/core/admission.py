@@ -85,7 +85,9 @@ class RequestPreparer:
             self._metrics.requests.input_length.observe(len(prompt))
         grammar = None if options.grammar is None else await self.proven(options.grammar, qos.tenant)
         options = await self.with_bad_words(options, qos.tenant)
-        prediction = await self._prediction(options.prediction, qos) if self._limits.drafts else ()
+        prediction: Sequence[TokenId] = ()
+        if options.prediction and self._limits.drafts:
+            prediction = await self._prediction(options.prediction, qos)
         sampling = self._with_seed(options)
         request = Request(
             id=next(self._ids),
