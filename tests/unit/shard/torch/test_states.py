@@ -22,6 +22,7 @@ from text_generation_proto.values import Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.tensorrt_llm.build import read_model
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 KINDS = {
@@ -168,8 +169,13 @@ def test_states_are_kept_in_the_type_of_the_flag_the_checkpoint_or_the_model(
     assert {state._states.dtype for state in states} == {expected}
 
 
-def test_an_unknown_type_of_states_is_refused(tmp_path: Path) -> None:
+def test_unknown_types_of_states_and_engines_without_a_choice_are_refused(tmp_path: Path) -> None:
     folder = Path(save(random_model(CONFIGS["qwen3_5_text"]), tmp_path))
+    asked = ShardConfig(model_path=str(folder), device="cpu", mamba_ssm_cache_dtype="float32")
+    with pytest.raises(EngineError, match="only the native decoder has it; --model-impl transformers"):
+        build_engine(asked.model_copy(update={"model_impl": "transformers"}))
+    with pytest.raises(EngineError, match="mamba_ssm_cache_dtype in kv_cache_config of --trtllm-options"):
+        read_model(asked)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"mamba_ssm_dtype": "int8"}))
     with pytest.raises(EngineError, match="mamba_ssm_dtype is 'int8', not float32, bfloat16, float16"):

@@ -23,7 +23,7 @@ FEW_TOKENS = 256
 BLOCK_ROWS, FEW_BLOCK_ROWS = 64, 16
 """Tokens of a block."""
 PROGRAMS, FEW_PROGRAMS = 16, 4
-"""Programs that take the blocks of an adapter in turns."""
+"""Programs that take the blocks of an adapter in turns. Those without a block end at once."""
 SPLITS, FEW_SPLITS = 2, 8
 """Most programs that divide the inputs of a block."""
 MIN_SPLIT = 512
@@ -45,10 +45,7 @@ class GroupedRows:
     def __init__(self, indices: Tensor, count: int) -> None:
         self._few = len(indices) <= FEW_TOKENS
         self._block_rows = FEW_BLOCK_ROWS if self._few else BLOCK_ROWS
-        self._programs = (
-            count,
-            min(FEW_PROGRAMS if self._few else PROGRAMS, triton.cdiv(len(indices), self._block_rows)),
-        )
+        self._programs = count, FEW_PROGRAMS if self._few else PROGRAMS
         self._groups = group_by_expert(indices.unsqueeze(1), count + 1)
 
     def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:

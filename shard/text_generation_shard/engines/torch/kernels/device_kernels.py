@@ -85,20 +85,23 @@ class DeviceKernels:
             if width > MAX_HEAD_DIM:
                 raise EngineError(f"head_dim {width} is not served on CUDA, only up to {MAX_HEAD_DIM}")
             groups = {shape.layers[index].window: shape.groups[index] for index in layers}
-            own = PagedChunkAttention(*heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent)
-            if heads[2] in FLASHINFER_HEAD_DIMS and not latent:
+            has_images = any(shape.layers[index].bidirectional_images for index in layers)
+            by_flashinfer = heads[2] in FLASHINFER_HEAD_DIMS and not latent
+            if by_flashinfer:
                 dtypes = shape.dtype, shape.stored
                 self._chunks[heads] = FlashInferChunks(*heads, groups, dtypes, scale=scale, softcap=softcap)
-            else:
-                self._chunks[heads] = own
-            if any(shape.layers[index].bidirectional_images for index in layers):
+            if has_images or not by_flashinfer:
+                own = PagedChunkAttention(
+                    *heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent
+                )
                 self._image_chunks[heads] = own
+                self._chunks.setdefault(heads, own)
             self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device, latent=latent)
         # Decode rows, with their drafts, and the last chunks of prompts.
         self.sample_greedy = GreedySampler(2 * max_slots, vocab_size, shape.device).run
 
     def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
-        for chunks in (*self._chunks.values(), *self._image_chunks.values()):
+        for chunks in {*self._chunks.values(), *self._image_chunks.values()}:
             chunks.plan(plan, columns)
 
     def chunk_attention(

@@ -1,6 +1,6 @@
 """Products of some rows in FP8, where cuBLAS does not read the weight at the speed of the device.
 
-y[t, n] = x_scale[t] · w_scale[n] · Σ x8[t, k] · w8[n, k] (+ bias[n]), summed in float32. The weight is the left operand: tensor cores
+y[t, n] = x_scale[t] · w_scale[n] · Σ x8[t, k] · w8[n, k] (+ bias[n]), summed as `FAST_ACCUMULATION` in layers/quantized/fp8.py says. The weight is the left operand: tensor cores
 want 64 rows there, and few tokens are enough on the right.
 """
 

@@ -45,6 +45,7 @@ class DeviceOps:
             out = stream.normed
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         update_weight = None
+        # The kernel has one epsilon: those of the norms of a model are equal, or there is one norm.
         if stream.update_norm is not None:
             update_weight, eps = stream.update_norm.weight, stream.update_norm.eps
         self._kernels.rms_norm(
