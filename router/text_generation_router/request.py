@@ -131,6 +131,10 @@ class Request:
     replayed: int = 0
     """Tokens at the end of the prompt that were served before and are to be scored: a replay; 0 for a client's request."""
 
+    def has_image_around(self, position: int) -> bool:
+        """Return True if an image has tokens before and from `position` on."""
+        return any(each.offset < position < each.offset + each.tokens for each in self.media)
+
 
 class Moves(NamedTuple):
     """The losses of a replica, or of the whole scheduler, while a request ran there."""

@@ -181,7 +181,7 @@ class KVCache:
         """Return those of `prompts` that have tokens to schedule, no block for one, and no chunk under way."""
         if not self.pools or not self.is_scarce(1):
             return []
-        idle = (each for each in prompts if each.num_scheduled_tokens == each.num_computed_tokens)
+        idle = (each for each in prompts if each.may_be_idle)
         return [each for each in idle if each.unscheduled_tokens and self.reach(each, 0) <= 0]
 
     def extend(self, sequence: ScheduledSequence, end: int, allocations: Sequence[Allocations]) -> None:

@@ -177,6 +177,12 @@ class ScheduledSequence:
         return self.length - 1
 
     @property
+    def may_be_idle(self) -> bool:
+        """True unless a chunk is under way. One that ends inside an image may wait for its rest: some engines compute images whole."""
+        end = self.num_scheduled_tokens
+        return end == self.num_computed_tokens or self.request.has_image_around(end)
+
+    @property
     def unscheduled_tokens(self) -> int:
         """Prompt tokens not yet sent as chunks."""
         return self.prefill_length - self.num_scheduled_tokens
