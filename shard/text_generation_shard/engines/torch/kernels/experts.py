@@ -22,9 +22,8 @@ from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGrou
 from text_generation_shard.engines.torch.kernels.expert_rows import gathered, weighted_sum
 from text_generation_shard.engines.torch.kernels.few_experts import few_experts
 from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation, few_weights
+from text_generation_shard.engines.torch.kernels.rows import is_on_hopper
 
-HOPPER = 9
-"""The major compute capability for which torch has a kernel for bfloat16 that does not wait for the host."""
 ALIGNMENT = 8
 """Inputs of torch's kernel are a multiple of this."""
 FEW_ROWS = 18
@@ -97,9 +96,10 @@ def _is_faster_by_library(x: Tensor, gate_up: ExpertWeights, down: ExpertWeights
     """Return True if weights are packed, or if torch's product is faster and takes the operands without waiting."""
     if gate_up.packed_product is not None:
         return True
-    if pairs <= FEW_ROWS * len(gate_up.weight) or x.device.type != "cuda" or x.dtype != torch.bfloat16:
+    # On Hopper torch has a kernel for bfloat16 that does not wait for the host.
+    if pairs <= FEW_ROWS * len(gate_up.weight) or x.dtype != torch.bfloat16 or not is_on_hopper(x):
         return False
-    return torch.cuda.get_device_capability(x.device)[0] == HOPPER and all(
+    return all(
         linear.weight.dtype == x.dtype and linear.weight.is_contiguous() and linear.weight.shape[2] % ALIGNMENT == 0
         for linear in (gate_up, down)
     )

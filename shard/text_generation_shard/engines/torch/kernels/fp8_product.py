@@ -6,14 +6,13 @@ want 64 rows there, and few tokens are enough on the right.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.rows import is_on_hopper
+
 _BLOCK_N, _BLOCK_K = 64, 256
-HOPPER = 9
-"""The major compute capability of the measured devices."""
 FEW_ROWS = 64
 MORE_ROWS, MORE_OUTPUTS = 128, 1 << 13
 """Rows, and outputs of weights with more rows, up to which the kernel is faster. Measured on an H200 with the products of an 8B
@@ -23,9 +22,8 @@ model: 72 instead of 114 µs a layer at 32 rows."""
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Return True if the kernel is faster than `torch._scaled_mm` for `x` [rows, inputs] and `weight` [outputs, inputs]."""
     rows, (outputs, inputs) = len(x), weight.shape
-    if torch.cuda.get_device_capability(x.device)[0] != HOPPER or inputs % _BLOCK_K:
-        return False
-    return rows <= (MORE_ROWS if outputs <= MORE_OUTPUTS else FEW_ROWS)
+    most = MORE_ROWS if outputs <= MORE_OUTPUTS else FEW_ROWS
+    return rows <= most and inputs % _BLOCK_K == 0 and is_on_hopper(x)
 
 
 def fp8_product(

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import triton
+from torch import Tensor
 
 PROGRAMS_WANTED = 264
 """Least programs of a kernel that is bound by reading weights: two for each of an H200's 132 multiprocessors."""
+
+HOPPER = 9
+"""The major compute capability of the devices that kernels were measured on."""
+
+
+def is_on_hopper(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == HOPPER
 
 
 @cache
