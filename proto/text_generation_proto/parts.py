@@ -39,12 +39,12 @@ def split(message: Message, files: Mapping[bytes, bytes] = {}) -> Iterator[Messa
 
     Orders may lack the data of images, which `files` has by digest. It is copied part by part.
     """
+    if not files and message.ByteSize() <= MAX_WHOLE_BYTES:
+        yield message
+        return
     pieces = _pieces(message, files) if files and isinstance(message, pb.Orders) else [message.SerializeToString()]
     part = bytearray()
     for piece in pieces:
-        if not files and len(piece) <= MAX_WHOLE_BYTES:
-            yield message
-            return
         for start in range(0, len(piece), MAX_WHOLE_BYTES):
             part += memoryview(piece)[start : start + MAX_WHOLE_BYTES]
             if len(part) > MAX_WHOLE_BYTES:
