@@ -123,7 +123,7 @@ class HummingLinear:
         zeros = layer.zero_point.data if hasattr(layer, "zero_point") else None
         if layer.shape_n * layer.shape_k <= MAX_COPIED:
             self._dense = dense_weight(self._weights, self.weight, scales, zeros).to(layer.torch_dtype)
-        if all(projection.is_whole for projection in self.projections):
+        if has_matvec_copy(self.projections, self._weights, self.weight.device):
             self.matvec_weight = matvec_copy(self._weights, self.weight, scales, zeros)
         layer.transform()
         self.weight = layer.weight.data
@@ -181,16 +181,19 @@ def tilings(config: LayerConfig, bits: int) -> str:
     return json.dumps(found)
 
 
-def matvec_copy(weights: WeightFormat, words: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight | None:
-    """Return a copy of packed weights [outputs, …] for our own kernel of a few rows, if it is faster and there is room.
+def has_matvec_copy(projections: Sequence[Projection], weights: WeightFormat, device: torch.device) -> bool:
+    """Return True if a copy of a weight for our own kernel of a few rows is faster, and there is room.
 
-    Not for divided weights: ranks must compute the same products, and their free memory differs.
-
-    humming is faster with floats of 4 bits: 38 against 76 µs for the experts of gpt-oss-20b at one token, on an H200.
+    Divided weights have none: ranks must compute the same products, and their free memory differs. humming is faster with floats of
+    4 bits: 38 against 76 µs for the experts of gpt-oss-20b at one token, on an H200.
     """
+    is_faster = isinstance(weights, GroupedIntegers) or packed_bits_and_group(weights)[0] == 8
+    return is_faster and all(each.is_whole for each in projections) and has_room(device)
+
+
+def matvec_copy(weights: WeightFormat, words: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight | None:
+    """Return a copy of packed weights [outputs, …] for our own kernel of a few rows; None if it does not take such groups."""
     integers, (bits, _) = isinstance(weights, GroupedIntegers), packed_bits_and_group(weights)
-    if not (integers or bits == 8) or not has_room(words.device):
-        return None
     points = None if zeros is None else unpacked(zeros, bits, 0)
     return PackedWeight.of(words, scales, points, bits, floats=not integers)
 

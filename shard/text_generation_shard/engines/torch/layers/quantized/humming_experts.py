@@ -16,7 +16,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers.linear import Projection
-from text_generation_shard.engines.torch.layers.quantized.humming import matvec_copy
+from text_generation_shard.engines.torch.layers.quantized.humming import has_matvec_copy, matvec_copy
 from text_generation_shard.engines.torch.layers.quantized.packed_format import (
     packed_parameters,
     packed_tensors,
@@ -72,7 +72,7 @@ class HummingExperts:
 
     def process_weights_after_loading(self) -> None:
         """Copy the weights for our own kernel of a few rows; reorder them for humming's."""
-        if all(projection.is_whole for projection in self._experts[0]):
+        if has_matvec_copy(self._experts[0], self._weights, self._layer.weight.device):
             tensors = {name: tensor.flatten(0, 1) for name, tensor in packed_tensors(self._layer).items()}
             stored = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
             self.matvec_weight = matvec_copy(self._weights, *stored)
