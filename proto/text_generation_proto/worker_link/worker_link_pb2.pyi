@@ -5,8 +5,9 @@ The link between the HTTP workers of a router and its scheduler process: one Uni
 
 A frame is the length of a message in 4 bytes, little-endian, and the message: FromWorker in one direction, FromScheduler in
 the other. If the highest bit of the length is set, the frame has data instead, at most 1 MiB: the files of the images of the
-next Submit, in order. A shorter frame, which may be empty, ends each. The first frame of a worker is Hello, that of the scheduler process is a State with the model. Both processes are
-of one version and on one host: times are seconds of its monotonic clock.
+next Submit, in order. A shorter frame, which may be empty, ends each. The first frame of a worker is Hello, that of the
+scheduler process is a State with the model. Both processes are of one version and on one host: times are seconds of its
+monotonic clock.
 
 When a connection ends, the scheduler process cancels the requests of its worker and takes its permits back. The worker
 connects again and submits its unfinished requests under new numbers, with the tokens that it has.

@@ -2,8 +2,8 @@
 
 An index has the places after each run of RUN tokens; of the last ones, that with the longest match is taken. A sequence follows the
 text there as long as its new tokens equal it, which costs one comparison a token; after an edit it may return to it. Texts are
-token ids. A prediction is
-followed from its start on. Recent outputs are kept by scope, two generations of RECENT_TOKENS each: sequences of different scopes share nothing.
+token ids. A prediction is followed from its start on. Recent outputs are kept by scope, two generations of RECENT_TOKENS each:
+sequences of different scopes share nothing.
 """
 
 from __future__ import annotations
