@@ -23,9 +23,12 @@ from text_generation_shard.check import check as describe
 from text_generation_shard.config import ShardCheckConfig, ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.build.compile_ahead import have_room, one_of_each_kind
+from text_generation_shard.engines.torch.build.prepare import Target, prepare
 from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear, LoopedRows, StepAdapters
 from text_generation_shard.engines.torch.layers.linear import Projection
 from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear
+from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8Format
 
@@ -251,6 +254,17 @@ def test_the_check_counts_the_memory_of_adapters(tmp_path: Path) -> None:
     weights = with_adapters["memory"]["weights"] - describe(ShardCheckConfig(**settings))["memory"]["weights"]  # type: ignore[arg-type]
     # Rank 16: queries, keys and values of 48, 16 and 16 outputs, and the last projection of the MLP.
     assert weights == 2 * 4 * 16 * (3 * 48 + 80 + 80 + 48)
+
+
+def test_kernels_are_compiled_ahead_with_a_model_that_the_adapters_do_not_fit(tmp_path: Path) -> None:
+    """The adapters change a second layer, which the small model does not have."""
+    folder = save(random_model(CONFIGS["llama"]), tmp_path / "model")
+    second = {name.replace(LAYER, LAYER.replace("0", "1")): shape for name, shape in SHAPES.items()}
+    random_adapter(tmp_path / "sql", second, 0)
+    config = ShardConfig(model_path=folder, device="cpu", lora_adapters=f"a={tmp_path / 'sql'}")
+    prepared = prepare(config, read_model_config(Path(folder)), Target.of(config))
+    assert len(one_of_each_kind(prepared.model).layers) < len(prepared.model.layers)
+    assert have_room(config, prepared)
 
 
 def test_changes_are_added_to_quantized_products() -> None:

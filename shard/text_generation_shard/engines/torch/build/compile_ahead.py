@@ -34,6 +34,7 @@ HELPERS = 4
 SETTINGS = frozenset(
     (
         "model_path",
+        "load_format",
         "dtype",
         "quantize",
         "kv_cache_dtype",
@@ -63,9 +64,9 @@ class CompileAhead:
         """The last other line of each helper, by process id: the error of one that fails."""
         if prepared.target.device.type == "cpu" or config.world_size > 1:
             return
-        self._settings = config.model_dump_json(include=set(SETTINGS))
-        self._done = _marker(config, self._settings, prepared.target.device)
-        if self._done.exists() or not _have_room(config, prepared):
+        settings = settings_of(config)
+        self._done = _marker(config, settings, prepared.target.device)
+        if self._done.exists() or not have_room(config, prepared):
             return
         for part in range(HELPERS):
             command = [sys.executable, "-m", PROGRAM, str(part), str(HELPERS)]
@@ -73,7 +74,7 @@ class CompileAhead:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
             )
             assert helper.stdin is not None
-            helper.stdin.write(f"{self._settings}\n")
+            helper.stdin.write(f"{settings}\n")
             helper.stdin.flush()
             self._helpers.append(helper)
             self._followers.append(Thread(target=self._follow, args=(helper,), name="compiling", daemon=True))
@@ -112,6 +113,11 @@ class CompileAhead:
             helper.wait()
 
 
+def settings_of(config: ShardConfig) -> str:
+    """Return the settings of a helper as JSON: of random weights, without LoRA adapters."""
+    return config.model_copy(update={"load_format": "dummy"}).model_dump_json(include={*SETTINGS})
+
+
 def one_of_each_kind(model: ModelConfig) -> ModelConfig:
     """Return a model with the first of the layers that have the same attention, rotation, kind of MLP and states."""
     experts, states = model.experts, model.states
@@ -144,10 +150,10 @@ def _marker(config: ShardConfig, settings: str, device: torch.device) -> Path:
     return Path(triton.knobs.cache.dir) / f"text-generation-{digest}"
 
 
-def _have_room(config: ShardConfig, prepared: Prepared[ModelConfig]) -> bool:
+def have_room(config: ShardConfig, prepared: Prepared[ModelConfig]) -> bool:
     """Return True if the model and the helpers fit in the device's memory together."""
     whole = native_footprint(config, prepared, WarmUpLimits())
-    dummy = config.model_copy(update={"load_format": "dummy"})
-    small = native_footprint(dummy, replace(prepared, model=one_of_each_kind(prepared.model)), WarmUpLimits())
-    helper = small.weights + small.states + whole.largest_step
+    small = replace(prepared, model=one_of_each_kind(prepared.model))
+    own = native_footprint(ShardConfig.model_validate_json(settings_of(config)), small, WarmUpLimits())
+    helper = own.weights + own.states + whole.largest_step
     return whole.weights + whole.states + HELPERS * helper <= whole.memory

@@ -21,7 +21,6 @@ from text_generation_shard.engines.torch.models.native.config import read_model_
 @torch.inference_mode()
 def compile_part(config: ShardConfig, part: int, parts: int) -> None:
     """Capture the graphs of one of `parts` parts with a small model; the first part computes the largest step, then all graphs."""
-    config = config.model_copy(update={"load_format": "dummy"})
     prepared = prepare(config, read_model_config(Path(config.model_path), config.quantize), Target.of(config))
     builder, runner = build_model(config, replace(prepared, model=one_of_each_kind(prepared.model)))
     if part == 0:
