@@ -3,7 +3,8 @@
 A word of int32 holds codes of 4 or 8 bits of one row of the weight. Masked, and read as a float without an exponent, it is code j
 times a power of two, without any conversion: a denormal number, which a GPU multiplies as fast as others. The values of x are
 multiplied by powers of two that make the products normal numbers of equal scale, so none of this rounds. Codes that are floats are
-moved to where a float32 has its sign, its lowest bits of the exponent and its highest of the mantissa.
+moved to where a float32 has its sign, and from there, sign extended, to its lowest bits of the exponent and its highest of the
+mantissa.
 
 A thread loads four words at once; in their blocks, see packed_weight.py, it needs four consecutive values of x for each j.
 """
@@ -26,10 +27,8 @@ from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 _MANTISSA_BITS = 23
 _DENORMAL_BITS = 149
 """The smallest float32 is 2^-149."""
-_FLOAT_LOWEST_BIT = tl.constexpr(20)
-"""The bit of a float32 to which the lowest bit of an E4M3 code belongs: the fourth of the mantissa from above."""
-_FLOAT_MAGNITUDE = tl.constexpr(127 << 20)
-"""The bits of a float32 to which an E4M3 code without its sign is moved."""
+_FLOAT_BITS = tl.constexpr(0x87F00000 - (1 << 32))
+"""The bits of an E4M3 code in a float32, as an int32: its sign, and four bits behind it, which repeat it, the rest."""
 _FLOAT_SCALE_BITS = 120
 """The difference of the exponents' biases of float32 and E4M3."""
 _UNIT = tl.constexpr(2.0**-63)
@@ -57,7 +56,10 @@ def config_for(outputs: int, inputs: int, bits: int, *, gated: bool = False) -> 
     block_n = _BLOCK_N
     while block_n > 1 and columns < block_n * PROGRAMS_WANTED:
         block_n //= 2
-    return PackedConfig(block_n, min(max(triton.next_power_of_2(parts), 1), _MAX_WARPS))
+    warps = max(triton.next_power_of_2(parts), 1)
+    if bits == 8:  # twice the bytes
+        return PackedConfig(block_n, min(warps * (2 if gated else 1), 2 * _MAX_WARPS))
+    return PackedConfig(block_n, min(warps, _MAX_WARPS))
 
 
 def packed_matvec(  # noqa: PLR0913 – the options of one kernel
@@ -290,19 +292,8 @@ def _factor(BITS: int, j: int, FLOATS: bool) -> float:  # noqa: FBT001 – as ca
 def _code(words: tl.tensor, BITS: tl.constexpr, j: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
     """Return code j of each word as float32, times a power of two."""
     if FLOATS:
-        magnitude = _moved(words, BITS * j - _FLOAT_LOWEST_BIT) & _FLOAT_MAGNITUDE
-        code = magnitude | (_moved(words, BITS * (j + 1) - 32) & (1 << 31))
+        code = ((words << (32 - BITS * (j + 1))).to(tl.int32, bitcast=True) >> 4) & _FLOAT_BITS
     else:
         SHIFT: tl.constexpr = _shift(BITS, j)
         code = (words >> SHIFT) & (((1 << BITS) - 1) << (BITS * j - SHIFT))
     return code.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _moved(words: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
-    """Return the words shifted right by RIGHT bits, or left if it is negative."""
-    if RIGHT < 0:  # noqa: SIM108 – only one of the branches is compiled
-        moved = words << (-RIGHT)
-    else:
-        moved = words >> RIGHT
-    return moved
