@@ -122,7 +122,10 @@ class Experts:
     def route(self, ops: Ops, x: Tensor, expert_scale: Tensor | None = None) -> Routed:
         """Return the experts of each token: see `choose_top_k`."""
         routing = self._routing if expert_scale is None else replace(self._routing, scale=expert_scale)
-        return ops.route(self._router(x), routing)
+        # Rows of 16 bytes, where there is a shared expert, too: cuBLAS has a slow kernel for others.
+        count = len(self._router.weight)
+        logits = torch.empty(len(x), -(-count // 4) * 4, dtype=torch.float32, device=x.device)[:, :count]
+        return ops.route(self._router(x, logits), routing)
 
     def outputs(self, ops: Ops, x: Tensor, routed: Routed) -> Tensor:
         """Return the weighted outputs of the chosen experts, without the other ranks' parts."""
