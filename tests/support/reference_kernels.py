@@ -58,14 +58,14 @@ class MaskedRows:
     def __init__(self, indices: Tensor, count: int) -> None:
         self._masks = [(indices == adapter + 1).unsqueeze(1) for adapter in range(count)]
 
-    def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
+    def begin(self, x: Tensor, stack: AdapterStack) -> Tensor:
         products = [mask * (x @ down.to(x.dtype).t()) for mask, down in zip(self._masks, stack.down, strict=True)]
         return torch.stack(products).sum(0)
 
-    def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
-        for mask, up in zip(self._masks, stack.up.to(shrunk.dtype), strict=True):
+    def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:
+        for mask, up in zip(self._masks, stack.up.to(begun.dtype), strict=True):
             for first, end, part in stack.segments:
-                own = shrunk[:, part * stack.rank : (part + 1) * stack.rank]
+                own = begun[:, part * stack.rank : (part + 1) * stack.rank]
                 y[:, first:end] += mask * (own @ up[first:end].t())
 
 

@@ -1,8 +1,8 @@
 """The products of LoRA adapters for the tokens of a step, each with its own adapter: shrink, x·Aᵀ, and expand, + scale · s·Bᵀ.
 
 Tokens are grouped by adapter once per step, without waiting for the host. A program multiplies blocks of tokens of one adapter.
-Shrinking divides the inputs among programs, and expanding adds their sums in order. In
-steps of few tokens it runs beside the product of the base, in a second stream, which a graph captures too.
+Shrinking divides the inputs among programs, and expanding adds their sums in order. In steps of few tokens both run beside the
+product of the base, in a second stream, which a graph captures too; their sum is added to it at the end.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ FEW_TOKENS = 256
 BLOCK_ROWS, FEW_BLOCK_ROWS = 64, 16
 """Tokens of a block."""
 PROGRAMS, FEW_PROGRAMS = 16, 4
-"""Programs that take the blocks of an adapter in turns. Those without a block end at once."""
-SPLITS, FEW_SPLITS = 2, 8
+"""Most programs that take the blocks of an adapter in turns. Those without a block end at once."""
+ROWS_OF_A_PROGRAM = 64
+"""Tokens of a step for each of few programs."""
+SPLITS, FEW_SPLITS = 2, 16
 """Most programs that divide the inputs of a block."""
 MIN_SPLIT = 512
 """Inputs of a program, at least."""
 MAX_RANK_TILE = 64
-_INPUTS = 128
+INPUTS, FEW_INPUTS = 128, 256
 """Inputs of an iteration."""
 
 
@@ -45,29 +47,44 @@ class GroupedRows:
     def __init__(self, indices: Tensor, count: int) -> None:
         self._few = len(indices) <= FEW_TOKENS
         self._block_rows = FEW_BLOCK_ROWS if self._few else BLOCK_ROWS
-        self._programs = count, FEW_PROGRAMS if self._few else PROGRAMS
+        few = min(triton.cdiv(len(indices), ROWS_OF_A_PROGRAM), FEW_PROGRAMS)
+        self._programs = count, few if self._few else PROGRAMS
         self._groups = group_by_expert(indices.unsqueeze(1), count + 1)
+        self._shrunk: Tensor | None = None
+        """Kept until the second stream has read it."""
 
-    def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
-        """Return the sums of each division of the inputs: float32 [splits, tokens, parts · rank], in the order of the groups."""
+    def begin(self, x: Tensor, stack: AdapterStack) -> Tensor:
+        # All memory is of the stream of the base product, which waits for the second one before it frees any.
+        shrunk = self._empty_shrunk(x, stack)
+        if not (self._few and x.is_cuda):
+            self._shrink(x, stack, shrunk)
+            return shrunk
+        change, beside = x.new_empty(len(x), stack.up.shape[1]), _second_stream(x.device)
+        beside.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(beside):
+            self._shrink(x, stack, shrunk)
+            self._expand(shrunk, stack, change.zero_())
+        self._shrunk = shrunk
+        return change
+
+    def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:
+        if self._shrunk is None:
+            self._expand(begun, stack, y)
+            return
+        torch.cuda.current_stream(y.device).wait_stream(_second_stream(y.device))
+        y += begun
+        self._shrunk = None
+
+    def _empty_shrunk(self, x: Tensor, stack: AdapterStack) -> Tensor:
+        """Return memory for the sums of each division of the inputs: float32 [splits, tokens, parts · rank], as the groups order them."""
         _, width, inputs = stack.down.shape
         splits = min(FEW_SPLITS if self._few else SPLITS, triton.cdiv(inputs, MIN_SPLIT))
-        share = triton.cdiv(triton.cdiv(inputs, splits), _INPUTS) * _INPUTS
-        # Allocated in the stream of the base product, where it is freed after `expand`.
-        shrunk = torch.empty(splits, len(x), width, dtype=torch.float32, device=x.device)
-        if self._few and x.is_cuda:
-            beside = _second_stream(x.device)
-            beside.wait_stream(torch.cuda.current_stream(x.device))
-            with torch.cuda.stream(beside):
-                self._shrink(x, stack, shrunk, splits, share)
-        else:
-            self._shrink(x, stack, shrunk, splits, share)
-        return shrunk
+        return torch.empty(splits, len(x), width, dtype=torch.float32, device=x.device)
 
-    def _shrink(self, x: Tensor, stack: AdapterStack, shrunk: Tensor, splits: int, share: int) -> None:
+    def _shrink(self, x: Tensor, stack: AdapterStack, shrunk: Tensor) -> None:
         groups, (_, width, inputs) = self._groups, stack.down.shape
-        tile = min(stack.rank, MAX_RANK_TILE)
-        _shrink_kernel[(math.prod(self._programs), width // tile, splits)](
+        tile, step = min(stack.rank, MAX_RANK_TILE), FEW_INPUTS if self._few else INPUTS
+        _shrink_kernel[(math.prod(self._programs), width // tile, len(shrunk))](
             x,
             stack.down,
             shrunk,
@@ -78,19 +95,16 @@ class GroupedRows:
             x.stride(0),
             WIDTH=width,
             INPUTS=inputs,
-            SHARE=share,
+            SHARE=triton.cdiv(triton.cdiv(inputs, len(shrunk)), step) * step,
             PROGRAMS=self._programs[1],
             BLOCK_ROWS=self._block_rows,
             RANK_TILE=tile,
-            STEP=_INPUTS,
+            STEP=step,
             num_warps=4,
         )
 
-    def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
+    def _expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
         groups, rank = self._groups, stack.rank
-        tile = min(rank, MAX_RANK_TILE)
-        if self._few and y.is_cuda:
-            torch.cuda.current_stream(y.device).wait_stream(_second_stream(y.device))
         _expand_kernel[(math.prod(self._programs), len(stack.tiles))](
             shrunk,
             stack.up,
@@ -107,7 +121,7 @@ class GroupedRows:
             RANK=rank,
             PROGRAMS=self._programs[1],
             BLOCK_ROWS=self._block_rows,
-            RANK_TILE=tile,
+            RANK_TILE=min(rank, MAX_RANK_TILE),
             TILE=stack.TILE,
             num_warps=4,
         )
@@ -183,6 +197,9 @@ def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     for start in range(first, end, PROGRAMS * BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         inside = rows < end
+        targets = y + tl.load(order + rows, mask=inside, other=0).to(tl.int64)[:, None] * y_stride + outputs[None, :]
+        mask = inside[:, None] & exists[None, :]
+        base = tl.load(targets, mask=mask, other=0.0)
         total = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
         for at in range(0, RANK, RANK_TILE):
             ranks = at + tl.arange(0, RANK_TILE)
@@ -192,7 +209,5 @@ def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
                 values += tl.load(places + split * tokens * WIDTH, mask=inside[:, None], other=0.0)
             b = tl.load(weights[None, :] + ranks[:, None], mask=exists[None, :], other=0.0)
             total += tl.dot(values.to(b.dtype), b, input_precision="ieee")
-        targets = y + tl.load(order + rows, mask=inside, other=0).to(tl.int64)[:, None] * y_stride + outputs[None, :]
-        mask = inside[:, None] & exists[None, :]
-        total += tl.load(targets, mask=mask, other=0.0).to(tl.float32)
+        total += base.to(tl.float32)
         tl.store(targets, total.to(y.dtype.element_ty), mask=mask)

@@ -25,12 +25,12 @@ MIN_RANK = 16
 class AdapterRows(Protocol):
     """The tokens of a step by adapter."""
 
-    def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
-        """Return x·Aᵀ of each token's adapter, as `expand` expects it. `x` is [tokens, inputs]."""
+    def begin(self, x: Tensor, stack: AdapterStack) -> Tensor:
+        """Begin the product of `x` [tokens, inputs] with each token's adapter; return what `end` expects, before the next `begin`."""
         ...
 
-    def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
-        """Add scale · shrunk·Bᵀ to `y` [tokens, outputs]; tokens without an adapter stay as they are."""
+    def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:
+        """Add the product, scale · (x·Aᵀ)·Bᵀ, to `y` [tokens, outputs]; tokens without an adapter stay as they are."""
 
 
 class StepAdapters:
@@ -111,9 +111,9 @@ class AdaptedLinear:
         rows = self._step.rows
         if rows is None:
             return self.base(x, out)
-        shrunk = rows.shrink(x, self._stack)
+        begun = rows.begin(x, self._stack)
         y = self.base(x, out)
-        rows.expand(shrunk, self._stack, y)
+        rows.end(begun, self._stack, y)
         return y
 
     def named_parameters(self) -> dict[str, ParameterShard]:
@@ -168,17 +168,17 @@ class LoopedRows:
             if index
         ]
 
-    def shrink(self, x: Tensor, stack: AdapterStack) -> Tensor:
+    def begin(self, x: Tensor, stack: AdapterStack) -> Tensor:
         values = x.to(stack.down.dtype)
         shrunk = values.new_empty(len(x), stack.down.shape[1])
         for adapter, rows in self._rows:
             shrunk[rows] = values[rows] @ stack.down[adapter].t()
         return shrunk
 
-    def expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
+    def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:
         rank = stack.rank
         for adapter, rows in self._rows:
-            own, up = shrunk[rows], stack.up[adapter]
+            own, up = begun[rows], stack.up[adapter]
             products = [
                 own[:, part * rank : (part + 1) * rank] @ up[first:end].t() for first, end, part in stack.segments
             ]

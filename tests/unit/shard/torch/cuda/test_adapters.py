@@ -33,8 +33,8 @@ def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int
     exact = AdapterStack(stack.down.float(), stack.up.float(), parts)
     x, found, expected = wide.to(device, dtype)[:, :inputs], y.to(device, copy=True), y.to(device, copy=True)
     rows, looped = GroupedRows(indices.to(device), ADAPTERS), LoopedRows(indices.to(device), ADAPTERS)
-    looped.expand(looped.shrink(x.float(), exact), exact, expected)
-    rows.expand(rows.shrink(x, stack), stack, found)
+    looped.end(looped.begin(x.float(), exact), exact, expected)
+    rows.end(rows.begin(x, stack), stack, found)
     without = indices == 0
     assert torch.equal(found.cpu()[without], y[without])
     change = expected.cpu() - y
