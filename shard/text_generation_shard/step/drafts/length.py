@@ -21,6 +21,8 @@ PROBE_STEPS = 48
 """Steps with drafts after which one without is measured again."""
 FORGET_STEPS = 2048
 """Steps after which a measured time is forgotten, so that it is tried again."""
+COMPILING = 16
+"""Factor by which a step that compiles a kernel takes longer, at least; more tokens alone do not."""
 LEAST_RATE = 0.1
 """Least weight of a new step time."""
 LEAST_LEARNING = 1 / 64
@@ -46,6 +48,11 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._estimates: dict[tuple[str, int], _Estimate] = {}
+
+    def know(self, source: str, probability: float) -> None:
+        """Set the probability of all tokens of a source."""
+        for group in range(len(FIRST_ESTIMATES)):
+            self._estimates[source, group] = _Estimate(probability, PRIOR_TOKENS)
 
     def probability(self, source: str, length: int) -> float:
         """Return the probability of the next token of a match of `length` tokens."""
@@ -85,11 +92,16 @@ class StepTimes:
         self._steps = 0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Count a step. One that took far longer than those before it, by other work of the machine, counts as twice as long."""
+        """Count a step. One that took far longer than those before it, by other work of the machine, counts as twice as long.
+
+        The first one of a size is not counted if it took COMPILING times as long as others do.
+        """
         self._steps += 1
         size = _size(tokens)
         estimate = self._estimates.get(size)
         if estimate is None:
+            if seconds > COMPILING * (self.expected(tokens) or seconds):
+                return
             self._estimates[size] = estimate = _Estimate(seconds, 0.0)
             self._sizes = sorted(self._estimates)
         estimate.weight, estimate.step = estimate.weight + 1, self._steps

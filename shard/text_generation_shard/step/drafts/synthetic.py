@@ -15,10 +15,11 @@ class SyntheticDrafts:
     """A source of drafts of `most` tokens; a step that verifies them all yields `tokens` tokens on average."""
 
     def __init__(self, acceptance: Acceptance, most: int, tokens: float, vocab_size: int) -> None:
-        self._acceptance = acceptance
         self._vocab_size = vocab_size
         self._draw = random.Random(0)
         self.right = probability_of(tokens, most)
+        # Known as that of a lookup is, which learns it without drafting, too.
+        acceptance.know(SYNTHETIC, self.right)
 
     def forget_ended(self) -> None:
         """Do nothing: sequences have no state."""
@@ -33,9 +34,7 @@ class SyntheticDrafts:
         """Replace the sampled tokens of rows with drafts by those that were drafted, as far as these count as right."""
         for first, row in rows.drafting:
             for place, draft in enumerate(row.drafts):
-                right = self._draw.random() < self.right
-                self._acceptance.add(SYNTHETIC, place, right=right)
-                if not right:
+                if self._draw.random() >= self.right:
                     output.token_ids[first + place] += output.token_ids[first + place] == draft
                     output.token_ids[first + place] %= self._vocab_size
                     break
