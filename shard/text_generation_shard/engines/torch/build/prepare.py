@@ -40,8 +40,8 @@ Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,
 
 log = structlog.get_logger()
 
-AUTO_DRAFTS = {"cpu": 8, "cuda": 0}
-"""Tokens of the longest draft, unless a flag says otherwise. On a GPU the effect of drafts was not measured."""
+AUTO_DRAFTS = {"cpu": 8, "cuda": 4}
+"""Tokens of the longest draft, unless a flag says otherwise: docs/speculation.md has what they bring on a GPU."""
 
 MAX_WEIGHTS_PER_BYTE = 1.0
 """Most weights for a byte of a checkpoint without quantization: twice as many as in float16."""
