@@ -38,14 +38,10 @@ def run() -> None:
         config: LauncherConfig = read_config(
             [*argv[1:], "--port", SAGEMAKER_PORT], os.environ, further=SAGEMAKER_VARIABLES
         )
-    elif argv[:1] == ["replay"]:
-        if len(argv) < 2 or argv[1].startswith("-"):
-            exit_with_usage_error(LauncherConfig, f"expected {COMMANDS['replay'][0]}")
-        config = read_config(argv[2:], os.environ)
     else:
         config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
     try:
-        code = _run_configured(config, only_env=only_env, record=argv[1] if argv[:1] == ["replay"] else "")
+        code = _run_configured(config, only_env=only_env)
     except Exception as error:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
         if memory_is_out(error):
             structlog.get_logger().error("no memory is left for a thread or a process of the launcher", **low_limits())
@@ -56,7 +52,7 @@ def run() -> None:
     sys.exit(code)
 
 
-def _run_configured(config: LauncherConfig, *, only_env: bool, record: str = "") -> ExitCode:
+def _run_configured(config: LauncherConfig, *, only_env: bool) -> ExitCode:
     configure_logging(config, "launcher")
     faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
     apply_limits()
@@ -71,10 +67,6 @@ def _run_configured(config: LauncherConfig, *, only_env: bool, record: str = "")
         return ExitCode.STOPPED
     if config.print_config:
         return _print_config(config, environ)
-    if record:
-        from text_generation_launcher.replay import replay
-
-        return asyncio.run(replay(record, config, environ))
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
     return asyncio.run(launch(config, environ))

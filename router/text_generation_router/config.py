@@ -252,8 +252,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     """The response to a text that differs: a line in the log, or, after three that share one feature and nothing else, this feature
     (the reuse of prefixes, a replica) is not used any more."""
     audit_folder: str = ""
-    """Folder for a JSON file of each text that differs, for `text-generation-launcher replay`. It holds token ids of prompt and
-    answer. Default: none is written."""
+    """Folder for a JSON file of each text that differs. It holds token ids of prompt and answer. Default: none is written."""
     shards: str = ""
     """Shards that come and go: addresses with commas between, dns://name:port, file:///path.yaml (a list of addresses) or
     kubernetes://namespace/service:port. The router serves from the first one that joins."""

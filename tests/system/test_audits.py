@@ -1,25 +1,15 @@
-"""Audits of the whole server, and the replay of a record by the launcher."""
+"""Audits of the whole server."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import subprocess
-import sys
-from array import array
 from pathlib import Path
 
 import aiohttp
 import pytest
 from full_grid import full
 from stack import running
-
-from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.audit.records import record_of
-from text_generation_router.audit.served import Served
-from text_generation_router.audit.verdict import Judgement, Scores, Verdict
-from text_generation_router.request import Request, RequestId
 
 pytestmark = pytest.mark.system
 FLAGS = ("--audit-share", "1", "--audit-busy", "1")
@@ -47,26 +37,3 @@ async def test_requests_of_a_server_are_audited(echo_model: Path, workers: str) 
             assert {name for name, count in found.items() if float(count)} == {"same"}
             async with client.get("/info") as response:
                 assert (await response.json())["isolated"] == []
-
-
-@pytest.mark.parametrize(("tokens", "code"), [((5, 6, 7, 5), 0), ((5, 6, 9, 5), 1)])
-def test_the_launcher_replays_a_record(tmp_path: Path, tokens: tuple[int, ...], code: int) -> None:
-    served = Served(Request(RequestId(3), (5, 6, 7), 4))
-    served.tokens, served.logprobs = array("I", tokens), array("f", [-0.5] * 4)
-    served.ended()
-    info = pb.InfoResponse(engine="echo", max_sequence_length=100)
-    scores = Scores([-0.5] * 4, [5, 6, 7, 5], [-0.5] * 4)
-    record = tmp_path / "record.json"
-    record.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), scores, info, "none"))
-    assert json.loads(record.read_bytes())["order"]["generated_tokens"] == 4
-    command = [Path(sys.executable).with_name("text-generation-launcher"), "replay", record]
-    done = subprocess.run([*command, "--model-id", tmp_path, "--engine", "echo"], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert done.stdout.startswith("same" if code == 0 else "different: new token 2: served 9, drawn 7")
-
-
-def test_a_command_line_without_a_record_is_refused() -> None:
-    command = [Path(sys.executable).with_name("text-generation-launcher"), "replay"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "replay RECORD" in done.stderr

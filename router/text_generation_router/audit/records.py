@@ -1,26 +1,24 @@
-"""Records: findings as JSON files, and the order that replays one on a shard."""
+"""Records: findings as JSON files, each with the order that replays it on a shard."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
-from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.json_format import MessageToDict
 
-from text_generation_proto import convert
-from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.served import Served
-from text_generation_router.audit.verdict import Judgement, Scores, bounds_of, judge
+from text_generation_router.audit.verdict import Judgement, Scores
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_router.shards.convert import orders_to_pb
 
@@ -28,10 +26,6 @@ MAX_RECORDS = 100
 """Files that one process writes: a fault that makes every text different must not fill the disk."""
 
 log = structlog.get_logger()
-
-
-class BadRecord(Exception):
-    """The file is no record; the message is one line."""
 
 
 def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.InfoResponse, suspect: str) -> bytes:
@@ -61,46 +55,6 @@ def used(served: Served) -> dict[str, Any]:
     return counts | {"adapter": served.request.adapter, "grammar": served.request.grammar is not None}
 
 
-def read_record(path: Path) -> Mapping[str, Any]:
-    """Read a record. Raises BadRecord."""
-    try:
-        record: dict[str, Any] = orjson.loads(path.read_bytes())
-        record["order"] = ParseDict(record["order"], pb.NewSequence())
-        record["served_logprobs"] = [nan if each is None else float(each) for each in record["served_logprobs"]]
-    except (OSError, ValueError, KeyError, TypeError, ParseError) as error:
-        raise BadRecord(f"{path} is no record of an audit: {error}") from error
-    return record
-
-
-async def replay_record(record: Mapping[str, Any], client: ShardClient) -> Judgement:
-    """Replay a record in one step on a shard that no router drives. Raises BadRecord, grpc.aio.AioRpcError."""
-    info = await client.info()
-    if not info.scores_generated:
-        raise BadRecord(f"the engine {info.engine} does not score generated tokens")
-    order: pb.NewSequence = record["order"]
-    tokens = len(order.prompt)
-    pool = await client.warm_up(max_batch_prefill_tokens=tokens)
-    needed = -(-(tokens + 1) // pool.block_size)
-    if needed > min([pool.num_blocks, *(group.num_blocks for group in pool.further_groups if not group.state)]):
-        raise BadRecord(f"its {tokens} tokens do not fit the KV cache of the shard")
-    order.blocks[:] = range(needed)
-    del order.further_blocks[:]
-    order.further_blocks.extend(
-        pb.GroupBlocks(blocks=range(1 if group.state else needed)) for group in pool.further_groups
-    )
-    call = client.run()
-    await call.write(pb.Orders(number=1, placements=[order], prefill_slots=[order.slot], prefill_tokens=[tokens]))
-    async for report in call:
-        if report.failed:
-            raise BadRecord(f"the replay failed: {report.failed[0].message}")
-        if report.generated_scores:
-            call.cancel()
-            served, sampling = order.prompt[tokens - order.generated_tokens :], convert.sampling_from_pb(order.sampling)
-            bounds = bounds_of(info.engine, info.dtype, info.kv_cache_dtype)
-            return judge(served, record["served_logprobs"], scores_of(report.generated_scores[0]), sampling, bounds)
-    raise BadRecord("the shard ended its stream")
-
-
 def scores_of(message: pb.TokenScores) -> Scores:
     """Convert scores from protobuf."""
     return Scores(message.logprobs, message.drawn_ids, message.drawn_logprobs)
@@ -108,9 +62,8 @@ def scores_of(message: pb.TokenScores) -> Scores:
 
 async def write_record(folder: str, request_id: int, record: bytes) -> None:
     """Write a record beside the event loop, and log its path."""
-    path = Path(
-        folder, f"audit-{time.time_ns()}-{request_id}.json"
-    )  # a router that starts again counts requests from 1
+    # A router that starts again counts requests from 1.
+    path = Path(folder, f"audit-{time.time_ns()}-{request_id}.json")
     try:
         await asyncio.to_thread(_write, path, record)
         log.info("audit record written", path=str(path))
