@@ -23,19 +23,19 @@ from text_generation_common.options import options_by_topic
 from text_generation_launcher.config import LauncherCheckConfig, LauncherConfig, read_config, size_in_bytes
 from text_generation_launcher.counts import count_shards
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.launch import START_ERRORS, check_settings, devices_for_shards
+from text_generation_launcher.launch import check_settings, devices_for_shards
 from text_generation_launcher.model import resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, make_plan
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.assemble import find_call_format
-from text_generation_router.chat.template_files import ChatTemplateError, load_templates
+from text_generation_router.chat.template_files import load_templates
 from text_generation_router.config import RouterConfig
 from text_generation_router.serve.limits import resolve_limits
 from text_generation_router.serve.shards import check_honoured
 from text_generation_router.shards.join import ReplicaInfo
-from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
+from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_shard.config import ShardCheckConfig
 
 
@@ -71,7 +71,7 @@ async def check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> Exit
     """Check the model, print the result and return the exit code: FAILED if the model would be refused."""
     try:
         found = await _check(config, environ)
-    except (*START_ERRORS, TokenizerError, ChatTemplateError) as error:
+    except CannotServe as error:
         found = {"model": config.model_id, "served": False, "reason": str(error)}
     print_to_end(f"{json.dumps(found)}\n" if config.json_output else "\n".join(_lines(found)) + "\n")
     return ExitCode.STOPPED if found["served"] else ExitCode.FAILED
@@ -133,7 +133,7 @@ async def _check_shard(config: LauncherCheckConfig, plan: LaunchPlan) -> dict[st
 
 
 def _check_router(config: RouterConfig, model: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what the router finds out. Raises CannotServe, TokenizerError, ChatTemplateError."""
+    """Return what the router finds out. Raises CannotServe."""
     tokenizer, templates = Tokenizer.load(Path(config.model_path)), load_templates(config, Path(config.model_path))
     found: dict[str, Any] = {
         "chat_template": sorted(templates.sources),

@@ -13,7 +13,7 @@ import structlog
 
 from text_generation_common.command_line import exit_with_usage_error, print_to_end
 from text_generation_common.effective import print_config
-from text_generation_common.exit_codes import ExitCode
+from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.logs import configure_logging
 from text_generation_common.resource_limits import apply_limits, low_limits, memory_is_out
 from text_generation_common.secrets import erase_secrets
@@ -74,11 +74,11 @@ def _run_configured(config: LauncherConfig, *, only_env: bool) -> ExitCode:
 
 def _print_config(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
     from text_generation_launcher.effective import effective_settings
-    from text_generation_launcher.launch import START_ERRORS, log_start_error
+    from text_generation_launcher.launch import log_start_error
 
     try:
         processes = asyncio.run(effective_settings(config, environ))
-    except START_ERRORS as error:
+    except CannotServe as error:
         return log_start_error(error)
     print_config(processes, json_output=config.json_output)
     return ExitCode.STOPPED

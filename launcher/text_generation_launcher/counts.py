@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from text_generation_common.exit_codes import CannotServe
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices
 from text_generation_shard.config import device_number
 
 
-class PlanError(Exception):
+class PlanError(CannotServe):
     """The settings require something that this machine or version cannot do."""
 
 
@@ -27,17 +28,10 @@ def count_partitions(config: LauncherConfig, devices: Devices) -> int:
     split = partitions > 1 and (config.device != "cpu" or config.engine == "tensorrt-llm")
     if total > devices.count and (split or (config.num_replicas > 1 and on_devices(config, devices))):
         raise PlanError(
-            f"not enough cuda devices: {_devices_needed(config, partitions)}, and {devices.count} are visible"
+            f"not enough cuda devices: {total} shards take one each (--num-replicas "
+            f"{config.num_replicas}, --num-shard {partitions}), and {devices.count} are visible"
         )
     return total
-
-
-def _devices_needed(config: LauncherConfig, partitions: int) -> str:
-    if config.num_replicas == 1:
-        return f"{partitions} shards take one each (--num-shard)"
-    each = "one" if partitions == 1 else str(partitions)
-    flags = "--num-replicas" if partitions == 1 else "--num-replicas, --num-shard"
-    return f"{config.num_replicas} replicas take {each} each ({flags})"
 
 
 def on_devices(config: LauncherConfig, devices: Devices) -> bool:

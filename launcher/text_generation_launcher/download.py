@@ -32,7 +32,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import tqdm
 
 from text_generation_common.command_line import parse_config
-from text_generation_common.exit_codes import ExitCode
+from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.lifeline import follow_parent
 from text_generation_common.logs import configure_logging
 from text_generation_common.one_line import one_line
@@ -50,10 +50,6 @@ HUB_ERRORS = (HfHubHTTPError, OfflineModeIsEnabled, EntryNotFoundError, HFValida
 """Errors of a call of the hub."""
 
 log = structlog.get_logger()
-
-
-class DownloadError(Exception):
-    """The model cannot be downloaded; the message gives the reason."""
 
 
 class _Progress(tqdm):
@@ -74,7 +70,7 @@ class _Progress(tqdm):
 
 
 def fetch(config: DownloadConfig) -> Path:
-    """Download the model and return its folder. Raises DownloadError."""
+    """Download the model and return its folder. Raises CannotServe."""
     if config.headers_folder:
         return fetch_headers(config, Path(config.headers_folder))
     weight_patterns = (*WEIGHTS, *(ENGINES if config.engines else ())) if config.weights else ()
@@ -91,9 +87,9 @@ def fetch(config: DownloadConfig) -> Path:
             )
         )
     except HUB_ERRORS as error:
-        raise DownloadError(_reason(error, config)) from error
+        raise CannotServe(_reason(error, config)) from error
     if weight_patterns and not any(path for pattern in weight_patterns for path in folder.glob(pattern)):
-        raise DownloadError(
+        raise CannotServe(
             f"{config.model_id} has no {' or '.join(weight_patterns)} weights; no other format is supported"
         )
     return folder
@@ -109,7 +105,7 @@ def fetch_headers(config: DownloadConfig, folder: Path) -> Path:
         try:
             metadata = HfApi().get_safetensors_metadata(config.model_id, revision=config.revision)
         except (*HUB_ERRORS, NotASafetensorsRepoError, SafetensorsParsingError) as error:
-            raise DownloadError(_reason(error, config)) from error
+            raise CannotServe(_reason(error, config)) from error
         for name, file in metadata.files_metadata.items():
             write_header(folder / Path(name).name, file.tensors)
     return folder
@@ -153,7 +149,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # exit at once: Python would wait for the download threads
     try:
         folder = fetch(config)
-    except DownloadError as error:
+    except CannotServe as error:
         log.error("download failed", reason=str(error))
         sys.exit(ExitCode.FAILED)
     os.write(config.result_fd, os.fsencode(folder))

@@ -17,7 +17,7 @@ DERIVED = "launcher"
 
 
 async def effective_settings(config: LauncherConfig, environ: Mapping[str, str]) -> dict[str, Effective]:
-    """Return the settings of each process by its name. Raises what a start raises: PlanError, CannotServe, ModelError."""
+    """Return the settings of each process by its name. Raises CannotServe."""
     devices = await devices_for_shards(config, environ)
     checked = check_settings(config.model_copy(update={"print_config": False}), environ, devices)
     with socket_folder(environ) as folder:

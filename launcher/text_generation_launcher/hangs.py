@@ -22,6 +22,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from text_generation_common.heartbeat import ALIVE, CHECK_EVERY_S, HANG_TIMEOUT_S, STUCK, Silence
+from text_generation_common.waiting import background
 from text_generation_launcher.plan import ChildSpec
 from text_generation_proto.v1 import shard_pb2 as pb
 
@@ -44,10 +45,8 @@ async def abort_if_hung(
 
     `described` gets the child's description.
     """
-    async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(_watch(spec, heartbeats, hung, described))
+    async with background(_watch(spec, heartbeats, hung, described)):
         await hung.wait()
-        watching.cancel()
     # A process that enabled faulthandler writes its stacks.
     for number in (signal.SIGABRT, signal.SIGCONT):
         _kill(process_group, number)

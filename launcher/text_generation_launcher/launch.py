@@ -11,23 +11,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 import structlog
 
 from text_generation_common.cpus import usable_cpus
-from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.exit_codes import CannotServe, ExitCode, first_error
 from text_generation_common.heartbeat import send_heartbeats
 from text_generation_common.lifeline import open_lifeline
 from text_generation_common.notify import Notifier
-from text_generation_common.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket
+from text_generation_common.sockets import PRIVATE_FOLDER_PREFIX, claim_socket
+from text_generation_common.waiting import background
 from text_generation_launcher.checks import check_engine, check_ports, check_router_files, sized_by_options
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.config import NO_EFFECT, LauncherConfig
 from text_generation_launcher.counts import PlanError, count_partitions, count_processes, gpus_per_shard
 from text_generation_launcher.devices import Devices, find_devices
 from text_generation_launcher.environment import describe_environment
-from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
+from text_generation_launcher.model import resolve_adapters, resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec, make_plan
 from text_generation_launcher.replica import RunShard
 from text_generation_launcher.restarts import RestartPolicy, ServerEnded
@@ -43,22 +43,13 @@ LONGEST_TEMP_FOLDER = 64
 
 log = structlog.get_logger()
 
-Error = TypeVar("Error", bound=BaseException)
-
-
-START_ERRORS = (PlanError, CannotServe, ModelError, SocketInUse)
-"""Errors of settings, machine and model that are no bugs."""
-
 
 async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
     """Serve until a signal arrives or serving fails; return the exit code."""
     notifier = Notifier(environ)
     notifier.show(lambda: f"starting {config.model_id}")
-    async with asyncio.TaskGroup() as tasks:
-        beating = tasks.create_task(send_heartbeats(notifier))
-        code = await _serve_until_signal(config, environ, notifier)
-        beating.cancel()
-    return code
+    async with background(send_heartbeats(notifier)):
+        return await _serve_until_signal(config, environ, notifier)
 
 
 async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str], notifier: Notifier) -> ExitCode:
@@ -71,10 +62,10 @@ async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str]
             await stop.requested.wait()
             notifier.stopping()
             work.cancel()
-    except* START_ERRORS as errors:
-        code = log_start_error(_first(errors))
+    except* CannotServe as errors:
+        code = log_start_error(first_error(errors))
     except* ServerEnded as errors:
-        code = _first(errors).code
+        code = first_error(errors).code
     if stop.requested.is_set():
         code = ExitCode.STOPPED
     log.info("stopped", exit_code=int(code))
@@ -166,7 +157,7 @@ def _claimed_addresses(plan: LaunchPlan, shards: Iterable[ShardSpec], folder: Pa
     """Check the ports and sockets of the router and of these shards before minutes of loading.
 
     Inside the block, the ports that HTTP workers share are kept from other launchers, whose workers could share them as well.
-    Raises CannotServe, SocketInUse.
+    Raises CannotServe.
     """
     with ExitStack() as ports:
         for number in plan.ports:
@@ -220,8 +211,3 @@ def log_start_error(error: BaseException) -> ExitCode:
         return ExitCode.USAGE
     log.error("cannot start", reason=str(error))
     return ExitCode.FAILED
-
-
-def _first(errors: BaseExceptionGroup[Error]) -> Error:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

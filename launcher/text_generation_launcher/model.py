@@ -8,6 +8,7 @@ from pathlib import Path
 
 import structlog
 
+from text_generation_common.exit_codes import CannotServe
 from text_generation_common.lora import AdapterSource, adapters_to_text, parse_adapters
 from text_generation_common.settings import ChildConfig
 from text_generation_launcher.child import run_to_end
@@ -22,10 +23,6 @@ HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
 log = structlog.get_logger()
 
 
-class ModelError(Exception):
-    """The model cannot be found or downloaded; the log has the reason."""
-
-
 async def resolve_model(
     config: LauncherConfig,
     environ: Mapping[str, str],
@@ -33,7 +30,7 @@ async def resolve_model(
     lifeline_fd: int,
     headers_folder: Path | None = None,
 ) -> Path:
-    """Return the model's folder: --model-id itself, or the folder of the download. Raises ModelError.
+    """Return the model's folder: --model-id itself, or the folder of the download. Raises CannotServe.
 
     With `headers_folder` a download fills that: with the small files, and of the weights only the headers.
     """
@@ -50,13 +47,15 @@ async def resolve_model(
 async def resolve_adapters(
     config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, lifeline_fd: int
 ) -> str:
-    """Return --lora-adapters with the folders of the adapters. Raises ModelError."""
+    """Return --lora-adapters with the folders of the adapters. Raises CannotServe."""
     folders: list[AdapterSource] = []
     for adapter in parse_adapters(config.lora_adapters):
         download = DownloadConfig.of(model_id=adapter.source, revision=adapter.revision or None)
         folder = str(await _resolve(download, config, environ, stop, lifeline_fd))
         if any(character in folder for character in ",=@"):
-            raise ModelError(f"the folder of the LoRA adapter {adapter.name} has a comma, = or @ in its path: {folder}")
+            raise CannotServe(
+                f"the folder of the LoRA adapter {adapter.name} has a comma, = or @ in its path: {folder}"
+            )
         folders.append(AdapterSource(adapter.name, folder))
     return adapters_to_text(folders)
 
@@ -86,12 +85,12 @@ async def _resolve(
             )
             code = await run_to_end(spec, stop.grace_period)
         if code != 0:
-            raise ModelError(f"downloading {download.model_id} failed with exit code {code}")
+            raise CannotServe(f"downloading {download.model_id} failed with exit code {code}")
         return Path(os.fsdecode(path.read1(1 << 16)))
 
 
 def local_folder(model_id: str) -> Path | None:
-    """Return the folder with this path; None for an id on the hub. Raises ModelError."""
+    """Return the folder with this path; None for an id on the hub. Raises CannotServe."""
     try:
         folder = Path(model_id).expanduser()
         if folder.is_dir():
@@ -99,9 +98,9 @@ def local_folder(model_id: str) -> Path | None:
         if model_id.startswith(("/", "./", "../", "~")) or folder.exists():
             command = f"text-generation-launcher convert {model_id} FOLDER"
             hint = f": GGUF is not read, convert it: {command}" if model_id.endswith(".gguf") else ""
-            raise ModelError(f"{model_id} is not a folder{hint}")
+            raise CannotServe(f"{model_id} is not a folder{hint}")
     except (OSError, RuntimeError) as error:  # no permission, too long a name; no such user after ~
-        raise ModelError(f"the model folder cannot be found: {getattr(error, 'strerror', None) or error}") from error
+        raise CannotServe(f"the model folder cannot be found: {getattr(error, 'strerror', None) or error}") from error
     return None
 
 

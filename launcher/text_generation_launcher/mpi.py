@@ -42,7 +42,8 @@ from text_generation_common.lifeline import follow_parent
 from text_generation_common.logs import configure_logging
 from text_generation_common.secrets import erase
 from text_generation_common.settings import ChildConfig
-from text_generation_common.stop_signals import StopSignals, wait_for_any
+from text_generation_common.stop_signals import StopSignals
+from text_generation_common.waiting import first_of
 from text_generation_launcher import env_relay, orphans
 
 SEPARATOR = "--"
@@ -212,7 +213,7 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], inherited: Sequence[i
             *mpirun, env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL
         )
         after_handover.push_async_callback(_end_ranks, ranks)
-        await wait_for_any(asyncio.shield(received), ranks.wait(), stopping.wait())
+        await first_of(asyncio.shield(received), ranks.wait(), stopping.wait())
         if stopping.is_set():
             return ExitCode.STOPPED
         if not received.done():
@@ -234,7 +235,7 @@ async def _run_shard(
         stdin=asyncio.subprocess.DEVNULL,
         pass_fds=inherited,
     )
-    await wait_for_any(process.wait(), ranks.wait(), stopping.wait())
+    await first_of(process.wait(), ranks.wait(), stopping.wait())
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 from enum import IntEnum
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
 
 
 class ExitCode(IntEnum):
@@ -25,7 +28,13 @@ class ExitCode(IntEnum):
 
 
 class CannotServe(Exception):
-    """The router or shard cannot start. The message is one line; the process exits with FAILED."""
+    """The server cannot start. The message is one line; the process exits with FAILED."""
+
+
+def first_error(group: BaseExceptionGroup[Error]) -> Error:
+    """Return the first error in nested groups."""
+    first = group.exceptions[0]
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def exit_fields(code: int) -> dict[str, object]:

@@ -11,11 +11,13 @@ import os
 import socket
 from pathlib import Path
 
+from text_generation_common.exit_codes import CannotServe
+
 PRIVATE_FOLDER_PREFIX = "tgi-sockets-"
 """Prefix of the name of a folder that holds only the sockets of one launcher's shards."""
 
 
-class SocketInUse(Exception):
+class SocketInUse(CannotServe):
     """The path of a socket cannot be used: it is taken by a running server, another user or another kind of file, or its
     folder cannot be created."""
 

@@ -1,10 +1,10 @@
-"""The signals that stop a process, and waiting for one of several ends."""
+"""The signals that stop a process."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 
 class StopSignals:
@@ -24,16 +24,3 @@ class StopSignals:
 
     def _received(self) -> None:
         (self.hurry if self.stop.is_set() else self.stop).set()
-
-
-async def wait_for_any(*awaitables: Awaitable[object]) -> None:
-    """Wait until one of the awaitables is done, then stop waiting for the others."""
-
-    async def wait(awaitable: Awaitable[object]) -> None:
-        await awaitable
-
-    async with asyncio.TaskGroup() as tasks:
-        waits = [tasks.create_task(wait(awaitable)) for awaitable in awaitables]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in waits:
-            task.cancel()

@@ -10,7 +10,7 @@ import structlog
 
 from text_generation_common.command_line import parse_config
 from text_generation_common.effective import print_own_config
-from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.exit_codes import CannotServe, ExitCode, first_error
 from text_generation_common.lifeline import follow_parent
 from text_generation_common.logs import configure_logging
 from text_generation_common.resource_limits import apply_limits, low_limits, memory_is_out
@@ -45,7 +45,7 @@ def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(serve(config))
     except* CannotServe as group:
-        log.error("cannot serve", reason=str(_first(group)))
+        log.error("cannot serve", reason=str(first_error(group)))
         code = ExitCode.FAILED
     except* Exception as group:
         if memory_is_out(group):
@@ -55,14 +55,6 @@ def main() -> None:
             log.exception("bug")
             code = ExitCode.BUG
     sys.exit(int(code))
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error in nested groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from grpc_reflection.v1alpha import reflection
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.heartbeat import HeartbeatSender
 from text_generation_common.notify import Notifier
-from text_generation_common.sockets import SocketInUse, claim_socket, remove_socket
-from text_generation_common.stop_signals import StopSignals, wait_for_any
+from text_generation_common.sockets import claim_socket, remove_socket
+from text_generation_common.stop_signals import StopSignals
 from text_generation_common.tracing import start_tracing
+from text_generation_common.waiting import first_of
 from text_generation_proto.addresses import host_of, join_host_port, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
@@ -107,7 +108,7 @@ async def _serve_engine(
     notifier = Notifier()
     notifier.show(lambda: f"loading {config.model_path}")
     loading = thread.submit(build_engine, config)
-    await wait_for_any(signals.stop.wait(), asyncio.wait((loading,)))
+    await first_of(signals.stop.wait(), asyncio.wait((loading,)))
     if signals.stop.is_set():
         return ExitCode.STOPPED
     try:
@@ -127,7 +128,7 @@ async def _serve_engine(
         heartbeat = HeartbeatSender(notifier)
         heartbeat.serves(description.SerializeToString())
         reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, heartbeat))
-        await wait_for_any(signals.stop.wait(), owner.crashed.wait())
+        await first_of(signals.stop.wait(), owner.crashed.wait())
         await health.stop()
         if signals.stop.is_set():
             notifier.show(lambda: f"draining {engine.running} sequences")
@@ -185,7 +186,7 @@ async def _drain(config: ShardConfig, owner: SessionOwner, engine: Engine, hurry
         log.info("draining", sequences=engine.running)
         with suppress(TimeoutError):
             async with asyncio.timeout(config.drain_timeout):
-                await wait_for_any(_drained(owner, engine, config.rank), hurry.wait())
+                await first_of(_drained(owner, engine, config.rank), hurry.wait())
 
 
 async def _drained(owner: SessionOwner, engine: Engine, rank: int) -> None:
@@ -205,10 +206,7 @@ def _listening(server: grpc.aio.Server, config: ShardConfig) -> Iterator[None]:
     if path is None and not config.shard_token:
         log.warning("every process that reaches this port may use the shard: set SHARD_TOKEN", address=address)
     if path is not None:
-        try:
-            claim_socket(path)
-        except SocketInUse as error:
-            raise CannotServe(str(error)) from error
+        claim_socket(path)
     # A umask, not a later chmod: the socket must never exist with wider permissions.
     umask = os.umask(0o177)
     try:

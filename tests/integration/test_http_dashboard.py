@@ -14,10 +14,10 @@ import orjson
 import pytest
 from http_stack import Stack, serve, until
 
+from text_generation_common.waiting import background
 from text_generation_router.api.dashboard import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
 from text_generation_router.dashboard.feed import Feed, Samples
 from text_generation_router.dashboard.state import Sample
-from text_generation_router.waiting import background
 
 KEYS = """
 keys = [

@@ -25,11 +25,11 @@ from checked_echo import CheckedEcho
 from multidict import CIMultiDictProxy
 from shard_server import running, serve_engine
 
+from text_generation_common.waiting import background
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.discovery.source import StaticSource
@@ -43,7 +43,6 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import join
 from text_generation_router.stats import OwnStats
 from text_generation_router.text.tokenizer import Tokenizer
-from text_generation_router.waiting import background
 from text_generation_router.web.connections import ConnectionLimits
 from text_generation_router.web.listener import HttpServer
 from text_generation_router.worker_link.columns import WorkerDelivery
@@ -201,6 +200,7 @@ async def serve(
             cluster: Cluster[Any] = Cluster(scheduler, metrics.steps, delivery=delivery)
             metrics.add_shards(cluster, lambda: len(cluster.members))
             stats = OwnStats(metrics, cluster)
+            templates = ChatTemplates.load(model, override=chat_template)
             permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
             link_server = (
                 None if delivery is None else WorkerLinkServer(cluster, delivery, permits, joined, max_unread_bytes)
@@ -218,7 +218,7 @@ async def serve(
                 _linked(link_server, Path(folder) / "link", cluster, permits) as (seen, seen_permits),
                 assemble(
                     tokenizer,
-                    ChatTemplates.load(model, override=chat_template),
+                    templates,
                     joined.grammar_kinds,
                     seen,
                     seen_permits,
@@ -231,7 +231,8 @@ async def serve(
                         chats,
                         stats,
                         healthy=healthy,
-                        info=ModelInfo(joined.info.engine, joined.info.dtype, joined.info.device),
+                        model=joined.info,
+                        templates=templates,
                     ),
                     metrics.connections,
                     connections,

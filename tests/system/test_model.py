@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from text_generation_common.exit_codes import CannotServe
 from text_generation_common.lifeline import open_lifeline
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
+from text_generation_launcher.model import resolve_adapters, resolve_model
 from text_generation_launcher.shutdown import GracefulShutdown
 
 pytestmark = pytest.mark.system
@@ -55,18 +56,18 @@ async def test_adapters_are_folders_or_found_in_the_cache(snapshot: Path, tmp_pa
     both = await adapters(f"some/model@{COMMIT},sql={tmp_path},again=some/model")
     assert both == f"some/model={snapshot},sql={tmp_path},again={snapshot}"
     for text in ("sql=/nothing/here", "some/other"):
-        with pytest.raises(ModelError):
+        with pytest.raises(CannotServe):
             await adapters(text)
 
 
 async def test_path_that_is_not_a_folder_is_not_looked_up_on_the_hub(snapshot: Path) -> None:
     for model_id in ("./nothing", "/nothing/here", "~/nothing"):
-        with pytest.raises(ModelError, match=f"^{model_id} is not a folder$"):
+        with pytest.raises(CannotServe, match=f"^{model_id} is not a folder$"):
             await resolve(model_id, snapshot)
-    with pytest.raises(ModelError, match=r"is not a folder: GGUF is not read, .*launcher convert ./model.gguf FOLDER"):
+    with pytest.raises(CannotServe, match=r"is not a folder: GGUF is not read, .*launcher convert ./model.gguf FOLDER"):
         await resolve("./model.gguf", snapshot)
     for model_id, reason in (("x" * 5000, "File name too long"), ("~no-such-user/m", "home directory")):
-        with pytest.raises(ModelError, match=f"^the model folder cannot be found: .*{reason}"):
+        with pytest.raises(CannotServe, match=f"^the model folder cannot be found: .*{reason}"):
             await resolve(model_id, snapshot)
 
 
@@ -95,7 +96,7 @@ async def test_model_is_found_in_the_cache(weights: str | None, settings: dict[s
 async def test_missing_model_is_one_line(
     model_id: str, revision: str | None, reason: str, snapshot: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ModelError, match="failed with exit code 1"):
+    with pytest.raises(CannotServe, match="failed with exit code 1"):
         await resolve(model_id, snapshot, revision=revision)
     lines = capfd.readouterr().err.splitlines()
     assert len([line for line in lines if "process=download" in line]) == 1
@@ -113,6 +114,6 @@ async def test_model_without_supported_weights_is_rejected(
     engine: str, weights: str, wanted: str, snapshot: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (snapshot / weights).write_bytes(b"")
-    with pytest.raises(ModelError):
+    with pytest.raises(CannotServe):
         await resolve("some/model", snapshot, engine=engine)
     assert f"some/model has no {wanted} weights; no other format is supported" in capfd.readouterr().err

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.adapters import AdapterRoutes
 from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.cloud.kserve import KServeRoutes
@@ -34,7 +35,8 @@ from text_generation_router.api.table import (
     tgi_routes,
 )
 from text_generation_router.api.tgi.generate import GenerateRoutes
-from text_generation_router.api.tgi.service import InfoRoutes, ModelInfo
+from text_generation_router.api.tgi.service import InfoRoutes
+from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.stats import Stats
 from text_generation_router.web.body_reader import BODIES, BodyReader
 
@@ -48,7 +50,8 @@ def create_app(
     stats: Stats,
     *,
     healthy: Callable[[], bool],
-    info: ModelInfo,
+    model: pb.InfoResponse,
+    templates: ChatTemplates,
     tracer: Tracer | None = None,
 ) -> web.Application:
     """Return the application. Run it with `handler_cancellation=True`, so that a client that leaves ends its request."""
@@ -56,7 +59,7 @@ def create_app(
     generate = GenerateRoutes(serving)
     chat = ChatRoutes(serving, chats)
     completions = CompletionRoutes(serving)
-    service = InfoRoutes(serving, stats, healthy, info)
+    service = InfoRoutes(serving, stats, healthy, model, templates)
     table = [
         *service_routes(service, settings),
         *tgi_routes(generate, chat, service),
@@ -72,7 +75,7 @@ def create_app(
         ),
     ]
     if settings.config.dashboard:
-        table += DashboardRoutes(serving, stats, info.engine, info.dtype, info.device_type).routes()
+        table += DashboardRoutes(serving, stats, model).routes()
     table += DocsRoutes(table, settings).routes()
 
     app = web.Application(client_max_size=settings.config.payload_limit)

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from text_generation_common.effective import masked
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.keys import HOLDER
@@ -41,9 +42,9 @@ _POLICY = "require-trusted-types-for 'script'"
 class DashboardRoutes:
     """Handlers of the dashboard."""
 
-    def __init__(self, serving: Serving, stats: Stats, engine: str, dtype: str, device: str) -> None:
+    def __init__(self, serving: Serving, stats: Stats, model: pb.InfoResponse) -> None:
         self._serving = serving
-        self._about = {"engine": engine, "dtype": dtype, "device": device}
+        self._about = {"engine": model.engine, "dtype": model.dtype, "device": model.device.partition(":")[0]}
         self._stats = stats
         self._feed = Feed(stats.sample_after, lambda: serving.cluster.draining)
         self._watching = Counter[TenantId]()

@@ -23,6 +23,7 @@ import jinja2
 import orjson
 from jinja2.nodes import Const, For, Getattr, Getitem, Name, Node, Template, Test
 
+from text_generation_common.exit_codes import CannotServe
 from text_generation_common.model_files import ModelFileError, find_file, read_file
 from text_generation_router.chat.template_job import template_environment
 from text_generation_router.config import RouterSettings
@@ -38,7 +39,7 @@ MAX_SPECIAL_TOKEN = 1024
 """Limit of the characters of a special token's text, which every conversation may contain."""
 
 
-class ChatTemplateError(Exception):
+class ChatTemplateError(CannotServe):
     """The model's chat template cannot be used; one line for the operator."""
 
 

@@ -9,9 +9,9 @@ import structlog
 
 from text_generation_common.notify import Notifier
 from text_generation_common.stop_signals import StopSignals
+from text_generation_common.waiting import first_of
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.waiting import first_of
 
 log = structlog.get_logger()
 

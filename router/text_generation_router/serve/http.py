@@ -21,14 +21,14 @@ from text_generation_common.heartbeat import send_heartbeats
 from text_generation_common.notify import Notifier
 from text_generation_common.stop_signals import StopSignals
 from text_generation_common.tracing import start_tracing
+from text_generation_common.waiting import background, first_of
 from text_generation_proto.addresses import join_host_port
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.api.starting import create_starting_app
-from text_generation_router.api.tgi.service import ModelInfo
-from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates, load_templates
+from text_generation_router.chat.template_files import ChatTemplates, load_templates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.memory import configure_allocator, configure_collector
@@ -41,8 +41,7 @@ from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.serve.draining import drain
 from text_generation_router.shards.join import ReplicaInfo
 from text_generation_router.stats import Stats
-from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
-from text_generation_router.waiting import background, first_of
+from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.web.connections import MAX_UNREAD_TOTAL, ConnectionLimits
 from text_generation_router.web.listener import LAST_EVENTS_S, HttpServer
 
@@ -81,11 +80,8 @@ class HttpSide:
         """Load tokenizer and templates. Raises CannotServe."""
         configure_allocator()
         signals = StopSignals()
-        try:
-            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
-            templates = load_templates(config, Path(config.model_path))
-        except (TokenizerError, ChatTemplateError) as error:
-            raise CannotServe(str(error)) from error
+        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
+        templates = load_templates(config, Path(config.model_path))
         return cls(config, tokenizer, templates, signals)
 
     @asynccontextmanager
@@ -126,14 +122,13 @@ class HttpSide:
                         chats,
                         backend.stats,
                         healthy=lambda: self._notifier.is_ready and cluster.ready and not cluster.stopping,
-                        info=_model_info(model, self._templates),
+                        model=model.info,
+                        templates=self._templates,
                         tracer=tracer,
                     )
                 except ValueError as error:  # an AIP_* path that is invalid or taken
                     raise CannotServe(str(error)) from error
                 return await self._run(app, metrics, backend, prepared)
-        except (ChatTemplateError, SandboxError) as error:
-            raise CannotServe(str(error)) from error
         finally:
             if tracer is not None:
                 await tracer.close()
@@ -185,7 +180,7 @@ class HttpSide:
             await cluster.settled()
         try:
             await prepared()
-        except (ChatTemplateError, SandboxError) as error:
+        except SandboxError as error:
             raise CannotServe(str(error)) from error
 
 
@@ -205,17 +200,6 @@ def _reload_keys(keys: ApiKeys) -> None:
         log.error("API keys not read again: the old ones stay", reason=str(error))
     else:
         log.info("API keys read again")
-
-
-def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
-    return ModelInfo(
-        engine=model.info.engine,
-        dtype=model.info.dtype,
-        device_type=model.info.device.partition(":")[0],
-        speculate=max(0, model.info.max_tokens_per_step - 1),
-        special_tokens=templates.special_tokens,
-        chat_template=templates.default_text or None,
-    )
 
 
 def _status(cluster: ClusterInterface) -> str:

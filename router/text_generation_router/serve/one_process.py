@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from text_generation_common.exit_codes import ExitCode
+from text_generation_common.waiting import background
 from text_generation_router.config import RouterConfig
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.serve.http import Backend, HttpSide
@@ -10,7 +11,6 @@ from text_generation_router.serve.limits import resolve_limits
 from text_generation_router.serve.shards import Shards
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.stats import OwnStats
-from text_generation_router.waiting import background
 
 
 async def serve_alone(config: RouterConfig) -> ExitCode:

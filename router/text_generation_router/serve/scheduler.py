@@ -12,6 +12,7 @@ from text_generation_common.heartbeat import send_heartbeats
 from text_generation_common.notify import Notifier
 from text_generation_common.sockets import SocketInUse
 from text_generation_common.stop_signals import StopSignals
+from text_generation_common.waiting import background, first_of
 from text_generation_router.config import RouterConfig
 from text_generation_router.memory import configure_allocator, configure_collector
 from text_generation_router.rate_limits import RateLimits
@@ -19,7 +20,6 @@ from text_generation_router.serve.draining import drain
 from text_generation_router.serve.shards import Shards
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.stats.summed import SummedStats
-from text_generation_router.waiting import background, first_of
 from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink
 from text_generation_router.worker_link.remote_rates import rate_handlers
 from text_generation_router.worker_link.server import WorkerLinkServer

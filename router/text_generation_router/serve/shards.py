@@ -12,6 +12,7 @@ import structlog
 
 from text_generation_common.exit_codes import CannotServe
 from text_generation_common.stop_signals import StopSignals
+from text_generation_common.waiting import unless_stopped
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.audit.auditor import Auditor
@@ -27,7 +28,6 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.first_join import join_all, join_first
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Receiver
-from text_generation_router.waiting import unless_stopped
 
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from text_generation_common.exit_codes import ExitCode
+from text_generation_common.waiting import unless_stopped
 from text_generation_router.config import RouterConfig
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.serve.http import Backend, HttpSide
@@ -12,7 +13,6 @@ from text_generation_router.serve.limits import resolve_limits
 from text_generation_router.serve.shards import reached_file
 from text_generation_router.stats.remote import OwnCounts, RemoteStats
 from text_generation_router.stats.wire import COUNTS
-from text_generation_router.waiting import unless_stopped
 from text_generation_router.worker_link.remote_cluster import RemoteCluster
 from text_generation_router.worker_link.remote_permits import RemotePermits
 from text_generation_router.worker_link.remote_rates import RemoteRates

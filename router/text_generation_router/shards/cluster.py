@@ -21,6 +21,7 @@ import structlog
 
 from text_generation_common.heartbeat import HANG_TIMEOUT_S
 from text_generation_common.shard_access import ShardAccess
+from text_generation_common.waiting import holds_for
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ModelNotFound, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
@@ -31,7 +32,6 @@ from text_generation_router.shards.listeners import Delivery, Listeners, Receive
 from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
 from text_generation_router.shards.observer import RequestWatcher, StepObserver
 from text_generation_router.shards.replica import ClusterContext
-from text_generation_router.waiting import holds_for
 
 ACCEPT_WITHOUT_REPLICA_S = 60.0
 """Seconds after the loss of the last replica for which new requests are still queued."""

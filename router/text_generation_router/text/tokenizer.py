@@ -23,6 +23,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel, DecodeStream
 from tokenizers.models import BPE
 
+from text_generation_common.exit_codes import CannotServe
 from text_generation_common.model_files import MAX_TOKEN_IDS, MAX_TOKENIZER_BYTES, ModelFileError, find_file, read_file
 from text_generation_common.panics import as_exception, without_panics
 from text_generation_router.errors import InvalidRequest, ServingError
@@ -38,7 +39,7 @@ _CHARACTER_SET = re.compile(r"\[(?:\\.|[^\]\\])+\]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]|\\[1-9k]")
 
 
-class TokenizerError(Exception):
+class TokenizerError(CannotServe):
     """The tokenizer is missing or broken; one line for the operator."""
 
 

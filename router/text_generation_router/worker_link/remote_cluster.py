@@ -19,6 +19,7 @@ from typing import cast
 import orjson
 import structlog
 
+from text_generation_common.waiting import holds_for
 from text_generation_proto import convert
 from text_generation_proto.client import LOAD_S
 from text_generation_proto.values import FinishReason
@@ -29,7 +30,6 @@ from text_generation_router.request import Request, RequestId, TokenId, TokenLis
 from text_generation_router.shards.cluster import ClusterInfo
 from text_generation_router.shards.convert import logprobs_to_json, top_tokens
 from text_generation_router.shards.listeners import Listeners
-from text_generation_router.waiting import holds_for
 from text_generation_router.worker_link.convert import (
     INFO,
     SET_ADAPTER,

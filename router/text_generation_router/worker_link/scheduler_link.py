@@ -11,10 +11,10 @@ from pathlib import Path
 
 from google.protobuf.message import Message
 
+from text_generation_common.waiting import first_of
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import Unhealthy
 from text_generation_router.shards.join import ReplicaInfo
-from text_generation_router.waiting import first_of
 from text_generation_router.worker_link.link import Link, LinkBroken
 from text_generation_router.worker_link.rpc import Handlers, LinkLost, RpcPeer
 

@@ -11,13 +11,13 @@ import orjson
 import structlog
 
 from text_generation_common.sockets import claim_socket, remove_socket
+from text_generation_common.waiting import background
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import Draining, ServingError
 from text_generation_router.permits import Permits
 from text_generation_router.request import Request, RequestId, TenantId
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import ReplicaInfo
-from text_generation_router.waiting import background
 from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink, send_report
 from text_generation_router.worker_link.convert import (
     INFO,

@@ -125,9 +125,17 @@ TORCH = "--trtllm-options is for the tensorrt-llm engine, and the engine is torc
         (ONE_GPU, {"device": "cpu"}, TORCH),
         (NO_GPU, {"engine": "tensorrt-llm"}, OPTIONS),
         (ONE_GPU, {"engine": "torch"}, TORCH),
-        (ONE_GPU, {"num_shard": 2}, "2 shards take one each (--num-shard), and 1 are visible"),
-        (ONE_GPU, {"trtllm_options": "{tensor_parallel_size: 4}"}, "4 shards take one each (--num-shard), and 1 are"),
-        (ONE_GPU, {"trtllm_options": "{pipeline_parallel_size: 2}"}, "2 shards take one each (--num-shard), and 1 are"),
+        (ONE_GPU, {"num_shard": 2}, "2 shards take one each (--num-replicas 1, --num-shard 2), and 1 are visible"),
+        (
+            ONE_GPU,
+            {"trtllm_options": "{tensor_parallel_size: 4}"},
+            "4 shards take one each (--num-replicas 1, --num-shard 4), and 1 are",
+        ),
+        (
+            ONE_GPU,
+            {"trtllm_options": "{pipeline_parallel_size: 2}"},
+            "2 shards take one each (--num-replicas 1, --num-shard 2), and 1 are",
+        ),
     ],
 )
 async def test_settings_are_rejected_before_the_model_is_resolved(

@@ -289,7 +289,6 @@ def test_torch_log_level_of_groups() -> None:
 FEW = "not enough cuda devices:"
 MANY = {"num_shard": 4, "num_replicas": 3}
 TRTLLM = {"engine": "tensorrt-llm"}
-BOTH = "(--num-replicas, --num-shard)"
 
 
 def rejection(gpus: int, **settings: object) -> str:
@@ -305,11 +304,15 @@ def rejection(gpus: int, **settings: object) -> str:
         (0, {"sharded": True}, "`sharded` is true but only found 0 CUDA devices"),
         (1, {"sharded": True}, "`sharded` is true but only found 1 CUDA devices"),
         (8, {"sharded": True, "num_shard": 1}, "`sharded` is true but `num_shard` <= 1"),
-        (0, {"num_shard": 2}, f"{FEW} 2 shards take one each (--num-shard), and 0 are visible"),
-        (8, {"num_shard": 9}, f"{FEW} 9 shards take one each (--num-shard), and 8 are visible"),
-        (2, {"num_replicas": 3}, f"{FEW} 3 replicas take one each (--num-replicas), and 2 are visible"),
-        (8, MANY, f"{FEW} 3 replicas take 4 each {BOTH}, and 8 are visible"),
-        (4, {"sharded": True, "num_replicas": 2}, f"{FEW} 2 replicas take 4 each {BOTH}, and 4 are visible"),
+        (0, {"num_shard": 2}, f"{FEW} 2 shards take one each (--num-replicas 1, --num-shard 2), and 0 are visible"),
+        (8, {"num_shard": 9}, f"{FEW} 9 shards take one each (--num-replicas 1, --num-shard 9), and 8 are visible"),
+        (2, {"num_replicas": 3}, f"{FEW} 3 shards take one each (--num-replicas 3, --num-shard 1), and 2 are visible"),
+        (8, MANY, f"{FEW} 12 shards take one each (--num-replicas 3, --num-shard 4), and 8 are visible"),
+        (
+            4,
+            {"sharded": True, "num_replicas": 2},
+            f"{FEW} 8 shards take one each (--num-replicas 2, --num-shard 4), and 4 are visible",
+        ),
         (8, {"device": "cuda:1", "num_shard": 2}, "`device` is cuda:1, and 2 shards take a device each"),
         (8, {"device": "cuda:1", "num_replicas": 2}, "`device` is cuda:1, and 2 replicas take a device each"),
     ],

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from aiohttp import hdrs, web
 from pydantic import AliasChoices, Field
 
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.core.parameters import check_token_ids
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.tokens import answer_ids, answer_tokens
 from text_generation_router.api.http.fields import TokenIds
 from text_generation_router.api.http.keys import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody
+from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.discovery.source import UNABLE
 from text_generation_router.errors import Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, OPENMETRICS
@@ -144,24 +146,17 @@ class InfoAnswer(ResponseBody):
 # --------------------------------------------------------------------------------------------------------------- handlers
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Properties of the model and of the engine, for /info and /tokenizer_info."""
-
-    engine: str = ""
-    """`tensorrt-llm`, `torch` or `echo`."""
-    dtype: str = ""
-    device_type: str = ""
-    speculate: int = 0
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Texts of `bos_token`, `eos_token`, ..."""
-    chat_template: str | None = None
-
-
 class InfoRoutes:
     """Handlers that do not generate."""
 
-    def __init__(self, serving: Serving, stats: Stats, healthy: Callable[[], bool], info: ModelInfo) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        stats: Stats,
+        healthy: Callable[[], bool],
+        model: pb.InfoResponse,
+        templates: ChatTemplates,
+    ) -> None:
         self._tokenizer = serving.tokenizer_pool
         self._permits = serving.permits
         self._stats = stats
@@ -169,7 +164,7 @@ class InfoRoutes:
         self._settings = serving.settings
         self._limits = limits = serving.settings.limits
         self._known_ids = replace(limits, vocab_size=min(limits.vocab_size, self._tokenizer.vocabulary))
-        self._model = info
+        self._model, self._templates = model, templates
         self._cluster = serving.cluster
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -223,9 +218,9 @@ class InfoRoutes:
             "docker_label": config.docker_label or None,
             # TGI had the next two up to version 2, and never the others.
             "model_dtype": self._model.dtype,
-            "model_device_type": self._model.device_type,
+            "model_device_type": self._model.device.partition(":")[0],
             "engine": self._model.engine,
-            "speculate": self._model.speculate,
+            "speculate": max(0, self._model.max_tokens_per_step - 1),
             "unsupported": dict(limits.unsupported),
             "replicas": stats.num_replicas,
             "replicas_serving": stats.serving_replicas,
@@ -272,12 +267,12 @@ class InfoRoutes:
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
         """GET /tokenizer_info: special tokens, chat template and longest sequence."""
-        tokens = self._model.special_tokens
+        tokens = self._templates.special_tokens
         answer: TokenizerInfo = {
             "bos_token": tokens.get("bos_token"),
             "eos_token": tokens.get("eos_token"),
             "pad_token": tokens.get("pad_token"),
-            "chat_template": self._model.chat_template,
+            "chat_template": self._templates.default_text or None,
             "model_max_length": self._limits.max_total_tokens,
         }
         return json_response(answer)

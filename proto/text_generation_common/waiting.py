@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -13,10 +13,14 @@ from text_generation_common.stop_signals import StopSignals
 T = TypeVar("T")
 
 
-async def first_of(*waits: Coroutine[None, None, object], timeout_s: float | None = None) -> None:
-    """Run coroutines until one of them ends, for `timeout_s` at most; cancel the others."""
+async def first_of(*awaitables: Awaitable[object], timeout_s: float | None = None) -> None:
+    """Wait until one of the awaitables is done, for `timeout_s` at most; cancel the others."""
+
+    async def wait(awaitable: Awaitable[object]) -> None:
+        await awaitable
+
     async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(each) for each in waits]
+        started = [tasks.create_task(wait(each)) for each in awaitables]
         await asyncio.wait(started, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in started:
             task.cancel()
