@@ -17,7 +17,7 @@ from text_generation_router.errors import NotSupported
 from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.web.body_errors import BodyTooLarge, InvalidJson, UnsupportedMediaType
 from text_generation_router.web.body_reader import BODIES, MAX_INLINE
-from text_generation_router.web.body_reasons import Place, invalid_body
+from text_generation_router.web.body_reasons import invalid_body
 from text_generation_router.web.content_encoding import encoding_of
 from text_generation_router.web.structure import check_structure
 
@@ -100,44 +100,11 @@ def _loads(raw: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def validate(value: object, schema: type[BodyT]) -> BodyT:
-    """Return a JSON value as a validated body. Raises InvalidBody.
-
-    2.0 is an integer, as in JSON Schema, where an integer is required; elsewhere, as in a tool's schema, it stays 2.0.
-    Such numbers are rare: they are looked for in a body that is refused otherwise.
-    """
-    done: set[Place] = set()
-    while True:
-        try:
-            return schema.model_validate(value)
-        except ValidationError as error:
-            # Validation stops at a list's first invalid entry: 0 stands for the index of any.
-            places = {
-                tuple(0 if isinstance(part, int) else part for part in detail["loc"])
-                for detail in error.errors(include_url=False, include_context=False)
-                if detail["type"] == "int_type" and isinstance(detail["input"], float)
-            } - done
-            if not places:  # each round adds fields of the schema
-                raise invalid_body(error, value) from None
-        for place in places:
-            value = _with_integers(value, place)
-        done |= places
-
-
-def _with_integers(value: Any, place: Place) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a JSON value with each number such as 2.0 at a place, in all entries of its lists, as an integer.
-
-    An integer that orjson cannot write stays a number.
-    """
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
-        return int(value)
-    if not place:
-        return value
-    first, *rest = place
-    if isinstance(value, list) and isinstance(first, int):
-        return [_with_integers(item, (*rest,)) for item in value]
-    if isinstance(value, dict) and first in value:
-        return {**value, first: _with_integers(value[first], (*rest,))}
-    return _with_integers(value, (*rest,))  # the first part names a member of a union
+    """Return a JSON value as a validated body. Raises InvalidBody."""
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise invalid_body(error, value) from None
 
 
 def pop_each(entries: list[T]) -> Iterator[T]:

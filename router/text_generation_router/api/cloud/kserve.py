@@ -14,7 +14,7 @@ from pydantic import Field
 
 from text_generation_router.api.core.serving import Serving, all_of
 from text_generation_router.api.http.caller import QosFields
-from text_generation_router.api.http.fields import Name, UInt64
+from text_generation_router.api.http.fields import WHOLE, Name, UInt64
 from text_generation_router.api.http.record import RECORD
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
@@ -46,7 +46,7 @@ class LengthMismatch(InvalidRequest):
 
 
 Byte = Annotated[int, Field(ge=0, le=255)]
-Bytes = Annotated[list[Byte], Field(fail_fast=True)]
+Bytes = Annotated[list[Byte], Field(fail_fast=True), WHOLE]
 Strings = Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
 
 

@@ -19,7 +19,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from text_generation_router.api.http.fields import Float32, ModelName, Name
+from text_generation_router.api.http.fields import WHOLE, Float32, ModelName, Name
 from text_generation_router.api.http.keys import ANYONE, TENANT, KeyHolder, read_tenant
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest
@@ -121,7 +121,7 @@ class QosFields(Body):
     """Seconds from its arrival that the request may wait in the queue; then it fails with 408."""
     timeout: float | None = None
     """Seconds from its arrival until the answer must be whole; then it fails with 408, or its stream with an error."""
-    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
     """vLLM's: below 0 it is served sooner, above 0 later than by default."""
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
     """Prompts share cached computation only with prompts of the same salt."""

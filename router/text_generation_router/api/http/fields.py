@@ -29,10 +29,19 @@ def _to_float32(value: float) -> float:
     return rounded
 
 
+def _as_integers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return 2.0 as 2, as JSON Schema has it, also in a list. An integer that orjson cannot write stays a number."""
+    if isinstance(value, list):
+        return [*map(_as_integers, value)] if float in map(type, value) else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+
+WHOLE = BeforeValidator(_as_integers)
+"""For an integer, or for a list of them: a call for each of half a million would take too long."""
 Float32 = Annotated[float, AfterValidator(_to_float32)]
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
-UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+UInt32 = Annotated[int, Field(ge=0, lt=2**32), WHOLE]
+UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1), WHOLE]
 
 MAX_NAME = 256
 """Characters of a name, an id or another word of a client."""
@@ -59,7 +68,7 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 # Validation of a list stops at its first invalid entry, so that a list of half a million is refused as fast as a short
 # one.
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
-TokenIds = Annotated[list[UInt32], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True), WHOLE]
 
 MAX_METADATA = 16
 """OpenAI's limit for the keys of `metadata`."""

@@ -18,6 +18,7 @@ from text_generation_router.api.http.caller import OpenFields
 from text_generation_router.api.http.fields import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    WHOLE,
     Float32,
     Int32,
     Name,
@@ -43,8 +44,8 @@ MAX_DOCUMENTS = 1024
 MAX_PROMPTS = 4096
 """Prompts that are read; `--max-client-batch-size` limits those that are used."""
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1), WHOLE]
 
 
 TokenIdText = Annotated[str, Field(max_length=20)]
@@ -91,7 +92,7 @@ class OpenAIBody(ConstraintFields, OpenFields):
     """trtllm-serve's: the adapter, beside the `model`."""
     stream_options: StreamOptions | None = None
     """Options of the stream."""
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
     """The number of independent answers."""
     stop: StopText | StopTexts | None = None
     """Texts that end an answer; they are cut off."""
@@ -125,7 +126,7 @@ class OpenAIBody(ConstraintFields, OpenFields):
     """vLLM's: keep the stop text at the end of the answer."""
     no_stop_trim: bool | None = None
     """SGLang's name of `include_stop_str_in_output`."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
     """vLLM's: keep this number of tokens at the end of the prompt."""
     user: Name | None = None
     """The end user: without a session, the requests of one are charged together."""
