@@ -12,6 +12,7 @@ from pathlib import Path
 from audited_traffic import ALL, Audited, audited
 from cluster_listener import Listener
 from google.protobuf.json_format import ParseDict
+from metric_samples import exposition
 from structlog.testing import capture_logs
 
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -86,7 +87,7 @@ async def test_requests_are_replayed_on_the_other_replica_and_no_metric_counts_i
         stats = server.cluster.scheduler.stats()
         assert (stats.prompt_tokens, stats.cancellations, stats.running) == (7 * len(PROMPT), 0, 0)
         assert not next(iter(server.cluster.scheduler.queue.tenants)).running
-        text = server.metrics.exposition().decode()
+        text = exposition(server.metrics.registry)
         assert 'text_generation_audits_total{verdict="same"} 7.0' in text
         assert "text_generation_audits_waiting 0.0" in text
 
@@ -176,7 +177,7 @@ async def test_a_finding_is_logged_counted_and_written(tmp_path: Path) -> None:
             async with asyncio.timeout(20):
                 while not any(each["event"] == "audit record written" for each in logs):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
-            text = server.metrics.exposition().decode()
+            text = exposition(server.metrics.registry)
     assert 'text_generation_audit_mismatch_total{feature="prefix"} 1.0' in text
     (line,) = (each for each in logs if each["event"] == "audit found another text")
     assert (line["request_id"], line["position"], line["served"], line["drawn"]) == (2, 0, 101, 100)

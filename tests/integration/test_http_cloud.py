@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from http_stack import Stack, serve, served, until
+from metric_samples import exposition
 
 FEW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
 PREDICT, HEALTH = "/v1/endpoints/1/deployedModels/2:predict", "/v1/endpoints/1/deployedModels/2"
@@ -103,9 +104,9 @@ class TestVertex:
         assert (await stack.ask(HEALTH)).status == 200
 
 
-def counted(stack: Stack) -> list[bytes]:
+def counted(stack: Stack) -> list[str]:
     """Return the line that counts generations."""
-    return [line for line in stack.metrics.exposition().splitlines() if line.startswith(b"tgi_request_count ")]
+    return [line for line in exposition(stack.metrics.registry).splitlines() if line.startswith("tgi_request_count ")]
 
 
 class TestKServe:

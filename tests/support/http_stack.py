@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from api_settings import api_settings
 from checked_echo import CheckedEcho
+from metric_samples import exposition
 from multidict import CIMultiDictProxy
 from shard_server import running, serve_engine
 
@@ -107,7 +108,7 @@ class Stack:
 
     def exposed(self, *beginnings: str) -> dict[str, float]:
         """Return the values of the series that begin with one of these."""
-        lines = self.metrics.exposition().decode().splitlines()
+        lines = exposition(self.metrics.registry).splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(beginnings))
         return {name: float(value) for name, value in pairs}
 

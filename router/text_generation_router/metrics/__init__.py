@@ -50,24 +50,22 @@ class HttpMetrics:
     """The metrics of HTTP: generations, connections, and the work before the queue."""
 
     def __init__(self, *, max_input_tokens: int, max_total_tokens: int) -> None:
-        self._registry = Registry()
+        self.registry = Registry()
         self._stage: PendingWork | None = None
-        self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
-        self.connections = ConnectionMetrics(self._registry)
-        self._registry.add(
-            Reading(
-                "text_generation_preparation_characters",
-                "Characters of requests that wait to be tokenized, rendered or compiled",
-                lambda: 0 if self._stage is None else self._stage.waiting,
-            )
+        self.requests = RequestMetrics(self.registry, max_input_tokens, max_total_tokens)
+        self.connections = ConnectionMetrics(self.registry)
+        self.registry.add(
+            Reading,
+            "text_generation_preparation_characters",
+            "Characters of requests that wait to be tokenized, rendered or compiled",
+            lambda: 0 if self._stage is None else self._stage.waiting,
         )
-        self._registry.add(
-            Reading(
-                "text_generation_log_lines_dropped_total",
-                "Log lines that the processes of the router dropped because the log was full, closed or too slow",
-                dropped_lines,
-                "counter",
-            )
+        self.registry.add(
+            Reading,
+            "text_generation_log_lines_dropped_total",
+            "Log lines that the processes of the router dropped because the log was full, closed or too slow",
+            dropped_lines,
+            "counter",
         )
         self.errors = RecentErrors()
 
@@ -77,7 +75,7 @@ class HttpMetrics:
 
     def snapshot(self, process: int) -> bytes:
         """Return the counts of this process, for WorkerSums; `process` is a number that no earlier one had."""
-        return snapshot(process, self._registry, self.errors)
+        return snapshot(process, self.registry, self.errors)
 
 
 class Metrics(HttpMetrics):
@@ -86,12 +84,12 @@ class Metrics(HttpMetrics):
     def __init__(self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler) -> None:
         super().__init__(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens)
         self._scheduler = scheduler
-        self.steps = StepMetrics(self._registry)
-        self._registry.add(SchedulerMetrics(scheduler))
+        self.steps = StepMetrics(self.registry)
+        self.registry.add(SchedulerMetrics, scheduler)
 
     def worker_sums(self) -> WorkerSums:
         """Return what adds the counts of HTTP workers to these metrics."""
-        return WorkerSums(self._registry, self.requests, self.errors)
+        return WorkerSums(self.registry, self.requests, self.errors)
 
     def add_shards(self, cluster: Cluster[Any], known: Callable[[], int]) -> None:
         """Add the metrics of the states of shards; `known` returns how many there are, those of other routers included."""
@@ -100,52 +98,46 @@ class Metrics(HttpMetrics):
             return Counter(member.state.value for member in cluster.members)
 
         states = [state.value for state in ShardState]
-        self._registry.add(
-            Readings("text_generation_shards", "Shards that are members, by state", "state", states, count)
+        self.registry.add(
+            Readings, "text_generation_shards", "Shards that are members, by state", "state", states, count
         )
-        self._registry.add(
-            Reading(
-                "text_generation_shards_known", "Shards that the source lists, those of other routers included", known
-            )
+        self.registry.add(
+            Reading,
+            "text_generation_shards_known",
+            "Shards that the source lists, those of other routers included",
+            known,
         )
 
     def add_audits(self, auditor: Auditor) -> None:
         """Add the metrics of audits."""
         verdicts, features = [verdict.value for verdict in Verdict], [*FEATURES, "none"]
-        self._registry.add(
-            Readings(
-                "text_generation_audits_total",
-                "Audited requests, by verdict",
-                *("verdict", verdicts, lambda: auditor.verdicts, "counter"),
-            )
+        self.registry.add(
+            Readings,
+            "text_generation_audits_total",
+            "Audited requests, by verdict",
+            *("verdict", verdicts, lambda: auditor.verdicts, "counter"),
         )
-        self._registry.add(
-            Readings(
-                "text_generation_audit_mismatch_total",
-                "Served texts that differ from their replay, by the feature that is the likely cause",
-                *("feature", features, lambda: auditor.mismatches, "counter"),
-            )
+        self.registry.add(
+            Readings,
+            "text_generation_audit_mismatch_total",
+            "Served texts that differ from their replay, by the feature that is the likely cause",
+            *("feature", features, lambda: auditor.mismatches, "counter"),
         )
-        self._registry.add(
-            Reading(
-                "text_generation_audits_waiting",
-                "Requests chosen for an audit that run or wait for their replay",
-                lambda: auditor.waiting,
-            )
+        self.registry.add(
+            Reading,
+            "text_generation_audits_waiting",
+            "Requests chosen for an audit that run or wait for their replay",
+            lambda: auditor.waiting,
         )
 
     def add_names(self, names: Collection[str], model: str) -> None:
         """Show the metrics under further names too: "vllm", "trtllm"."""
-        add_further_names(self._registry, self._scheduler, names, model)
-
-    def exposition(self) -> bytes:
-        """Every metric in Prometheus' text format."""
-        return self._registry.exposition()
+        add_further_names(self.registry, self._scheduler, names, model)
 
     async def written(self, *, openmetrics: bool) -> bytes:
         """Every metric in Prometheus' format, or in OpenMetrics' with exemplars. Tokens are delivered between its parts."""
         body, resumed = bytearray(), time.perf_counter()
-        for text in self._registry.texts(openmetrics=openmetrics):
+        for text in self.registry.texts(openmetrics=openmetrics):
             body += text.encode()
             if time.perf_counter() - resumed > SCRAPE_SLICE_S:
                 await asyncio.sleep(0)

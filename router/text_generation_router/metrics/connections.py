@@ -32,22 +32,20 @@ class ConnectionMetrics:
     def __init__(self, registry: Registry) -> None:
         self.open = 0
         """Connections of this process."""
-        self._all = registry.add(Reading("text_generation_connections", "Open HTTP connections", lambda: self.open))
+        self._all = registry.add(Reading, "text_generation_connections", "Open HTTP connections", lambda: self.open)
         self._closed = registry.add(
-            Counter(
-                "text_generation_connections_closed_total",
-                "HTTP connections that a limit of the server closed, by limit",
-                "reason",
-                tuple(reason.value for reason in CloseReason),
-            )
+            Counter,
+            "text_generation_connections_closed_total",
+            "HTTP connections that a limit of the server closed, by limit",
+            "reason",
+            tuple(reason.value for reason in CloseReason),
         )
         self.requests = registry.add(
-            GrowingCounter(
-                "text_generation_http_requests_total",
-                "HTTP requests by route and by the status of their responses; 499: the client left before",
-                "route",
-                "status",
-            )
+            GrowingCounter,
+            "text_generation_http_requests_total",
+            "HTTP requests by route and by the status of their responses; 499: the client left before",
+            "route",
+            "status",
         )
 
     @property

@@ -12,6 +12,7 @@ from text_generation_proto.values import FinishReason
 from text_generation_router.error_attributes import Outcome
 from text_generation_router.metrics.instruments import (
     Counter,
+    Histogram,
     Registry,
     RenamedHistogram,
     head_text,
@@ -90,8 +91,8 @@ def add_further_names(registry: Registry, scheduler: Scheduler, names: Collectio
         labels = {"model_name": model} | ({"engine": "0"} if prefix == VLLM else {"engine_type": "text-generation"})
         for name, source in _HISTOGRAMS.items():
             if name.startswith(prefix):
-                registry.add(RenamedHistogram(registry.histogram(source), name, labels))
-        registry.add(_FurtherCounters(registry, scheduler, prefix, labels))
+                registry.add(RenamedHistogram, registry.find(Histogram, source), name, labels)
+        registry.add(_FurtherCounters, registry, scheduler, prefix, labels)
 
 
 class _FurtherCounters:
@@ -101,9 +102,9 @@ class _FurtherCounters:
         self._scheduler = scheduler
         self._prefix, self._labels = prefix, labels
         self._counters: dict[str, Counter] = {
-            name: registry.counter(source) for name, source in _COUNTERS.items() if name.startswith(prefix)
+            name: registry.find(Counter, source) for name, source in _COUNTERS.items() if name.startswith(prefix)
         }
-        self._finished = registry.counter("text_generation_requests_finished_total")
+        self._finished = registry.find(Counter, "text_generation_requests_finished_total")
 
     def text(self) -> str:
         return "".join(self._lines())

@@ -13,7 +13,7 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 """Upper bounds in seconds, 0.15 ms to 146 s: TGI's for every name that ends in `duration` (router/src/server.rs)."""
@@ -44,7 +44,9 @@ class Summable(Protocol):
         """Add by how much a snapshot of another process is above an earlier one of it. None is a snapshot of zeros."""
 
 
+P = ParamSpec("P")
 I = TypeVar("I", bound=Instrument)  # noqa: E741 - an instrument
+S = TypeVar("S", bound=Summable)
 
 
 class Registry:
@@ -53,14 +55,10 @@ class Registry:
     def __init__(self) -> None:
         self._instruments: list[Instrument] = []
 
-    def add(self, instrument: I) -> I:
-        """Include `instrument` in every scrape; return it."""
-        self._instruments.append(instrument)
+    def add(self, kind: Callable[P, I], *args: P.args, **options: P.kwargs) -> I:
+        """Create an instrument of a kind and include it in every scrape; return it."""
+        self._instruments.append(instrument := kind(*args, **options))
         return instrument
-
-    def exposition(self) -> bytes:
-        """All instruments in Prometheus' text format."""
-        return "".join(self.texts()).encode()
 
     def texts(self, *, openmetrics: bool = False) -> Iterator[str]:
         """Yield the text of each instrument, in Prometheus' format or in OpenMetrics' with exemplars."""
@@ -74,17 +72,13 @@ class Registry:
         if openmetrics:
             yield "# EOF\n"
 
-    def histogram(self, name: str) -> Histogram:
-        """The histogram with this name. Raises StopIteration if there is none."""
-        return next(each for each in self._instruments if isinstance(each, Histogram) and each.name == name)
+    def find(self, kind: type[S], name: str) -> S:
+        """The instrument of a kind with this name. Raises StopIteration if there is none."""
+        return next(each for each in self.summable() if isinstance(each, kind) and each.name == name)
 
     def summable(self) -> Iterator[Summable]:
         """Iterate over the instruments that are summed over processes."""
         return (each for each in self._instruments if isinstance(each, Summable))
-
-    def counter(self, name: str) -> Counter:
-        """The counter with this name. Raises StopIteration if there is none."""
-        return next(each for each in self._instruments if isinstance(each, Counter) and each.name == name)
 
 
 class Counter:

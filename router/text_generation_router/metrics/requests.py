@@ -56,16 +56,16 @@ class RequestMetrics:
 
     def __init__(self, registry: Registry, max_input_tokens: int, max_total_tokens: int) -> None:
         def duration(name: str, documentation: str) -> Histogram:
-            return registry.add(Histogram(name, documentation, DURATION_BUCKETS))
+            return registry.add(Histogram, name, documentation, DURATION_BUCKETS)
 
         def seconds(name: str, documentation: str) -> Histogram:
-            return registry.add(Histogram(name, documentation, FIRST_TOKEN_BUCKETS))
+            return registry.add(Histogram, name, documentation, FIRST_TOKEN_BUCKETS)
 
         def tokens(name: str, documentation: str, largest: int) -> Histogram:
-            return registry.add(Histogram(name, documentation, token_buckets(largest)))
+            return registry.add(Histogram, name, documentation, token_buckets(largest))
 
         def counter(name: str, documentation: str, label: str = "", *values: str) -> Counter:
-            return registry.add(Counter(name, documentation, label, tuple(dict.fromkeys(values)) or ("",)))
+            return registry.add(Counter, name, documentation, label, tuple(dict.fromkeys(values)) or ("",))
 
         labels = [error.metric_label for error in error_classes()]
         reasons = [*(reason.value for reason in FinishReason), *(outcome.value for outcome in Outcome)]

@@ -48,11 +48,11 @@ class StepMetrics:
 
     def __init__(self, registry: Registry) -> None:
         def by_method(name: str, documentation: str) -> Counter:
-            return registry.add(Counter(name, documentation + _BY_METHOD, "method", METHODS))
+            return registry.add(Counter, name, documentation + _BY_METHOD, "method", METHODS)
 
         def duration(name: str, documentation: str, methods: Sequence[str] = METHODS) -> Histogram:
             suffix = _BY_METHOD if methods is METHODS else ""
-            return registry.add(Histogram(name, documentation + suffix, DURATION_BUCKETS, "method", methods))
+            return registry.add(Histogram, name, documentation + suffix, DURATION_BUCKETS, "method", methods)
 
         self._count = by_method("tgi_batch_inference_count", "Steps")
         self._success = by_method("tgi_batch_inference_success", "Steps that succeeded")
@@ -65,38 +65,35 @@ class StepMetrics:
         )
         self._durations = {method: tuple(histogram.of(method) for histogram in durations) for method in METHODS}
         self._concat = registry.add(
-            Counter(
-                "tgi_batch_concat",
-                "Times that requests from the queue joined running ones: as many waited as the ratio requires "
-                "(backpressure), they waited long enough (wait_exceeded), or no condition was set (chunking)",
-                "reason",
-                [reason.value for reason in JoinReason],
-            )
+            Counter,
+            "tgi_batch_concat",
+            "Times that requests from the queue joined running ones: as many waited as the ratio requires "
+            "(backpressure), they waited long enough (wait_exceeded), or no condition was set (chunking)",
+            "reason",
+            [reason.value for reason in JoinReason],
         )
         self._concat_duration = duration("tgi_batch_concat_duration", "Seconds to let them join", [DECODE])
         self._next_size = registry.add(
-            Histogram("tgi_batch_next_size", "Requests that left the queue together", BATCH_SIZE_BUCKETS)
+            Histogram, "tgi_batch_next_size", "Requests that left the queue together", BATCH_SIZE_BUCKETS
         )
         self._skipped = registry.add(
-            Histogram("tgi_request_skipped_tokens", "Tokens per sequence and step beyond one", SKIPPED_TOKENS_BUCKETS)
+            Histogram, "tgi_request_skipped_tokens", "Tokens per sequence and step beyond one", SKIPPED_TOKENS_BUCKETS
         )
         self.token_gaps = registry.add(
-            Histogram(
-                "text_generation_inter_token_seconds",
-                "Seconds between two new tokens of a request; 0 within a step",
-                TOKEN_GAP_BUCKETS,
-            )
+            Histogram,
+            "text_generation_inter_token_seconds",
+            "Seconds between two new tokens of a request; 0 within a step",
+            TOKEN_GAP_BUCKETS,
         )
-        self.prompt_tokens = registry.add(Counter("text_generation_prompt_tokens_total", "Prompt tokens computed"))
-        self.new_tokens = registry.add(Counter("text_generation_generated_tokens_total", "New tokens delivered"))
+        self.prompt_tokens = registry.add(Counter, "text_generation_prompt_tokens_total", "Prompt tokens computed")
+        self.new_tokens = registry.add(Counter, "text_generation_generated_tokens_total", "New tokens delivered")
         self._drafting = {
             name: registry.add(
-                Counter(
-                    f"text_generation_spec_decode_{name}_total",
-                    f"Speculative decoding: {what}, by source",
-                    "source",
-                    DRAFT_SOURCES,
-                )
+                Counter,
+                f"text_generation_spec_decode_{name}_total",
+                f"Speculative decoding: {what}, by source",
+                "source",
+                DRAFT_SOURCES,
             )
             for name, what in _DRAFTING.items()
         }
@@ -104,14 +101,13 @@ class StepMetrics:
         self._engine_queued: dict[int, int] = {}
         """By replica: requests in the queue of its engine, as of its last report."""
         registry.add(
-            Reading(
-                "text_generation_engine_queued_requests",
-                "Requests in the queues of self-scheduling engines",
-                lambda: sum(self._engine_queued.values()),
-            )
+            Reading,
+            "text_generation_engine_queued_requests",
+            "Requests in the queues of self-scheduling engines",
+            lambda: sum(self._engine_queued.values()),
         )
 
-        self.gpus = registry.add(GpuMetrics())
+        self.gpus = registry.add(GpuMetrics)
 
     def on_loss(self, replica: int) -> None:
         self._gaps.lost(replica)
@@ -182,28 +178,23 @@ class TokenGaps:
         self._histogram = histogram
         self._last: dict[int, tuple[float, set[RequestId]]] = {}
         """By replica: the time of its last step, and the requests that got a token in it."""
-        self._left_out: dict[RequestId, float] = {}
+        self.left_out: dict[RequestId, float] = {}
         """Time of the last token of requests that were not in the last step of their replica. Some may have ended."""
         self._sweep_above = MIN_SWEEP
-
-    @property
-    def tracked(self) -> int:
-        """Number of requests remembered apart."""
-        return len(self._left_out)
 
     def step(self, replica: int, now: float, served: set[RequestId], alive: Container[RequestId]) -> None:
         """Record a step with new tokens for `served`; keeps that set. `alive`: requests that continue."""
         at, previous = self._last.get(replica, (now, set()))
         if together := len(served & previous):
             self._histogram.observe(now - at, together)
-        if self._left_out:
-            for request_id in self._left_out.keys() & served:
-                self._histogram.observe(now - self._left_out.pop(request_id))
-            if len(self._left_out) > self._sweep_above:
-                self._left_out = {each: at for each, at in self._left_out.items() if each in alive}
-                self._sweep_above = max(MIN_SWEEP, 2 * len(self._left_out))
+        if self.left_out:
+            for request_id in self.left_out.keys() & served:
+                self._histogram.observe(now - self.left_out.pop(request_id))
+            if len(self.left_out) > self._sweep_above:
+                self.left_out = {each: at for each, at in self.left_out.items() if each in alive}
+                self._sweep_above = max(MIN_SWEEP, 2 * len(self.left_out))
         if together < len(previous):
-            self._left_out.update((each, at) for each in previous - served if each in alive)
+            self.left_out.update((each, at) for each in previous - served if each in alive)
         self._last[replica] = now, served
 
     def leave_out(self, request_id: RequestId) -> None:
@@ -211,9 +202,9 @@ class TokenGaps:
         for at, previous in self._last.values():
             if request_id in previous:
                 previous.remove(request_id)
-                self._left_out[request_id] = at
+                self.left_out[request_id] = at
 
     def lost(self, replica: int) -> None:
         """Remember all requests of a replica apart: its session ended."""
         at, previous = self._last.pop(replica, (0.0, ()))
-        self._left_out.update(dict.fromkeys(previous, at))
+        self.left_out.update(dict.fromkeys(previous, at))

@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from metric_samples import exposition
 from prometheus_client.parser import text_string_to_metric_families
 
 import text_generation_router.api.cloud.kserve
@@ -50,7 +51,7 @@ def test_every_metric_of_our_own_is_listed() -> None:
     metrics.add_audits(Auditor(scheduler, metrics.steps, RouterConfig(), pb.InfoResponse()))
     families = {
         family.name + "_total" * (family.type == "counter"): family.documentation
-        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for family in text_string_to_metric_families(exposition(metrics.registry))
         if family.name.startswith("text_generation_")
     }
     assert dict(re.findall(r"^\| `(text_generation_\w+)` \| (.*) \|$", API, re.MULTILINE)) == families

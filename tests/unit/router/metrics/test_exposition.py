@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from metric_samples import exposition
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -66,11 +67,11 @@ def some_metrics() -> Metrics:
 
 
 def names(metrics: Metrics) -> list[str]:
-    return [line if line[0] == "#" else line.rsplit(" ", 1)[0] for line in metrics.exposition().decode().splitlines()]
+    return [line if line[0] == "#" else line.rsplit(" ", 1)[0] for line in exposition(metrics.registry).splitlines()]
 
 
 def test_every_metric_has_its_name_type_and_labels() -> None:
-    families = {family.name: family for family in text_string_to_metric_families(some_metrics().exposition().decode())}
+    families = {family.name: family for family in text_string_to_metric_families(exposition(some_metrics().registry))}
     assert families.keys() >= TGI.keys() | GATEWAYS
     assert {name for name in families if not name.startswith("text_generation_")} == TGI.keys() | GATEWAYS
     for name, (kind, label) in TGI.items():
@@ -112,7 +113,7 @@ def test_further_names_show_the_same_figures_with_the_labels_of_their_dashboards
     for reason in (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LENGTH):
         metrics.requests.started()
         metrics.requests.succeeded(latencies, reason)
-    families = {family.name: family for family in text_string_to_metric_families(metrics.exposition().decode())}
+    families = {family.name: family for family in text_string_to_metric_families(exposition(metrics.registry))}
     further = {name for name in families if not name.startswith(("text_generation_", "tgi_"))}
     vllm, trtllm = {f"vllm:{name}" for name in VLLM_HISTOGRAMS | VLLM_OTHERS}, {f"trtllm_{name}" for name in TRTLLM}
     assert further == GATEWAYS | vllm | trtllm
@@ -152,5 +153,5 @@ async def test_openmetrics_has_exemplars_with_trace_ids() -> None:
     def plain(text: str) -> list[str]:
         return [line.split(" # ")[0] for line in text.splitlines() if line[0] != "#"]
 
-    assert plain(written) == plain(metrics.exposition().decode()), "the same samples"
-    assert "trace_id" not in metrics.exposition().decode()
+    assert plain(written) == plain(exposition(metrics.registry)), "the same samples"
+    assert "trace_id" not in exposition(metrics.registry)

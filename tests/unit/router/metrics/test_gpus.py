@@ -13,7 +13,7 @@ PREFIX = "text_generation_gpu_"
 
 def test_series_of_the_values_that_are_known() -> None:
     registry = Registry()
-    gpus = registry.add(GpuMetrics())
+    gpus = registry.add(GpuMetrics)
     assert samples(registry) == {}
     known = pb.GpuState(index=3, uuid="GPU-3", utilization=0.5, uncorrected_ecc_errors=0)
     known.throttle_reasons.extend(["gpu_idle", "hw_slowdown"])

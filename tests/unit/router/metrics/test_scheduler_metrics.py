@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from metric_samples import samples
+from metric_samples import exposition, samples
 from prometheus_client.parser import text_string_to_metric_families
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -41,7 +41,7 @@ def decided(scheduler: Scheduler) -> SchedulerOutput:
 
 def scraped(scheduler: Scheduler) -> dict[str, float]:
     registry = Registry()
-    registry.add(SchedulerMetrics(scheduler))
+    registry.add(SchedulerMetrics, scheduler)
     return samples(registry)
 
 
@@ -87,7 +87,7 @@ def test_requests_of_each_adapter_that_a_replica_holds() -> None:
     scheduler.dispatch()
     metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=scheduler)
     metrics.add_names(("vllm",), "model")
-    families = {family.name: family for family in text_string_to_metric_families(metrics.exposition().decode())}
+    families = {family.name: family for family in text_string_to_metric_families(exposition(metrics.registry))}
     for state, counts in (("running", (1, 1, 0)), ("waiting", (0, 2, 0))):
         shown = families[f"text_generation_adapter_requests_{state}"].samples
         assert {sample.labels["adapter"]: sample.value for sample in shown} == dict(

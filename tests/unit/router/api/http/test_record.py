@@ -6,6 +6,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from api_settings import api_metrics
+from metric_samples import exposition
 from structlog.testing import capture_logs
 
 from text_generation_proto.values import FinishReason
@@ -30,7 +31,7 @@ def nonzero(metrics: Metrics) -> dict[str, float]:
         "tgi_request_failure",
         "text_generation_requests_finished_total",
     )
-    lines = (line.rsplit(" ", 1) for line in metrics.exposition().decode().splitlines() if line.startswith(names))
+    lines = (line.rsplit(" ", 1) for line in exposition(metrics.registry).splitlines() if line.startswith(names))
     return {name: float(value) for name, value in lines if value != "0"}
 
 
@@ -135,6 +136,6 @@ def test_the_first_token_of_several_sequences_counts_once(metrics: Metrics) -> N
         times.on_first_token(record.started + 3)
     assert generation.times is first
     assert generation.first_token == record.started + 3
-    lines = metrics.exposition().decode().splitlines()
+    lines = exposition(metrics.registry).splitlines()
     assert "text_generation_time_to_first_token_seconds_count 1.0" in lines
     assert "text_generation_time_to_first_token_seconds_sum 3.0" in lines
