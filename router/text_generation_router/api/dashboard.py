@@ -62,7 +62,7 @@ class DashboardRoutes:
                 "GET",
                 "/dashboard",
                 self.page,
-                "Service",
+                tag="Service",
                 name="dashboard",
                 answer=str,
                 content_type="text/html",

@@ -40,6 +40,8 @@ def service_routes(service: InfoRoutes, settings: Settings) -> list[Route]:
     """Routes about the service."""
     get, post = partial(Route, "GET", tag="Service"), partial(Route, "POST", tag="Service")
     probe = partial(get, operations=Operation.HEALTH, probe=True)
+    metrics = partial(get, content_type="text/plain", probe=settings.config.open_metrics, always=True)
+    tokens = partial(post, operations=Operation.TOKENIZE)
     return [
         probe("/", service.home),
         probe("/health", service.health),
@@ -47,22 +49,9 @@ def service_routes(service: InfoRoutes, settings: Settings) -> list[Route]:
         probe("/health/ready", service.ready),
         probe("/ping", service.health, name="ping"),
         get("/info", service.info, answer=about.InfoAnswer),
-        get(
-            "/metrics",
-            service.metrics,
-            answer=str,
-            content_type="text/plain",
-            probe=settings.config.open_metrics,
-            always=True,
-        ),
+        metrics("/metrics", service.metrics, answer=str),
         get("/tokenizer_info", service.tokenizer_info, answer=about.TokenizerInfo),
-        post(
-            "/detokenize",
-            service.detokenize,
-            body=about.DetokenizeBody,
-            answer=about.DetokenizeAnswer,
-            operations=Operation.TOKENIZE,
-        ),
+        tokens("/detokenize", service.detokenize, about.DetokenizeBody, about.DetokenizeAnswer),
     ]
 
 
@@ -70,26 +59,14 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: InfoRoutes) 
     """TGI's routes."""
     post = partial(Route, "POST", tag="TGI")
     answering = partial(post, operations=Operation.GENERATE)
+    tokens = partial(post, operations=Operation.TOKENIZE)
+    chat_tokens = partial(post, operations=Operation.TOKENIZE | Operation.TEMPLATE)
     return [
-        answering(
-            "/", generate.compat_generate, body=CompatGenerateBody, answer=list[GenerateAnswer], events=StreamEvent
-        ),
-        answering("/generate", generate.generate, body=GenerateBody, answer=GenerateAnswer),
-        answering("/generate_stream", generate.generate_stream, body=GenerateBody, events=StreamEvent),
-        post(
-            "/tokenize",
-            service.tokenize,
-            body=about.TokenizeBody,
-            answer=list[SimpleToken] | TokenIdsAnswer,
-            operations=Operation.TOKENIZE,
-        ),
-        post(
-            "/chat_tokenize",
-            chat.chat_tokenize,
-            body=ChatTokenizeBody,
-            answer=ChatTokenizeAnswer,
-            operations=Operation.TOKENIZE | Operation.TEMPLATE,
-        ),
+        answering("/", generate.compat_generate, CompatGenerateBody, list[GenerateAnswer], StreamEvent),
+        answering("/generate", generate.generate, GenerateBody, GenerateAnswer),
+        answering("/generate_stream", generate.generate_stream, GenerateBody, events=StreamEvent),
+        tokens("/tokenize", service.tokenize, about.TokenizeBody, list[SimpleToken] | TokenIdsAnswer),
+        chat_tokens("/chat_tokenize", chat.chat_tokenize, ChatTokenizeBody, ChatTokenizeAnswer),
     ]
 
 
@@ -98,42 +75,18 @@ def openai_routes(
 ) -> list[Route]:
     """OpenAI's routes; the list of models is Anthropic's too."""
     get, post = partial(Route, "GET", tag="OpenAI"), partial(Route, "POST", tag="OpenAI")
+    chatting = partial(post, operations=_CHAT)
+    completing = partial(post, operations=Operation.GENERATE | Operation.COMPLETE)
     find = partial(get, operations=Operation.FIND)
+    delete = partial(Route, "DELETE", tag="OpenAI", operations=Operation.FIND)
     both = (Dialect.OPENAI, Dialect.ANTHROPIC)
+    completion = openai.CompletionAnswer
     return [
-        post(
-            "/v1/chat/completions",
-            chat.chat_completions,
-            body=ChatBody,
-            answer=openai.ChatAnswer,
-            events=openai.ChatChunk,
-            operations=_CHAT,
-        ),
-        post(
-            "/v1/completions",
-            completions.completions,
-            body=CompletionBody,
-            answer=openai.CompletionAnswer,
-            events=openai.CompletionAnswer,
-            operations=Operation.GENERATE | Operation.COMPLETE,
-        ),
-        post(
-            "/v1/responses",
-            responses.create_response,
-            body=ResponsesBody,
-            answer=ResponseAnswer,
-            events=ResponseEvent,
-            operations=_CHAT,
-        ),
+        chatting("/v1/chat/completions", chat.chat_completions, ChatBody, openai.ChatAnswer, openai.ChatChunk),
+        completing("/v1/completions", completions.completions, CompletionBody, completion, completion),
+        chatting("/v1/responses", responses.create_response, ResponsesBody, ResponseAnswer, ResponseEvent),
         find("/v1/responses/{id}", responses.get_response),
-        Route(
-            "DELETE",
-            "/v1/responses/{id}",
-            responses.get_response,
-            "OpenAI",
-            name="delete_response",
-            operations=Operation.FIND,
-        ),
+        delete("/v1/responses/{id}", responses.get_response, name="delete_response"),
         get("/v1/models", models.list_models, answer=ModelsAnswer | ModelPage, speaks=both),
         find("/v1/models/{model:.+}", models.get_model, answer=ModelAnswer | ModelCard, speaks=both),
     ]
@@ -144,30 +97,19 @@ def adapter_routes(adapters: AdapterRoutes) -> list[Route]:
     operations = Operation.OPERATE | Operation.FIND
     post = partial(Route, "POST", tag="Adapters", answer=str, content_type="text/plain", operations=operations)
     return [
-        post("/v1/load_lora_adapter", adapters.load_lora_adapter, body=LoadAdapterBody),
-        post("/v1/unload_lora_adapter", adapters.unload_lora_adapter, body=UnloadAdapterBody),
+        post("/v1/load_lora_adapter", adapters.load_lora_adapter, LoadAdapterBody),
+        post("/v1/unload_lora_adapter", adapters.unload_lora_adapter, UnloadAdapterBody),
     ]
 
 
 def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
     """Anthropic's routes."""
     post = partial(Route, "POST", tag="Anthropic")
+    chatting = partial(post, operations=_CHAT, events=anthropic.MessageEvent)
+    count = partial(post, operations=Operation.TOKENIZE | Operation.TEMPLATE)
     return [
-        post(
-            "/v1/messages",
-            messages.create_message,
-            body=MessagesBody,
-            answer=anthropic.MessageAnswer,
-            events=anthropic.MessageEvent,
-            operations=_CHAT,
-        ),
-        post(
-            "/v1/messages/count_tokens",
-            messages.count_message_tokens,
-            body=CountTokensBody,
-            answer=anthropic.TokenCount,
-            operations=Operation.TOKENIZE | Operation.TEMPLATE,
-        ),
+        chatting("/v1/messages", messages.create_message, MessagesBody, anthropic.MessageAnswer),
+        count("/v1/messages/count_tokens", messages.count_message_tokens, CountTokensBody, anthropic.TokenCount),
     ]
 
 
@@ -175,53 +117,31 @@ def cloud_routes(
     sagemaker: SageMakerRoutes, vertex: VertexRoutes, kserve: KServeRoutes, service: InfoRoutes, settings: Settings
 ) -> list[Route]:
     """Routes of cloud platforms: SageMaker, Vertex AI, KServe."""
+    config = settings.config
     model = "/v2/models/{name}/versions/{version}"
-    get, post = partial(Route, "GET", tag="KServe"), partial(Route, "POST", tag="KServe")
+    get = partial(Route, "GET", tag="KServe")
     ready = partial(get, answer=LiveAnswer, operations=Operation.HEALTH, probe=True)
+    infer = partial(Route, "POST", tag="KServe", operations=Operation.GENERATE | Operation.INFER)
+    invoke = partial(
+        Route, "POST", tag="SageMaker", speaks=(Dialect.TGI, Dialect.OPENAI), operations=_CHAT | Operation.COMPLETE
+    )
+    predict = partial(Route, "POST", tag="Vertex AI", speaks=(Dialect.TGI,), operations=_CHAT | Operation.PREDICT)
     vertex_health = partial(Route, "GET", tag="Vertex AI", operations=Operation.HEALTH, probe=True)
-    return [
-        Route(
-            "POST",
-            "/invocations",
-            sagemaker.invoke,
-            "SageMaker",
-            body=InvocationBody,
-            answer=list[GenerateAnswer] | openai.ChatAnswer | openai.CompletionAnswer,
-            events=StreamEvent | openai.ChatChunk | openai.CompletionAnswer,
-            speaks=(Dialect.TGI, Dialect.OPENAI),
-            operations=_CHAT | Operation.COMPLETE,
-        ),
-        *(
-            Route(
-                "POST",
-                path,
-                vertex.predict,
-                "Vertex AI",
-                name="predict" if path == "/vertex" else "predict_route",
-                body=VertexBody,
-                answer=VertexAnswer,
-                speaks=(Dialect.TGI,),
-                operations=_CHAT | Operation.PREDICT,
-            )
-            for path in dict.fromkeys(("/vertex", settings.config.aip_predict_route))
-            if path
-        ),
-        *(
-            vertex_health(path, service.health, name="vertex_health")
-            for path in (settings.config.aip_health_route,)
-            if path not in ("", "/", "/health", "/ping")
-        ),
+    invoked = list[GenerateAnswer] | openai.ChatAnswer | openai.CompletionAnswer
+    streamed = StreamEvent | openai.ChatChunk | openai.CompletionAnswer
+    routes = [
+        invoke("/invocations", sagemaker.invoke, InvocationBody, invoked, streamed),
+        predict("/vertex", vertex.predict, VertexBody, VertexAnswer),
         get("/v2", kserve.server, name="kserve_server", answer=ServerMetadata),
         get("/v2/health/live", kserve.live, name="kserve_live", answer=LiveAnswer, probe=True),
         ready("/v2/health/ready", kserve.ready, name="kserve_ready"),
         get(model, kserve.model, name="kserve_model", answer=ServerMetadata),
         ready(f"{model}/ready", kserve.ready, name="kserve_model_ready"),
-        post(
-            f"{model}/infer",
-            kserve.infer,
-            name="kserve_infer",
-            body=InferBody,
-            answer=InferAnswer,
-            operations=Operation.GENERATE | Operation.INFER,
-        ),
+        infer(f"{model}/infer", kserve.infer, InferBody, InferAnswer, name="kserve_infer"),
     ]
+    if config.aip_predict_route not in ("", "/vertex"):
+        route = config.aip_predict_route
+        routes.append(predict(route, vertex.predict, VertexBody, VertexAnswer, name="predict_route"))
+    if config.aip_health_route not in ("", "/", "/health", "/ping"):
+        routes.append(vertex_health(config.aip_health_route, service.health, name="vertex_health"))
+    return routes

@@ -6,6 +6,7 @@ Every file comes from this server, and the page's content security policy allows
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,13 @@ class DocsRoutes:
     def routes(self) -> list[Route]:
         """The routes of the documentation."""
         folder = _swagger_ui()
+        documentation = partial(Route, "GET", tag="Documentation")
         return [
             *(
-                Route("GET", path, self.openapi, "Documentation", name=name, answer=dict[str, Any])
+                documentation(path, self.openapi, name=name, answer=dict[str, Any])
                 for name, path in (("openapi_as_in_tgi", "/api-doc/openapi.json"), ("openapi", "/openapi.json"))
             ),
-            Route("GET", "/docs", self.page, "Documentation", name="docs", answer=str, content_type="text/html"),
+            documentation("/docs", self.page, name="docs", answer=str, content_type="text/html"),
             Route("GET", "/docs/", self.page, documented=False),
             *(
                 Route("GET", f"/docs/{name}", static_file(name, content), documented=False)

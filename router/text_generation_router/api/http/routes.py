@@ -37,19 +37,19 @@ class Route:
     path: str
     """In aiohttp's syntax: `/v1/models/{model:.+}`."""
     handler: Handler
+    body: Any = None
+    """The model of the request body, or a union of models; None: no body."""
+    answer: Any = None
+    """The type of the response body; None: empty."""
+    events: Any = None
+    """The type of the data of each server-sent event; None: the route does not stream."""
     tag: str = ""
     name: str = ""
     """Its operation id in the OpenAPI document, the name of a method in generated clients; default: the handler's name."""
     operations: Operation = Operation.NONE
     """From these follow the errors of the route."""
-    body: Any = None
-    """The model of the request body, or a union of models; None: no body."""
-    answer: Any = None
-    """The type of the response body; None: empty."""
     content_type: str = JSON
     """Content type of the response."""
-    events: Any = None
-    """The type of the data of each server-sent event; None: the route does not stream."""
     speaks: tuple[Dialect, ...] = ()
     """Dialects of the responses, the default first. Empty: the dialect of the path."""
     probe: bool = False

@@ -36,7 +36,7 @@ def test_probes_answer_head_too() -> None:
 
 
 def test_tgi_refuses_bodies_in_plain_text_and_keys_without_a_body() -> None:
-    route = Route("POST", "/ask", handler, "Questions", body=Question, operations=Operation.HEALTH)
+    route = Route("POST", "/ask", handler, tag="Questions", body=Question, operations=Operation.HEALTH)
     responses = document([route], "1", keys=True)["paths"]["/ask"]["post"]["responses"]
     assert set(responses["400"]["content"]) == set(responses["422"]["content"]) == {"text/plain"}
     assert set(responses["503"]["content"]) == {"application/json"}
@@ -46,14 +46,14 @@ def test_tgi_refuses_bodies_in_plain_text_and_keys_without_a_body() -> None:
 
 def test_a_route_of_two_dialects_lists_the_errors_of_both() -> None:
     route = Route(
-        "POST", "/ask", handler, "Questions", speaks=(Dialect.TGI, Dialect.OPENAI), operations=Operation.TOKENIZE
+        "POST", "/ask", handler, tag="Questions", speaks=(Dialect.TGI, Dialect.OPENAI), operations=Operation.TOKENIZE
     )
     described = document([route], "1", keys=False)["paths"]["/ask"]["post"]["responses"]["429"]["content"]
     assert len(described["application/json"]["schema"]["anyOf"]) == 2
 
 
 def test_ranges_are_those_of_the_dialect() -> None:
-    routes = [Route("POST", f"/{body.__name__}", handler, "TGI", body=body) for body in (GenerateBody, ChatBody)]
+    routes = [Route("POST", f"/{body.__name__}", handler, body, tag="TGI") for body in (GenerateBody, ChatBody)]
     schemas = document(routes, "1", keys=False)["components"]["schemas"]
     top_p = {name: schemas[name]["properties"]["top_p"] for name in ("GenerateParameters", "ChatBody")}
     assert {"exclusiveMinimum": 0, "exclusiveMaximum": 1}.items() <= top_p["GenerateParameters"].items()
