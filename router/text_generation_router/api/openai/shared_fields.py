@@ -55,35 +55,21 @@ class ConstraintFields(Body):
         return {name: getattr(self, name) for name in ConstraintFields.model_fields if name != "response_format"}
 
 
+_WITHOUT_DEFAULT = """
+    audio web_search_options chat_template guided_whitespace_pattern kv_transfer_params logits_processors media_io_kwargs
+    mm_processor_kwargs prompt_embeds thinking_token_budget vllm_xargs custom_logit_processor custom_params extra_key
+    input_ids lora_path session_params stop_regex prompt_token_ids prompt_token_ids_b64 disaggregated_params
+    conversation_params agent_hierarchy thinking
+"""
+_OFF = """
+    return_token_ids return_tokens_as_token_ids use_beam_search return_hidden_states return_routed_experts
+    return_context_logits
+"""
+_ON = "include_reasoning skip_special_tokens separate_reasoning stream_reasoning detokenize"
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("audio", "web_search_options"),
-            *(
-                "chat_template",
-                "guided_whitespace_pattern",
-                "kv_transfer_params",
-                "logits_processors",
-                "media_io_kwargs",
-            ),
-            *("mm_processor_kwargs", "prompt_embeds", "thinking_token_budget", "vllm_xargs"),
-            *("custom_logit_processor", "custom_params", "extra_key", "input_ids", "lora_path", "session_params"),
-            *("stop_regex", "prompt_token_ids", "prompt_token_ids_b64", "disaggregated_params", "conversation_params"),
-            *("agent_hierarchy", "thinking"),
-        ),
-        (None,),
-    ),
-    **dict.fromkeys(
-        (
-            *("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"),
-            *("return_hidden_states", "return_routed_experts", "return_context_logits"),
-        ),
-        (None, False),
-    ),
-    **dict.fromkeys(
-        ("include_reasoning", "skip_special_tokens", "separate_reasoning", "stream_reasoning", "detokenize"),
-        (None, True),
-    ),
+    **dict.fromkeys(_WITHOUT_DEFAULT.split(), (None,)),
+    **dict.fromkeys(_OFF.split(), (None, False)),
+    **dict.fromkeys(_ON.split(), (None, True)),
     **dict.fromkeys(("top_p_min", "prompt_ignore_length"), (None, 0)),
     "modalities": (None, [], ["text"]),
 }

@@ -45,28 +45,32 @@ class PrefillToken(ResponseBody):
 TgiFinishReason = TypeAliasType("TgiFinishReason", Literal["length", "eos_token", "stop_sequence"])
 
 
-class BestOfSequence(ResponseBody):
+class Ended(ResponseBody):
+    """The end of a sequence."""
+
+    finish_reason: TgiFinishReason
+    generated_tokens: int
+    seed: int | None
+
+
+class TokenDetails(Ended):
+    """The end of a sequence and its tokens."""
+
+    prefill: list[PrefillToken]
+    tokens: list[TokenAnswer]
+    top_tokens: NotRequired[list[list[TokenAnswer]]]
+
+
+class BestOfSequence(TokenDetails):
     """One of the sequences of `best_of` that were not chosen."""
 
     generated_text: str
-    finish_reason: TgiFinishReason
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillToken]
-    tokens: list[TokenAnswer]
-    top_tokens: NotRequired[list[list[TokenAnswer]]]
 
 
-class Details(ResponseBody):
+class Details(TokenDetails):
     """Details of a generated text."""
 
-    finish_reason: TgiFinishReason
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillToken]
-    tokens: list[TokenAnswer]
     best_of_sequences: NotRequired[list[BestOfSequence]]
-    top_tokens: NotRequired[list[list[TokenAnswer]]]
     cached_tokens: NotRequired[int]
     """Prompt tokens found in the prefix cache; absent if none. Not part of TGI."""
 
@@ -78,12 +82,9 @@ class GenerateAnswer(ResponseBody):
     details: NotRequired[Details]
 
 
-class StreamDetails(ResponseBody):
+class StreamDetails(Ended):
     """Details of a streamed text."""
 
-    finish_reason: TgiFinishReason
-    generated_tokens: int
-    seed: int | None
     input_length: int
     cached_tokens: NotRequired[int]
     """Prompt tokens found in the prefix cache; absent if none. Not part of TGI."""
@@ -153,12 +154,7 @@ class TokenEvents(Sink):
     def _details(self, ending: GenerationResult) -> StreamDetails:
         request = self._generation.request
         assert request is not None
-        details: StreamDetails = {
-            "finish_reason": _REASONS[ending.reason],
-            "generated_tokens": ending.generated_tokens,
-            "seed": _reported_seed(request),
-            "input_length": len(request.prompt),
-        }
+        details = cast("StreamDetails", {**_ended(ending, request), "input_length": len(request.prompt)})
         if cached := self._generation.cached_tokens:
             details["cached_tokens"] = cached
         return details
@@ -170,7 +166,8 @@ async def whole_reply(
     """The response of /generate. Its tokens are written: as objects they take five times as much."""
     reply: GenerateAnswer = {"generated_text": _generated_text(best.ended.result(), body)}
     if body.parameters.details or body.parameters.decoder_input_details:
-        details, top_tokens = await _details(best, tokenizer)
+        sequence, top_tokens = await _details(best, tokenizer)
+        details = cast("Details", sequence)
         if others:
             details["best_of_sequences"] = [_written(await _other(other, body, tokenizer)) for other in others]
         if best.request.logprobs.top_n:
@@ -186,9 +183,10 @@ def _generated_text(ending: GenerationResult, body: GenerateBody) -> str:
     return body.inputs + ending.text if body.parameters.return_full_text else ending.text
 
 
-def _reported_seed(request: Request) -> int | None:
-    """The seed, if the request was sampled."""
-    return None if request.sampling.greedy else request.sampling.seed
+def _ended(ending: GenerationResult, request: Request) -> Ended:
+    """The end of a sequence; its seed, if the request was sampled."""
+    seed = None if request.sampling.greedy else request.sampling.seed
+    return {"finish_reason": _REASONS[ending.reason], "generated_tokens": ending.generated_tokens, "seed": seed}
 
 
 def _token(output: TokenOutput) -> TokenAnswer:
@@ -218,9 +216,8 @@ def _written(value: T) -> T:
     return cast("T", orjson.Fragment(compact_json(value)))
 
 
-async def _details(collected: Collector, tokenizer: Tokenizer) -> tuple[Details, list[list[TokenAnswer]]]:
-    """Details of one sequence, without those that depend on others; the most probable tokens of each position."""
-    ending = collected.ended.result()
+async def _details(collected: Collector, tokenizer: Tokenizer) -> tuple[TokenDetails, list[list[TokenAnswer]]]:
+    """Details of one sequence, and the most probable tokens of each position."""
     prefill: list[PrefillToken] = []
     async for token_id, logprob in paced(zip(collected.request.prompt, collected.prompt_logprobs, strict=False)):
         text = tokenizer.token_text(token_id)
@@ -231,27 +228,15 @@ async def _details(collected: Collector, tokenizer: Tokenizer) -> tuple[Details,
     async for output in paced(collected.take_outputs()):
         tokens.append(_written(_token(output)))
         top_tokens.append(_written(_top_tokens(output.top, tokenizer)))
-    details: Details = {
-        "finish_reason": _REASONS[ending.reason],
-        "generated_tokens": ending.generated_tokens,
-        "seed": _reported_seed(collected.request),
-        "prefill": prefill,
-        "tokens": tokens,
-    }
-    return details, top_tokens
+    ended = _ended(collected.ended.result(), collected.request)
+    return cast("TokenDetails", {**ended, "prefill": prefill, "tokens": tokens}), top_tokens
 
 
 async def _other(collected: Collector, body: GenerateBody, tokenizer: Tokenizer) -> BestOfSequence:
     """A sequence of `best_of` that was not chosen."""
     details, top_tokens = await _details(collected, tokenizer)
-    other: BestOfSequence = {
-        "generated_text": _generated_text(collected.ended.result(), body),
-        "finish_reason": details["finish_reason"],
-        "generated_tokens": details["generated_tokens"],
-        "seed": details["seed"],
-        "prefill": details["prefill"],
-        "tokens": details["tokens"],
-    }
+    text = _generated_text(collected.ended.result(), body)
+    other: dict[str, object] = {"generated_text": text, **details}
     if collected.request.logprobs.top_n:
         other["top_tokens"] = top_tokens
-    return other
+    return cast("BestOfSequence", other)
