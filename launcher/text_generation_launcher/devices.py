@@ -43,7 +43,7 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
     if visible == 0:
         return Devices(0, None)
     try:
-        gpus, driver = await call_in_daemon(_read, NVML_TIMEOUT)
+        gpus, driver = await call_in_daemon(lambda: (read_gpus(), driver_version()), NVML_TIMEOUT)
     except (GpusUnreadable, TimeoutError) as error:
         reason = str(error) or f"the NVIDIA driver did not answer within {NVML_TIMEOUT:.0f} seconds"
         log.info("GPUs are not read", reason=reason)
@@ -71,10 +71,6 @@ async def call_in_daemon(function: Callable[[], T], seconds: float) -> T:
     threading.Thread(target=call, name=function.__name__, daemon=True).start()
     async with asyncio.timeout(seconds):
         return await asyncio.wrap_future(answer)
-
-
-def _read() -> tuple[tuple[Gpu, ...], str]:
-    return read_gpus(), driver_version()
 
 
 def _device_files() -> int:

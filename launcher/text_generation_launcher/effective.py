@@ -31,15 +31,12 @@ async def effective_settings(config: LauncherConfig, environ: Mapping[str, str])
             environ=environ,
         )
         plan = make_plan(checked, context)
-    sources = dict(config.sources) | _changes(config, checked)
+    derived = {name for name in type(config).model_fields if getattr(config, name) != getattr(checked, name)}
+    sources = dict(config.sources) | dict.fromkeys(derived, DERIVED)
     del sources["print_config"]
     return {"launcher": Effective(checked, sources)} | {
         child.name: _of_child(child, checked, sources) for child in (*plan.shards, *plan.router)
     }
-
-
-def _changes(before: LauncherConfig, after: LauncherConfig) -> dict[str, str]:
-    return {name: DERIVED for name in type(before).model_fields if getattr(before, name) != getattr(after, name)}
 
 
 def _of_child(child: ChildSpec, parent: LauncherConfig, sources: Mapping[str, str]) -> Effective:

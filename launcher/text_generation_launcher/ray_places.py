@@ -131,7 +131,8 @@ class RayPlaces:
                 finally:
                     await _stop(actor, following, spec, grace_period)
         finally:
-            self._leaves(spec)
+            if spec.rank == 0 and self._serving.pop(spec.replica, None) is not None:
+                self._write()
             if actor is not None:
                 ray.kill(actor)
             users.discard(spec.rank)
@@ -176,7 +177,9 @@ class RayPlaces:
                         sys.stderr.buffer.write(value)  # does not block: a LogWriter
                         sys.stderr.buffer.flush()
                     case "serves":
-                        self._joins(spec, address)
+                        if spec.rank == 0:
+                            self._serving[spec.replica] = address
+                            self._write()
                         if not described.done():
                             described.set_result(pb.InfoResponse.FromString(value))
                     case "ended":
@@ -185,15 +188,6 @@ class RayPlaces:
             reason = str(error).partition("\n")[0]
             log.error("the actor of a shard is lost", replica=spec.replica, rank=spec.rank, reason=reason)
         return ExitCode.DEPENDENCY_LOST
-
-    def _joins(self, spec: ShardSpec, address: str) -> None:
-        if spec.rank == 0:
-            self._serving[spec.replica] = address
-            self._write()
-
-    def _leaves(self, spec: ShardSpec) -> None:
-        if spec.rank == 0 and self._serving.pop(spec.replica, None) is not None:
-            self._write()
 
     def _write(self) -> None:
         """Replace the list at once: a reader sees the old one or the new one."""

@@ -225,7 +225,8 @@ class Restarts:
                 if not answers:
                     self._stop.requests_lost()
                 raise ServerEnded(ExitCode.FAILED)
-            hopeless = self._all_hopeless()
+            # No unit serves and none has a restart left. A loading one counts as not serving.
+            hopeless = all(not each.serving.is_set() and self._policy.hopeless(each.streak) for each in self._units)
             delay = None if hopeless else self._policy.delay(unit.streak)
             log.error(unit.event("died"), **fields, restart_in_s=delay)
             if hopeless:
@@ -234,7 +235,3 @@ class Restarts:
             if delay is None:
                 return
             await asyncio.sleep(delay)
-
-    def _all_hopeless(self) -> bool:
-        """Return True if no unit serves and none has a restart left. A loading one counts as not serving."""
-        return all(not unit.serving.is_set() and self._policy.hopeless(unit.streak) for unit in self._units)

@@ -89,7 +89,7 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
         form |= {"colors": True, "pad_event_to": 0} if reader is LogReader.TERMINAL else {"columns": PLAIN_COLUMNS}
         timestamp = () if reader is LogReader.JOURNAL else (_timestamp,)
         structured = (*timestamp, shorten_texts, _quote_control_characters, structlog.dev.ConsoleRenderer(**form))
-    priority = (_begin_with_priority,) if reader is LogReader.JOURNAL else ()
+    priority = (lambda _, method, record: f"{PRIORITIES[method]}{record}",) if reader is LogReader.JOURNAL else ()
     processors: tuple[structlog.typing.Processor, ...] = (
         name_process,
         structlog.processors.add_log_level,
@@ -170,10 +170,6 @@ def _add_message(_logger: object, _method: str, record: MutableMapping[str, Any]
     """Repeat the event under the name that readers of JSON logs show as the text of a line."""
     record["message"] = record["event"]
     return record
-
-
-def _begin_with_priority(_logger: object, method: str, record: Any) -> str:  # noqa: ANN401 - rendered
-    return f"{PRIORITIES[method]}{record}"
 
 
 class _Quoted:

@@ -16,11 +16,8 @@ class StopSignals:
         self.hurry = asyncio.Event()
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(sig, self._received)
+            loop.add_signal_handler(sig, lambda: (self.hurry if self.stop.is_set() else self.stop).set())
 
     def on_hangup(self, reload: Callable[[], object]) -> None:
         """Let SIGHUP call `reload` instead of stopping."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-    def _received(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()

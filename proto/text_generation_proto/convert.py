@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import chain, islice
-from typing import Any
-
-from google.protobuf.message import Message
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import (
@@ -57,7 +54,7 @@ def sampling_to_pb(sampling: Sampling) -> pb.Sampling:
 
 def sampling_from_pb(message: pb.Sampling) -> Sampling:
     """Return the value; a field that was not sent is neutral."""
-    given = _sent(message) | {"greedy": message.greedy}
+    given = {field.name: value for field, value in message.ListFields()} | {"greedy": message.greedy}
     if message.logit_bias_ids or message.logit_bias_values:
         given |= {
             "logit_bias_ids": tuple(message.logit_bias_ids),
@@ -124,8 +121,3 @@ def grammar_to_pb(grammar: Grammar) -> pb.Grammar:
 def grammar_from_pb(message: pb.Grammar) -> Grammar:
     """Return the value; its kind is UNSPECIFIED if this version does not know it."""
     return Grammar(GRAMMAR_KINDS_FROM_PB.get(message.kind, GrammarKind.UNSPECIFIED), message.text)
-
-
-def _sent(message: Message) -> dict[str, Any]:
-    """Return the fields of `message` that are not protobuf's zero."""
-    return {field.name: value for field, value in message.ListFields()}

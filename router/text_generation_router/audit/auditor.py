@@ -80,7 +80,9 @@ class Auditor:
     def on_submit(self, request: Request, progress: RequestProgress | None) -> Request:
         """Choose a request, or not. Replays give way to each."""
         if self._replays:
-            self._give_way()
+            for number in self._scheduler.replays.cancel():
+                self.cluster.wake(number)
+            self._forget_replays()
         if not is_chosen(request.id, self._config.audit_share):
             return request
         if len(self._watched) > max(SWEEP, 2 * len(self._scheduler.requests)):
@@ -112,12 +114,6 @@ class Auditor:
     def _sweep(self) -> None:
         """Forget watched requests that expired or failed beside the steps."""
         self._watched = {each: it for each, it in self._watched.items() if each in self._scheduler.requests}
-
-    def _keep(self, served: Served) -> None:
-        if served.tokens:
-            served.ended()
-            self._count(self.kept.put(served), Verdict.DROPPED)
-            self._look.set()
 
     # ------------------------------------------------------------------------------------------------------- observing
 
@@ -167,8 +163,10 @@ class Auditor:
                 if reason is not None:
                     self._satisfied.add(request_id)
         for request_id in self._satisfied:
-            if (ended := watched.pop(request_id, None)) is not None:
-                self._keep(ended)
+            if (ended := watched.pop(request_id, None)) is not None and ended.tokens:
+                ended.ended()
+                self._count(self.kept.put(ended), Verdict.DROPPED)
+                self._look.set()
         self._satisfied.clear()
         for failed in record.deliveries.failed:
             watched.pop(failed.request_id, None)
@@ -210,11 +208,6 @@ class Auditor:
         self._replays[number] = served
         cluster.wake(number)
         return True
-
-    def _give_way(self) -> None:
-        for number in self._scheduler.replays.cancel():
-            self.cluster.wake(number)
-        self._forget_replays()
 
     def _forget_replays(self) -> None:
         """Forget the replays whose slot is free. Those without a verdict are tried again."""

@@ -38,7 +38,8 @@ class Findings:
         self.total += 1
         self._last.append(features)
         used = [name for name in FEATURES if name in features]
-        return max(used, key=self._blame, default="none")
+        share = {name: (self._different[name] / self.total) ** COMMON - self._usual(name) for name in used}
+        return max(used, key=share.__getitem__, default="none")
 
     @property
     def shared(self) -> str | None:
@@ -47,9 +48,6 @@ class Findings:
             return None
         common = [name for name in frozenset.intersection(*map(frozenset, self._last)) if self._usual(name) <= USUAL]
         return common[0] if len(common) == 1 else None
-
-    def _blame(self, name: str) -> float:
-        return (self._different[name] / self.total) ** COMMON - self._usual(name)
 
     def _usual(self, name: str) -> float:
         return (self._same[name] + 1) / (self._confirmed + 2)

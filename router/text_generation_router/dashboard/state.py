@@ -20,7 +20,6 @@ from text_generation_router.dashboard.history import History
 from text_generation_router.metrics import Metrics
 from text_generation_router.metrics.requests import FIRST_TOKEN_BUCKETS
 from text_generation_router.metrics.steps import TOKEN_GAP_BUCKETS
-from text_generation_router.scheduling.fairness import Tenant
 from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardMember
@@ -161,7 +160,7 @@ class StateKeeper:
             if sequence.charged_tokens:  # for all tokens that are expected of it
                 ahead[sequence.request.qos.tenant] += sequence.expected_new_tokens - len(sequence.generated)
         active = (tenant for tenant in tenants if tenant.active)
-        for tenant in nlargest(MAX_TENANTS, active, key=_requests):
+        for tenant in nlargest(MAX_TENANTS, active, key=lambda each: (each.running + each.queued, -each.number)):
             yield {
                 "name": tenant.name,
                 "running": tenant.running,
@@ -189,10 +188,6 @@ class StateKeeper:
 
 def _reason(member: ShardMember) -> str:
     return member.reason or ("" if member.connected else str(member.loss or ""))
-
-
-def _requests(tenant: Tenant) -> tuple[int, int]:
-    return tenant.running + tenant.queued, -tenant.number
 
 
 def _gpu(state: pb.GpuState) -> Json:

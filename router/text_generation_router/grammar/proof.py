@@ -13,7 +13,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -57,6 +56,7 @@ WALKS_S = 0.4
 """CPU time of all walks, about 3 ms a token: a step waits for all its sequences."""
 _FRAMES = 5_000
 """Python frames: the meta-schema takes a few dozen for every level of a schema."""
+_METASCHEMA = Draft202012Validator(Draft202012Validator.META_SCHEMA)
 _NO_TOKENS = "the model has no tokens for a character of it"
 _UNSUPPORTED = {
     r'Unimplemented keys: \["([^"]*)"': "the keyword `{}` is not supported",
@@ -206,14 +206,9 @@ def _check_metaschema(root: Schema) -> None:
         if (key := json.dumps(alone)) in checked:
             continue
         checked.add(key)
-        for error in _metaschema().iter_errors(alone):
+        for error in _METASCHEMA.iter_errors(alone):
             place = "/".join(map(str, error.absolute_path))
             raise not_valid(f"{error.message[:200]}" + (f" at {place[:80]}" if place else ""))
-
-
-@cache
-def _metaschema() -> Draft202012Validator:
-    return Draft202012Validator(Draft202012Validator.META_SCHEMA)
 
 
 def _walk(matcher: LLMatcher) -> None:

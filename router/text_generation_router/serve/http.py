@@ -138,7 +138,7 @@ class HttpSide:
     ) -> ExitCode:
         config, signals, notifier, cluster = self._config, self.signals, self._notifier, backend.cluster
         server = self._server(app, metrics.connections)
-        notifier.show(partial(_status, cluster))
+        notifier.show(lambda: f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status)
         async with background(backend.run(), send_heartbeats(notifier)):
             if not config.shards:
                 await first_of(cluster.opened(), signals.stop.wait())
@@ -200,10 +200,6 @@ def _reload_keys(keys: ApiKeys) -> None:
         log.error("API keys not read again: the old ones stay", reason=str(error))
     else:
         log.info("API keys read again")
-
-
-def _status(cluster: ClusterInterface) -> str:
-    return f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status
 
 
 async def _listen(server: HttpServer, config: RouterConfig) -> None:

@@ -64,7 +64,7 @@ class WorkerLinkServer:
         """Accept workers at a Unix socket inside the block. Raises OSError, SocketInUse."""
         await asyncio.to_thread(claim_socket, path)
         loop = asyncio.get_running_loop()
-        listener = await loop.create_unix_server(self._connect, str(path))
+        listener = await loop.create_unix_server(lambda: WorkerConnection(self, self._max_unread_bytes).link, str(path))
         try:
             async with background(self._watch_state()):
                 yield
@@ -73,9 +73,6 @@ class WorkerLinkServer:
             for connection in list(self.connections.values()):
                 connection.link.close()
             await asyncio.to_thread(remove_socket, path)
-
-    def _connect(self) -> WorkerLink:
-        return WorkerConnection(self, self._max_unread_bytes).link
 
     async def _watch_state(self) -> None:
         last = self.state()

@@ -55,7 +55,8 @@ def to_conversation(body: CountTokensBody) -> Conversation:
         raise ThreadNotSupported
     if not body.messages:
         raise InvalidRequest("`messages` cannot be empty")
-    system = _system(body.system)
+    texts = [body.system or ""] if isinstance(body.system, str | None) else map(_text, body.system)
+    system = BETWEEN_TEXTS.join(filter(None, map(without_billing, texts)))
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     names: dict[str, str] = {}
     for message in pop_each(body.messages):
@@ -149,7 +150,8 @@ def _result(block: ContentBlock, names: dict[str, str]) -> Json:
     if block.tool_use_id is None:
         raise InvalidRequest("a block of type `tool_result` has no `tool_use_id`")
     given = [block.content or ""] if isinstance(block.content, str | None) else block.content
-    content = join_parts([each if isinstance(each, str) else _text_or_image(each) for each in given], BETWEEN_TEXTS)
+    parts = [each if isinstance(each, str) else (_image if each.type == "image" else _text)(each) for each in given]
+    content = join_parts(parts, BETWEEN_TEXTS)
     if block.is_error:  # templates have no other place for it
         content = f"Error: {content}" if isinstance(content, str) else [text_part("Error: "), *content]
     message: Json = {"role": "tool", "content": content}
@@ -158,19 +160,10 @@ def _result(block: ContentBlock, names: dict[str, str]) -> Json:
     return message | {"tool_call_id": block.tool_use_id}
 
 
-def _system(content: str | Sequence[TextBlock] | None) -> str:
-    texts = [content or ""] if isinstance(content, str | None) else map(_text, content)
-    return BETWEEN_TEXTS.join(filter(None, map(without_billing, texts)))
-
-
 def _text(block: TextBlock) -> str:
     if block.type != "text":
         raise InvalidRequest(f"blocks of type {block.type[:32]!r} are not supported")
     return _written(block)
-
-
-def _text_or_image(block: TextBlock) -> str | Json:
-    return _image(block) if block.type == "image" else _text(block)
 
 
 def _image(block: TextBlock | ContentBlock) -> Json:

@@ -159,7 +159,8 @@ class ApiKeys:
 
     def _read(self) -> dict[bytes, KeyHolder]:
         entries = [_KeyEntry(key=key) for key in self._given] + ([] if self._file is None else _read_keys(self._file))
-        if any(entry.key is not None and not _fits_header(entry.key) for entry in entries):
+        keys = [entry.key for entry in entries if entry.key is not None]
+        if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
             raise ValueError("an API key must be made of visible ASCII characters")
         digests = [
             _digest(entry.key) if entry.key is not None else bytes.fromhex(entry.sha256 or "") for entry in entries
@@ -275,10 +276,6 @@ def _read_keys(path: Path) -> list[_KeyEntry]:
         raise ValueError(f"file of API keys {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise ValueError(f"file of API keys {path}: {error}") from None
-
-
-def _fits_header(key: str) -> bool:
-    return key.isascii() and key.isprintable() and bool(key) and " " not in key
 
 
 def _tenant_name(key: str) -> str:
