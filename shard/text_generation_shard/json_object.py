@@ -14,100 +14,53 @@ from text_generation_shard.engine import EngineError
 
 MAX_COUNT = 2**31 - 1
 """Limit of a count without one of its own: counts are 32-bit integers in TensorRT-LLM's C++ runtime."""
-MAX_COUNTS: Mapping[str, int] = {
-    "vocab_size": MAX_TOKEN_IDS,
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1 << 10,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 12,
-    "global_head_dim": 1 << 12,
-    "num_global_key_value_heads": 1 << 12,
-    "max_position_embeddings": 1 << 24,
-    "num_experts": 1 << 12,
-    "num_local_experts": 1 << 12,
-    "moe_intermediate_size": 1 << 20,
-    "shared_expert_intermediate_size": 1 << 20,
-    "shared_intermediate_size": 1 << 20,
-    "block_ff_dim": 1 << 20,
-    "block_multiple_of": 1 << 16,
-    "conv_L_cache": 1 << 6,
-    "num_dense_layers": 1 << 10,
-    "conv_kernel": 1 << 6,
-    "n_groups": 1 << 12,
-    "mamba_num_heads": 1 << 12,
-    "mamba_head_dim": 1 << 12,
-    "ssm_state_size": 1 << 12,
-    "mamba_d_conv": 1 << 6,
-    "mamba_n_groups": 1 << 12,
-    "mamba_n_heads": 1 << 12,
-    "mamba_d_head": 1 << 12,
-    "mamba_d_state": 1 << 12,
-    "mamba_d_ssm": 1 << 20,
-    "mamba_expand": 1 << 6,
-    "linear_conv_kernel_dim": 1 << 6,
-    "linear_num_key_heads": 1 << 12,
-    "linear_num_value_heads": 1 << 12,
-    "linear_key_head_dim": 1 << 12,
-    "linear_value_head_dim": 1 << 12,
-    "q_lora_rank": 1 << 14,
-    "kv_lora_rank": 1 << 12,
-    "qk_rope_head_dim": 1 << 12,
-    "qk_nope_head_dim": 1 << 12,
-    "v_head_dim": 1 << 12,
-    "n_routed_experts": 1 << 12,
-    "n_shared_experts": 1 << 6,
-    "n_group": 1 << 8,
-    "topk_group": 1 << 8,
-    "first_k_dense_replace": 1 << 10,
-    "dim_model_base": 1 << 17,
+_COUNTS = {
+    1 << 6: "conv_L_cache conv_kernel mamba_d_conv mamba_expand linear_conv_kernel_dim n_shared_experts",
+    1 << 8: "n_group topk_group",
+    1 << 10: "num_hidden_layers num_dense_layers first_k_dense_replace",
+    1 << 12: """
+        num_attention_heads num_key_value_heads head_dim global_head_dim num_global_key_value_heads num_experts
+        num_local_experts n_groups mamba_num_heads mamba_head_dim ssm_state_size mamba_n_groups mamba_n_heads
+        mamba_d_head mamba_d_state linear_num_key_heads linear_num_value_heads linear_key_head_dim
+        linear_value_head_dim kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim n_routed_experts
+    """,
+    1 << 14: "q_lora_rank",
+    1 << 16: "block_multiple_of",
+    1 << 17: "hidden_size dim_model_base",
+    1 << 20: """
+        intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
+        block_ff_dim mamba_d_ssm
+    """,
+    1 << 24: "max_position_embeddings",
+    MAX_TOKEN_IDS: "vocab_size",
 }
+"""Names by their limit."""
+MAX_COUNTS: Mapping[str, int] = {name: limit for limit, names in _COUNTS.items() for name in names.split()}
 """Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). A separate
 check compares the weights that all sizes describe with the memory."""
 MAX_NUMBER = 1e12
 """Limit of a number that is not a size."""
+_RANGES = {
+    (1e-12, 0.1): "rms_norm_eps layer_norm_epsilon norm_eps",
+    (1e-6, 1e6): """
+        attention_multiplier embedding_multiplier residual_multiplier logits_scaling scale_emb scale_depth
+        routed_scaling_factor lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier
+        mlp_multipliers ssm_in_multiplier ssm_out_multiplier ssm_multipliers lora_alpha
+    """,
+    (1e-12, 1e6): "time_step_min",
+    (0.01, 100): "block_ffn_dim_multiplier swiglu_alpha attention_factor mscale mscale_all_dim",
+    (1, 1e6): "query_pre_attn_scalar factor",
+    (0.01, 1e6): """
+        attn_logit_softcapping final_logit_softcapping swiglu_limit low_freq_factor high_freq_factor beta_fast
+        beta_slow short_factor long_factor
+    """,
+    (2, MAX_NUMBER): "rope_theta rope_local_base_freq",
+    (0.01, 1): "partial_rotary_factor",
+    (1e-6, 100): "llama_4_scaling_beta",
+}
+"""Names by their range."""
 NUMBERS: Mapping[str, tuple[float, float]] = {
-    "rms_norm_eps": (1e-12, 0.1),
-    "attention_multiplier": (1e-6, 1e6),
-    "embedding_multiplier": (1e-6, 1e6),
-    "residual_multiplier": (1e-6, 1e6),
-    "logits_scaling": (1e-6, 1e6),
-    "scale_emb": (1e-6, 1e6),
-    "scale_depth": (1e-6, 1e6),
-    "routed_scaling_factor": (1e-6, 1e6),
-    "layer_norm_epsilon": (1e-12, 0.1),
-    "time_step_min": (1e-12, 1e6),
-    "norm_eps": (1e-12, 0.1),
-    "lm_head_multiplier": (1e-6, 1e6),
-    "key_multiplier": (1e-6, 1e6),
-    "attention_in_multiplier": (1e-6, 1e6),
-    "attention_out_multiplier": (1e-6, 1e6),
-    "mlp_multipliers": (1e-6, 1e6),
-    "ssm_in_multiplier": (1e-6, 1e6),
-    "ssm_out_multiplier": (1e-6, 1e6),
-    "ssm_multipliers": (1e-6, 1e6),
-    "block_ffn_dim_multiplier": (0.01, 100),
-    "query_pre_attn_scalar": (1, 1e6),
-    "attn_logit_softcapping": (0.01, 1e6),
-    "final_logit_softcapping": (0.01, 1e6),
-    "swiglu_alpha": (0.01, 100),
-    "swiglu_limit": (0.01, 1e6),
-    "rope_theta": (2, MAX_NUMBER),
-    "rope_local_base_freq": (2, MAX_NUMBER),
-    "partial_rotary_factor": (0.01, 1),
-    "factor": (1, 1e6),
-    "low_freq_factor": (0.01, 1e6),
-    "high_freq_factor": (0.01, 1e6),
-    "beta_fast": (0.01, 1e6),
-    "beta_slow": (0.01, 1e6),
-    "attention_factor": (0.01, 100),
-    "mscale": (0.01, 100),
-    "mscale_all_dim": (0.01, 100),
-    "llama_4_scaling_beta": (1e-6, 100),
-    "lora_alpha": (1e-6, 1e6),
-    "short_factor": (0.01, 1e6),
-    "long_factor": (0.01, 1e6),
+    name: limits for limits, names in _RANGES.items() for name in names.split()
 }
 """Range of the numbers of a model that are not sizes, or of each number in a list: far wider than in the models known. Outside
 of it the results are NaN, or the same at every position."""
