@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution, version
+
+import yaml
 
 from text_generation_common.effective import masked
 from text_generation_launcher.config import LauncherConfig
@@ -52,23 +54,13 @@ def _describe(gpu: Gpu, devices: Devices) -> dict[str, object]:
 
 
 async def environment_report(config: LauncherConfig, environ: Mapping[str, str]) -> str:
-    """Return the report as lines `name: value`, or as one line of JSON with --json-output. Secrets are masked."""
+    """Return the report as YAML, or as one line of JSON with --json-output. Secrets are masked."""
     report = describe_environment(await find_devices(environ)) | {"settings": masked(config)}
-    return json.dumps(report) if config.json_output else "\n".join(_lines(report))
-
-
-def _lines(value: Mapping[str, object], indent: str = "") -> Iterator[str]:
-    for name, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield f"{indent}{name}:"
-            yield from _lines(inner, indent + "  ")
-        elif isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
-            for each in inner:
-                yield f"{indent}{name}:"
-                yield from _lines(each, indent + "  ")
-        else:
-            text = ", ".join(map(str, inner)) if isinstance(inner, list) else inner
-            yield f"{indent}{name}: {'-' if text in (None, '') else text}"
+    return (
+        json.dumps(report)
+        if config.json_output
+        else yaml.safe_dump(report, sort_keys=False, allow_unicode=True).strip()
+    )
 
 
 def _commit() -> str | None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from nvml_standin import Machine, gpu, importable
 from structlog.testing import capture_logs
 
@@ -73,13 +76,14 @@ async def test_without_a_driver_one_log_line(monkeypatch: pytest.MonkeyPatch, tm
     ]
 
 
-async def test_the_report_as_json_names_slices_and_hides_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("as_json", "read"), [(True, json.loads), (False, yaml.safe_load)])
+async def test_the_report_names_slices_and_hides_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool, read: Callable[[str], Any]
 ) -> None:
     parts = [{"uuid": "MIG-1", "name": "a slice", "memory": 1 << 30, "used": 0}]
-    config = LauncherConfig.of(env=True, json_output=True, shard_token="a-secret")
+    config = LauncherConfig.of(env=True, json_output=as_json, shard_token="a-secret")
     with importable(Machine(tmp_path / "machine", [gpu(0, slices=parts)]), monkeypatch):
-        report = json.loads(await environment_report(config, {"CUDA_VISIBLE_DEVICES": "0"}))
+        report = read(await environment_report(config, {"CUDA_VISIBLE_DEVICES": "0"}))
     (whole,) = report["gpus"]
     (part,) = whole["mig"]
     assert (whole["uuid"], whole["visible"], part["uuid"], part["visible"]) == ("GPU-0000", False, "MIG-1", True)
