@@ -67,12 +67,10 @@ def _difference(sample: Json, last: Json) -> Json:
     row: Json = {"now": sample["now"], "elapsed": round(sample["now"] - last["now"], 3)}
     row |= {name: sample[name] for name in GAUGES}
     row |= {name: sample[name] - last[name] for name in COUNTERS}
-    row |= {name: _grown(_by_key(sample[name]), _by_key(last[name])) for name in COUNTS}
+    for name in COUNTS:
+        counts, before = _by_key(sample[name]), _by_key(last[name])
+        row[name] = {key: grown for key, count in counts.items() if (grown := count - before.get(key, 0))}
     return {name: value for name, value in row.items() if value}
-
-
-def _grown(counts: Mapping[str, int], last: Mapping[str, int]) -> Mapping[str, int]:
-    return {key: count - last.get(key, 0) for key, count in counts.items() if count != last.get(key, 0)}
 
 
 def _by_key(counts: Mapping[str, int] | Sequence[int]) -> Mapping[str, int]:

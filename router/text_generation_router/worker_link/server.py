@@ -128,11 +128,14 @@ class WorkerConnection:
         if kind == "submit":
             self._submit(message.submit)
         elif kind == "cancel":
-            self._cancel(message.cancel)
+            request = RequestId(message.cancel.request)
+            if self._server.delivery.is_of(self.link, request):
+                self._server.cluster.cancel(request, satisfied=message.cancel.satisfied)
         elif kind == "take_permits":
             self._take_permits(message.take_permits)
         elif kind == "give_permits":
-            self._give_permits(message.give_permits.number)
+            if (held := self._permits.pop(message.give_permits.number, None)) is not None:
+                self._server.permits.give_back(*held)
         elif kind == "call":
             self.rpc.on_call(message.call)
         elif kind == "reply":
@@ -171,11 +174,6 @@ class WorkerConnection:
             failure = pb.Failure(request=request.id, refusal=refusal_to_pb(error))
             send_report(self.link, pb.Report(failures=[failure]))
 
-    def _cancel(self, message: pb.Cancel) -> None:
-        request = RequestId(message.request)
-        if self._server.delivery.is_of(self.link, request):
-            self._server.cluster.cancel(request, satisfied=message.satisfied)
-
     def _take_permits(self, message: pb.TakePermits) -> None:
         reply = pb.Reply(number=message.number)
         try:
@@ -190,10 +188,6 @@ class WorkerConnection:
         tenant = TenantId(text_from_pb(message.tenant))
         hold(message.count, tenant)
         self._permits[message.number] = message.count, tenant
-
-    def _give_permits(self, number: int) -> None:
-        if (held := self._permits.pop(number, None)) is not None:
-            self._server.permits.give_back(*held)
 
     def _ended(self) -> None:
         """Cancel the worker's requests and take its permits back."""

@@ -121,7 +121,10 @@ class EchoEngine(SynchronousEngine):
         self.table.begin(step)
         self.table.retract(sampling[index] for index in output.late)
         result = self.table.advance(step, output)
-        self._add_top_tokens(rows, result)
+        wanted = {row.sequence.slot: row.sequence.top_n for row in rows if row.sequence.top_n}
+        for slot, token in zip(result.slots, result.token_ids, strict=True):
+            if n := wanted.get(slot, 0):
+                result.top_tokens.append(TopTokens(slot, 0, *_neighbours(token, n)))
         result.forward_ns = int((time.perf_counter() - started) * 1e9)
         return result
 
@@ -198,12 +201,6 @@ class EchoEngine(SynchronousEngine):
                 scores.logprobs[index] = LOGPROB if drawn == replay.tokens[position] else -math.inf
                 scores.drawn_ids[index], scores.drawn_logprobs[index] = drawn, LOGPROB
             replay.advance()
-
-    def _add_top_tokens(self, rows: list[StepRow], result: StepResult) -> None:
-        wanted = {row.sequence.slot: row.sequence.top_n for row in rows if row.sequence.top_n}
-        for slot, token in zip(result.slots, result.token_ids, strict=True):
-            if n := wanted.get(slot, 0):
-                result.top_tokens.append(TopTokens(slot, 0, *_neighbours(token, n)))
 
 
 def _neighbours(token: int, n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
