@@ -15,7 +15,7 @@ from text_generation_common.command_line import exit_with_usage_error, print_to_
 from text_generation_common.effective import print_config
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.logs import configure_logging
-from text_generation_common.resource_limits import apply_limits, low_limits, memory_is_out
+from text_generation_common.resource_limits import apply_limits, log_unexpected, low_limits
 from text_generation_common.secrets import erase_secrets
 from text_generation_launcher.config import COMMANDS, SAGEMAKER_PORT, SAGEMAKER_VARIABLES, LauncherConfig, read_config
 from text_generation_launcher.init import fork_from_init
@@ -42,13 +42,8 @@ def run() -> None:
         config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
     try:
         code = _run_configured(config, only_env=only_env)
-    except Exception as error:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
-        if memory_is_out(error):
-            structlog.get_logger().error("no memory is left for a thread or a process of the launcher", **low_limits())
-            code = ExitCode.FAILED
-        else:
-            structlog.get_logger().exception("a bug ended the launcher")
-            code = ExitCode.BUG
+    except Exception as error:  # noqa: BLE001 - it is logged
+        code = log_unexpected(error)
     sys.exit(code)
 
 

@@ -44,6 +44,16 @@ def _below(least: dict[str, int]) -> str:
     return " ".join(f"Limit{name}={value}" for name, value in limits.items() if 0 <= value < least[name])
 
 
+def log_unexpected(error: Exception) -> ExitCode:
+    """Log an error that no handler expects, and return the exit code of the process."""
+    log = structlog.get_logger()
+    if memory_is_out(error):
+        log.error("no memory is left for a thread or a process", **low_limits())
+        return ExitCode.FAILED
+    log.error("bug", exc_info=error)
+    return ExitCode.BUG
+
+
 def memory_is_out(error: BaseException) -> bool:
     """Return True if the error, or one in its group, is that the system refused memory or a thread."""
     if isinstance(error, BaseExceptionGroup):

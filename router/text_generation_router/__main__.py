@@ -13,7 +13,7 @@ from text_generation_common.effective import print_own_config
 from text_generation_common.exit_codes import CannotServe, ExitCode, first_error
 from text_generation_common.lifeline import follow_parent
 from text_generation_common.logs import configure_logging
-from text_generation_common.resource_limits import apply_limits, low_limits, memory_is_out
+from text_generation_common.resource_limits import apply_limits, log_unexpected
 from text_generation_common.secrets import erase
 from text_generation_router.config import RouterConfig
 
@@ -47,13 +47,8 @@ def main() -> None:
     except* CannotServe as group:
         log.error("cannot serve", reason=str(first_error(group)))
         code = ExitCode.FAILED
-    except* Exception as group:
-        if memory_is_out(group):
-            log.error("cannot serve", reason="no memory is left for a thread or a process", **low_limits())
-            code = ExitCode.FAILED
-        else:
-            log.exception("bug")
-            code = ExitCode.BUG
+    except* Exception as group:  # noqa: BLE001 - it is logged
+        code = log_unexpected(group)
     sys.exit(int(code))
 
 

@@ -16,7 +16,7 @@ from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.grammar_options import STACK_BYTES
 from text_generation_common.lifeline import follow_parent
 from text_generation_common.logs import configure_logging, drain_logs
-from text_generation_common.resource_limits import apply_limits, low_limits, memory_is_out
+from text_generation_common.resource_limits import apply_limits, log_unexpected
 from text_generation_common.secrets import erase
 from text_generation_common.sockets import remove_socket
 from text_generation_proto.addresses import socket_path
@@ -68,13 +68,8 @@ def main() -> None:
         except CannotServe as error:
             log.error("cannot serve", reason=str(error))
             code = ExitCode.FAILED
-        except Exception as error:
-            if memory_is_out(error):
-                log.error("cannot serve", reason="no memory is left for a thread or a process", **low_limits())
-                code = ExitCode.FAILED
-            else:
-                log.exception("bug")
-                code = ExitCode.BUG
+        except Exception as error:  # noqa: BLE001 - it is logged
+            code = log_unexpected(error)
         leave_nothing()
         drain_logs()
         # Exit at once: an engine thread stuck in a device call must not keep the process alive, and an open health watch must
