@@ -17,16 +17,11 @@ TOKEN_KEY = "x-shard-token"
 class Access(Protocol):
     """The token of one side, and its PEM files for mutual TLS, as its settings name them; "": none."""
 
-    @property
-    def shard_token(self) -> str: ...
-    @property
-    def shard_tls_cert(self) -> str: ...
-    @property
-    def shard_tls_key(self) -> str: ...
-    @property
-    def shard_tls_ca(self) -> str: ...
-    @property
-    def shard_tls_name(self) -> str: ...
+    shard_token: str
+    shard_tls_cert: str
+    shard_tls_key: str
+    shard_tls_ca: str
+    shard_tls_name: str
 
 
 def token_metadata(access: Access | None) -> tuple[tuple[str, str], ...]:
