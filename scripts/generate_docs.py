@@ -226,9 +226,10 @@ evenly (Falcon-H1 without norms alone shares one group among ranks).
 
 These models of text and images are served with the native text part that their config names. Most take images: the vision tower,
 the projector and the image processor are those of transformers (in Pillow and NumPy), on the engine's device. Needed are the packages
-transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json. Otherwise, with
-`--num-shard` above 1 and by `--model-impl transformers`, the text part alone is served, and the log says why (`the model takes no
-images`). So does `--max-batch-image-tokens 0`, which saves the memory of the tower.
+transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json. Otherwise, and
+by `--model-impl transformers`, the text part alone is served, and the log says why (`the model takes no images`). So does
+`--max-batch-image-tokens 0`, which saves the memory of the tower. With `--num-shard`, rank 0 alone has the tower, and broadcasts the
+encoded images.
 
 PNG, JPEG, WebP and GIF (first frame) are decoded beside the engine. At most `--max-batch-image-tokens` tokens of images are encoded
 between two steps, one image at least; a chunk that reaches an image waits for it, and then shares the token budget of a step with the others. Encoded images are kept by digest, up to 1 GiB on a GPU

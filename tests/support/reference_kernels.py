@@ -384,7 +384,7 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         executor = Executor(runner, memory, ALONE, weights.adapters, info.max_loras, runs_ahead=True)
         if encoder is not None:
             budget, bidirectional = config.max_batch_image_tokens, runner.bidirectional_images
-            executor.images = ImageSteps(encoder, budget, executor.is_broken_by, bidirectional=bidirectional)
+            executor.images = ImageSteps(encoder, budget, executor.is_device_broken, bidirectional=bidirectional)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
         if weights.state_bytes:
             info = replace(info, max_tokens_per_step=0)

@@ -64,6 +64,11 @@ class StepImages:
     ahead: Tensor | None = None
     """int32 [tokens]: the number of later tokens of its image that a token attends to in layers with `bidirectional_images`."""
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The arguments of the class."""
+        return self.places, self.rows, self.positions, self.ahead
+
     def embed(self, embedded: Tensor) -> Tensor:
         """Put the embeddings of the images into those of the tokens."""
         return self._at(embedded, 0, Tensor.index_copy_)

@@ -104,7 +104,7 @@ class EngineBuilder:
             executor.images = ImageSteps(
                 encoder,
                 self._config.max_batch_image_tokens,
-                executor.is_broken_by,
+                executor.is_device_broken,
                 bidirectional=runner.bidirectional_images,
             )
         return executor

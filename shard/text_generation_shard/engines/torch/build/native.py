@@ -36,7 +36,7 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
 
 
 def _encoder(config: ShardConfig, builder: EngineBuilder) -> ImageEncoder | None:
-    if not builder.info.max_images:
+    if not builder.info.max_images or config.rank:
         return None
     from text_generation_shard.engines import check_transformers
 

@@ -103,17 +103,15 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
 def max_images(config: ShardConfig, model_config: ModelConfig) -> int:
     """Return the images that a prompt may have; logs why a model of images takes none."""
     most = model_config.max_images if config.max_batch_image_tokens else 0
-    if not most:
-        return 0
+    if not most or config.rank:  # rank 0 alone has the encoder, and decides
+        return most
     missing = [name for name in ("transformers", "PIL") if find_spec(name) is None]
     reason = ""
-    if config.world_size > 1:
-        reason = "its encoder runs on one GPU only"
-    elif missing:
+    if missing:
         reason = f"{' and '.join(missing)} are not installed"
     elif not any(Path(config.model_path, name).is_file() for name in PROCESSOR_FILES):
         reason = f"the folder has no {PROCESSOR_FILES[0]}"
-    if reason and config.rank == 0:
+    if reason:
         log.warning("the model takes no images", reason=reason)
     return 0 if reason else most
 

@@ -101,6 +101,10 @@ class Executor:
         plan = plan.with_adapters() if adapted else plan
         prefills = _prefills(rows) if rows.prefills else []
         images = None if self.images is None else self.images.of_step(rows, prefills, self._device)
+        if images is not None and self._group.tp.world_size > 1:
+            sizes = [each if each is None else (str(each.dtype)[6:], each.shape) for each in images.tensors]
+            self._broadcast(WorkerCommand.IMAGES, json.dumps(sizes).encode())
+            self._runner.broadcast_images(images)
         self._broadcast(WorkerCommand.STEP, plan.numbers.data.cast("B"))
         started = self._events.record()
         output = self._runner.start(plan, images)
@@ -153,8 +157,10 @@ class Executor:
 
         This is so for any error in a group, whose ranks no longer agree, and for an error of the device itself.
         """
-        if self._group.tp.world_size > 1:
-            return True
+        return self._group.tp.world_size > 1 or self.is_device_broken()
+
+    def is_device_broken(self) -> bool:
+        """Return True if the device cannot compute any more, after an error of it."""
         if self._device.type != "cuda":
             return False
         try:

@@ -148,7 +148,7 @@ class ImageSteps:
         self,
         encoder: ImageEncoder,
         budget: int,
-        is_broken_by: Callable[[Exception], bool],
+        is_device_broken: Callable[[], bool],
         *,
         bidirectional: bool = False,
     ) -> None:
@@ -159,8 +159,8 @@ class ImageSteps:
         self.encoding = 0
         """Tokens of the image that is being encoded."""
         self._budget = budget
-        self._is_broken_by = is_broken_by
-        """Returns True for an error after which no step can be computed."""
+        self._is_device_broken = is_device_broken
+        """Returns True if no step can be computed after an error. (Ranks still agree after one in an encoder, which rank 0 alone runs.)"""
 
     def advance(self, table: SequenceTable) -> tuple[list[Failure], int]:
         """Encode images that chunks wait for; return the sequences that were dropped, and the tokens encoded."""
@@ -186,7 +186,7 @@ class ImageSteps:
             except ImageError as error:
                 failed.append(table.drop(sequence, FailureCode.INVALID, str(error)))
             except Exception as error:
-                if self._is_broken_by(error):
+                if self._is_device_broken():
                     raise
                 failed.append(table.drop(sequence, FailureCode.STEP, f"an image is not encoded: {typed_line(error)}"))
             finally:

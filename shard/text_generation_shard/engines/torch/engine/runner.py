@@ -151,6 +151,13 @@ class Runner(ABC):
         with self._translate_peer_loss:
             self._group.broadcast(self._last_tokens)
 
+    def broadcast_images(self, images: StepImages) -> None:
+        """Overwrite the images of the next step with those of rank 0."""
+        with self._translate_peer_loss:
+            for tensor in images.tensors:
+                if tensor is not None:
+                    self._group.broadcast(tensor)
+
     def logits(self, normed: Tensor) -> Tensor:
         """Return logits [rows, vocabulary] for some hidden states of the last step."""
         with self._translate_peer_loss:

@@ -9,6 +9,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
+from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.device.copies import PinnedBuffers
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
@@ -34,6 +35,8 @@ class WorkerCommand(IntEnum):
     SAMPLED = 22
     ADAPTER = 23
     """The payload is JSON: the arguments of `AdapterStore.change`."""
+    IMAGES = 24
+    """The images of the next step. The payload is JSON: the data type and the shape of each tensor of `StepImages`, or null."""
 
 
 class TPWorker:
@@ -49,6 +52,8 @@ class TPWorker:
         self._pinned = PinnedBuffers(device)
         self._hidden = torch.empty(0)
         """Hidden states of the last step."""
+        self._images: StepImages | None = None
+        """The images of the next step."""
 
     @torch.inference_mode()
     def execute(self, kind: int, payload: memoryview) -> int | None:
@@ -62,7 +67,14 @@ class TPWorker:
                 numbers = self._pinned.take(received.size).numpy()
                 numbers[:] = received
                 plan = StepPlan.read(numbers)
-                self._hidden = self._runner.start(plan).normed
+                self._hidden = self._runner.start(plan, self._images).normed
+                self._images = None
+            case WorkerCommand.IMAGES:
+                device, sizes = self._runner.device, json.loads(bytes(payload))
+                self._images = StepImages(
+                    *(each and torch.empty(each[1], dtype=getattr(torch, each[0]), device=device) for each in sizes)
+                )
+                self._runner.broadcast_images(self._images)
             case WorkerCommand.ALLOCATE:
                 self._runner.allocate(np.frombuffer(payload, dtype=np.int64).tolist())
             case WorkerCommand.BEGIN_MEASURING:

@@ -18,6 +18,7 @@ from model_families import random_model as random_library_model
 from native_families import native_configs
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig
+from vision_models import VisionModel, decoded, picture
 
 from text_generation_common.lora import AdapterSource
 from text_generation_proto.values import Sampling, WarmUpLimits
@@ -25,6 +26,7 @@ from text_generation_shard.adapters import read_adapter
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.parallel.channel import GroupBroken
 
 SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=7)
@@ -33,7 +35,7 @@ KILLED_IN_A_STEP = """
     from text_generation_shard.__main__ import main
     from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
 
-    CpuRunner.start = lambda self, plan: os.kill(os.getpid(), signal.SIGKILL)
+    CpuRunner.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     main()
 """
 OUT_OF_MEMORY = """
@@ -125,6 +127,30 @@ def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> 
     for seed in range(0 if "falcon" in family else 2):
         random_adapter(folder / f"adapter-{seed}", projections_of(model), seed)
     check_division(folder, tmp_path, "native")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", full("gemma3"), full("qwen3_5")])
+def test_pictures_are_given_to_all_ranks(family: str, tmp_path: Path) -> None:
+    """Rank 0 encodes them. The positions of several axes, additions after layers and attention in images are of all ranks."""
+    vision = VisionModel(family, tmp_path / "checkpoint")
+    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
+    with two_ranks(tmp_path / "checkpoint", tmp_path, "-m", "text_generation_shard") as engine:
+        assert isinstance(engine, TorchEngine)
+        limits = WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=64)
+        driver = Driver(engine, engine.warm_up(limits))
+        assert engine._images is not None
+        encoder = engine._images.encoder
+        encode, encoder.encode = encoder.encode, lambda picture: picture.inputs()["nothing"]  # type: ignore[method-assign]
+        failed = driver.admit(prompt.ids, 4, **decoded(engine, prompt))
+        driver.run()
+        assert failed.failure is not None
+        encoder.encode = encode  # type: ignore[method-assign]
+        stream = driver.admit(prompt.ids, 4, chunk=5, prompt_logprobs=True, **decoded(engine, prompt))
+        driver.admit(range(3, 30), 9, chunk=10)
+        driver.run()
+    scores, tokens = vision.reference(prompt, 4)
+    assert stream.tokens == tokens
+    assert stream.prompt_logprobs[0][1:] == pytest.approx(scores.tolist(), rel=1e-5, abs=1e-4)
 
 
 def test_an_adapter_is_loaded_on_all_ranks_or_on_none(tmp_path: Path) -> None:
