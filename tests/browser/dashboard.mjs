@@ -5,21 +5,23 @@ import { createRequire } from "node:module";
 import { readFileSync } from "node:fs";
 import { pathToFileURL } from "node:url";
 
-const { BROWSER_HOME, SERVER_PORT, KEY, PICTURES } = process.env;
+const { BROWSER_HOME, SERVER_PORT, IMAGES_PORT, PICTURE, KEY, PICTURES } = process.env;
 const require = createRequire(`${BROWSER_HOME}/`);
 const { chromium: driver } = require("playwright-core");
 const { default: chromium } = await import(pathToFileURL(require.resolve("@sparticuz/chromium")));
 const axe = readFileSync(require.resolve("axe-core/axe.min.js"), "utf8");
 
-const PREFIX = "/models/a";
+const PREFIX = "/models/";
+const PORTS = { a: SERVER_PORT, b: IMAGES_PORT };
 const HOSTILE = `<img src=x onerror="window.broken=1"><script>window.broken=1</script>`;
 const SHOWN = ["overview", "tokens-chart", "requests-chart", "responses-chart", "ttft-chart", "itl-chart", "events", "errors", "replicas", "tenants", "playground", "ask", "settings"];
 
-/** A reverse proxy that removes the prefix, and knows nothing else. */
+/** A reverse proxy that removes the prefix, which tells the server, and knows nothing else. */
 const proxy = createServer((incoming, outgoing) => {
   if (proxy.pause) return outgoing.destroy();
-  if (!incoming.url.startsWith(`${PREFIX}/`)) return outgoing.writeHead(404).end();
-  const target = { port: SERVER_PORT, path: incoming.url.slice(PREFIX.length), method: incoming.method, headers: incoming.headers };
+  const port = incoming.url.startsWith(PREFIX) && PORTS[incoming.url[PREFIX.length]];
+  if (!port) return outgoing.writeHead(404).end();
+  const target = { port, path: incoming.url.slice(PREFIX.length + 1), method: incoming.method, headers: incoming.headers };
   const forwarded = request(target, (response) => {
     outgoing.writeHead(response.statusCode, response.headers);
     response.pipe(outgoing);
@@ -29,7 +31,7 @@ const proxy = createServer((incoming, outgoing) => {
   incoming.pipe(forwarded);
 });
 await new Promise((resolve) => proxy.listen(0, "127.0.0.1", resolve));
-const url = `http://127.0.0.1:${proxy.address().port}${PREFIX}/dashboard`;
+const url = `http://127.0.0.1:${proxy.address().port}${PREFIX}a/dashboard`;
 
 // With LANG=C and without a locale the browser has a language that Intl refuses, as in a container.
 const env = { PATH: process.env.PATH, HOME: process.env.HOME, LANG: "C" };
@@ -122,6 +124,31 @@ for (let i = 0; i < 14; i += 1) {
   await first.keyboard.press("Tab");
   found.focus.push(await first.evaluate(() => document.activeElement.id || document.activeElement.textContent.trim().slice(0, 20) || document.activeElement.className || document.activeElement.value));
 }
+
+// A model that takes images. The first one takes none.
+found.images = { offered: [await first.isVisible("#images")] };
+const seeing = await open("light", 1280, 900);
+await seeing.goto(url.replace("/a/", "/b/"));
+await seeing.waitForSelector("#images");
+found.images.offered.push(await seeing.isVisible("#images"));
+const file = (text) => ({ name: "<b>red</b>.png", mimeType: "image/png", buffer: Buffer.from(text, "base64") });
+const ask = async (...files) => {
+  await seeing.setInputFiles("#images", files);
+  await seeing.fill("#message", "What is this?");
+  await seeing.click("#send");
+  await seeing.waitForFunction(() => !document.querySelector("#send").disabled);
+};
+await ask(file(PICTURE), file(PICTURE));
+found.images.usage = await seeing.textContent("#usage");
+found.images.shown = await seeing.locator(".user img").evaluateAll((all) => all.map((each) => [each.naturalWidth, each.alt]));
+found.images.kept = await seeing.evaluate(() => document.querySelector("#images").files.length);
+await check(seeing, "images");
+await ask(file("AAAA"));
+found.images.refusal = await seeing.textContent(".failed .text");
+await ask();
+found.images.second = await seeing.textContent("#usage");
+await seeing.context().close();
+found.problems = found.problems.filter((text) => !text.includes("400"));
 
 for (const [scheme, name, width, height] of [["light", "desktop", 1280, 900], ["dark", "desktop", 1280, 900], ["light", "phone", 390, 844], ["dark", "phone", 390, 844]]) {
   const page = await open(scheme, width, height);

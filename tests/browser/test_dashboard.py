@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -15,11 +16,15 @@ from typing import Any
 import pytest
 from checked_echo import failing_at
 from http_stack import Stack, load_tokenizer, serve, until
+from pictures import image_model, picture, tokens_of
+from seeing_echo import WITH_IMAGES, echo_with_images
 
 KEY = "sk-operator"
 TENANT = "<b onclick=alert(1)>operator</b>"
 FAILING = " fault"
 """A prompt that fails its sequence."""
+SIZE = 300, 200
+"""Pixels of an image."""
 TOLERANCE = 16
 """Pixels by which a box may differ: a scroll bar, a font."""
 LAYOUT = {
@@ -109,9 +114,10 @@ def found(demo_model: Path, packages: Path, pictures: Path) -> dict[str, Any]:
     node = shutil.which("node")
     assert node, "node is not installed"
 
-    async def run(stack: Stack) -> dict[str, Any]:
+    async def run(stack: Stack, seeing: Stack) -> dict[str, Any]:
         acts = Acts(stack)
         environ = {"BROWSER_HOME": str(packages.parent), "SERVER_PORT": str(stack.port), "KEY": KEY}
+        environ |= {"IMAGES_PORT": str(seeing.port), "PICTURE": base64.b64encode(picture(*SIZE)).decode()}
         script = await asyncio.create_subprocess_exec(
             node,
             Path(__file__).with_name("dashboard.mjs"),
@@ -146,8 +152,11 @@ def found(demo_model: Path, packages: Path, pictures: Path) -> dict[str, Any]:
         keys.write_text(f'[[keys]]\nkey = "{KEY}"\ntenant = "{TENANT}"\n')
         [failing] = load_tokenizer(demo_model).encode_ids(FAILING, add_special_tokens=False)
         settings = {"api_keys_file": str(keys), "max_top_n_tokens": 5}
-        async with serve(demo_model, settings=settings, echo_step_ms=10, build=failing_at(failing)) as stack:
-            return await run(stack)
+        async with (
+            serve(demo_model, settings=settings, echo_step_ms=10, build=failing_at(failing)) as stack,
+            serve(image_model(pictures / "model"), limits=WITH_IMAGES, build=echo_with_images) as seeing,
+        ):
+            return await run(stack, seeing)
 
     return asyncio.run(main())
 
@@ -168,6 +177,17 @@ async def test_the_playground_is_used_by_keyboard_and_shows_probabilities_and_us
     assert found["alternatives"] >= 1
     assert "max_tokens" in found["refusal"]
     assert "pause" in found["focus"]
+
+
+async def test_the_playground_sends_images_if_the_model_takes_some(found: dict[str, Any]) -> None:
+    images = found["images"]
+    assert images["offered"] == [False, True]
+    first, second = len("[user]What is this?[answer]") + 2 * tokens_of(*SIZE), len("…[user]What is this?[answer]")
+    assert images["usage"].startswith(f"{first} prompt tokens")
+    assert images["shown"] == [[SIZE[0], "<b>red</b>.png"]] * 2
+    assert images["kept"] == 0
+    assert "image 3 cannot be read: it is no PNG" in images["refusal"]
+    assert int(images["second"].split()[0].replace(",", "")) > first + second
 
 
 async def test_hostile_texts_are_shown_as_text(found: dict[str, Any]) -> None:

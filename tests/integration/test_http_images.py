@@ -6,42 +6,25 @@ import asyncio
 import base64
 import gc
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
-from checked_echo import CheckedEcho
-from http_stack import LIMITS, Stack, serve
+from http_stack import Stack, serve
 from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
 from pictures import data_uri, image_model, picture, tokens_of
+from seeing_echo import WITH_IMAGES, echo_with_images
 
 from text_generation_router.media import reader
 from text_generation_router.request import TenantId
-from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, Failure, Orders
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-WITH_IMAGES = replace(LIMITS, max_images=3)
 RED, BLUE = picture(300, 200), picture(300, 200, "blue")
 IMAGE_TOKENS = tokens_of(300, 200)
-
-
-class EchoOfImages(CheckedEcho):
-    """The echo engine, which takes images and looks at none."""
-
-    def apply(self, orders: Orders) -> list[Failure]:
-        return super().apply(replace(orders, placements=tuple(replace(each, media=()) for each in orders.placements)))
-
-
-def echo_with_images(config: ShardConfig) -> Engine:
-    engine = EchoOfImages.build(config)
-    engine.info = replace(engine.info, max_images=WITH_IMAGES.max_images)
-    return engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

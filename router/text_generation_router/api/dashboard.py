@@ -132,6 +132,7 @@ class DashboardRoutes:
             "max_total_tokens": limits.max_total_tokens,
             "max_concurrent_requests": self._serving.permits.limit,
             "top_logprobs": 0 if "logprobs" in limits.unsupported else limits.max_top_n_tokens,
+            "max_images": limits.max_images,
             "buckets": BUCKETS,
             "targets": {"token_gap": settings.config.target_itl_ms / 1e3},
         }

@@ -15,6 +15,7 @@ let running = null;
 export function showLimits(given) {
   about = given;
   byId("max-tokens").max = given.max_total_tokens;
+  byId("images-field").hidden = !given.max_images;
   byId("logprobs").disabled = !given.top_logprobs;
   if (!given.top_logprobs) byId("logprobs").checked = false;
 }
@@ -39,6 +40,27 @@ function addTurn(role, ...content) {
   byId("chat").append(turn);
   turn.scrollIntoView({ block: "nearest" });
   return turn;
+}
+
+/** Returns a file as a `data:` URI. */
+function dataUri(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve(reader.result));
+    reader.addEventListener("error", () => reject(reader.error));
+    reader.readAsDataURL(file);
+  });
+}
+
+/** Adds the question of the form to the chat. */
+async function addQuestion(question, signal) {
+  const files = [...byId("images").files];
+  const urls = await Promise.all(files.map(dataUri));
+  signal.throwIfAborted();
+  const images = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  messages.push({ role: "user", content: images.length ? [...images, { type: "text", text: question }] : question });
+  const shown = urls.map((src, i) => make("img", { src, alt: files[i].name }));
+  addTurn("user", ...shown, make("div", { class: "text", tabindex: "0" }, question));
 }
 
 /** Returns the text of an error response. */
@@ -122,17 +144,17 @@ async function send(event) {
   byId("stop").disabled = false;
   hideToken();
   setText(byId("usage"), "The model answers…");
-  messages.push({ role: "user", content: question });
-  addTurn("user", make("div", { class: "text", tabindex: "0" }, question));
   const times = { start: performance.now(), first: null, usage: null, reason: "", chunks: 0 };
   let stopped = false;
+  const before = messages.length;
   try {
+    await addQuestion(question, running.signal);
     const text = await answer(running.signal, times);
     messages.push({ role: "assistant", content: text });
-    byId("message").value = "";
+    byId("message").value = byId("images").value = "";
   } catch (error) {
     stopped = running.signal.aborted;
-    messages.pop();
+    messages.length = Math.min(before, messages.length);
     if (!stopped) addTurn("failed", make("div", { class: "text" }, error.message));
   }
   setText(byId("usage"), usageText(times, stopped) || "No answer");
@@ -144,6 +166,7 @@ async function send(event) {
 function clear() {
   running?.abort();
   messages.length = 0;
+  byId("images").value = "";
   byId("chat").replaceChildren();
   byId("chat-empty").hidden = false;
   setText(byId("usage"), "");
