@@ -226,10 +226,11 @@ evenly (Falcon-H1 without norms alone shares one group among ranks).
 
 These models of text and images are served with the native text part that their config names. Most take images: the vision tower,
 the projector and the image processor are those of transformers (in Pillow and NumPy), on the engine's device. Needed are the packages
-transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json. Otherwise, and
-by `--model-impl transformers`, the text part alone is served, and the log says why (`the model takes no images`). So does
-`--max-batch-image-tokens 0`, which saves the memory of the tower. With `--num-shard`, rank 0 alone has the tower, and broadcasts the
-encoded images.
+transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json. Otherwise
+the text part alone is served, and the log says why (`the model takes no images`). So does `--max-batch-image-tokens 0`, which saves
+the memory of the tower. With `--num-shard`, rank 0 alone has the tower, and broadcasts the encoded images. Text parts that transformers
+runs take images where these are embeddings and nothing more: `llava`, `llava_next`, `llava_onevision`, `mistral3`, `smolvlm`,
+`idefics3`, `internvl`.
 
 PNG, JPEG, WebP and GIF (first frame) are decoded beside the engine. At most `--max-batch-image-tokens` tokens of images are encoded
 between two steps, one image at least; a chunk that reaches an image waits for it, and then shares the token budget of a step with the others. Encoded images are kept by digest, up to 1 GiB on a GPU
@@ -270,7 +271,7 @@ Else the log says why (`the layers run in transformers`), and the library's laye
   divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).
 * Layers with a state bound the number of sequences as in the native decoder. Decode steps have no CUDA graph with them, and
   prompts are computed one after the other.
-* Of a model of several modalities the text part is served, without images. Where transformers has no class for it alone
+* Of a model of several modalities the text part is served, of [some](#images) with images. Where transformers has no class for it alone
   (MiniMax-M3), the class of the whole model is used without its other parts: tensors are converted and logits scaled and capped as
   there. Where it has one, logits are scaled and capped as in that class, by the config of the text part: the whole
   models of transformers omit this for Gemma 3, Aya Vision, Command A Vision and Granite Speech.

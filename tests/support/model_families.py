@@ -95,7 +95,7 @@ FAMILIES: dict[str, Family] = {
             **EXPERTS,
             "global_head_dim": 32,
             "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 128,
+            "vocab_size_per_layer_input": 2048,
             "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
             "layer_types": ["sliding_attention", "full_attention"] * 2,

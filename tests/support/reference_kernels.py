@@ -20,7 +20,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
-from text_generation_shard.engines.torch.build.prepare import engine_info, max_images
+from text_generation_shard.engines.torch.build.prepare import engine_info
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
@@ -376,7 +376,6 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         fp8 = fp8_cache(config, {n: ALONE.tp.kv_heads(each.num_kv_heads) for n, each in enumerate(model.layers)}, CPU)
         shape = CacheShape(weights.layer_shapes, CPU, dtype, info.max_sequence_length, fp8, weights.state_bytes)
         kernels.windows = shape.windows
-        info = replace(info, max_images=max_images(config, model))
         encoder = load_images(config, dtype, CPU) if info.max_images else None
         sizes, rotates = (info.max_slots, info.max_sequence_length), encoder is not None and encoder.rotates
         runner = DeviceRunner(decoder, kernels, ALONE, shape, *sizes, shifts_positions=rotates)

@@ -21,6 +21,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.models.huggingface.config import EMBEDS_IMAGES
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 from text_generation_shard.progress import StepMonitor
 from text_generation_shard.session import EngineSession
@@ -92,6 +93,20 @@ def test_prompts_with_pictures(engine: TorchEngine, vision: VisionModel, prompts
 def test_the_operations_of_a_gpu(vision: VisionModel, prompts: list[Prompt]) -> None:
     config = ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6)
     check_all(reference_engine(config), vision, prompts, 7)
+
+
+@pytest.mark.parametrize("name", [name if name in (FAST[0], FAST[1]) else full(name) for name in vision_configs()])
+def test_layers_that_transformers_runs(name: str, tmp_path: Path) -> None:
+    """They take images that are embeddings and nothing more."""
+    model = VisionModel(name, tmp_path)
+    engine = build_engine(
+        ShardConfig(model_path=model.folder, device="cpu", max_batch_size=6, model_impl="transformers")
+    )
+    assert isinstance(engine, TorchEngine)
+    assert bool(engine.info.max_images) == (model.model.config.model_type in EMBEDS_IMAGES)
+    if engine.info.max_images:
+        files = [picture(*size) for size in SIZES][: engine.info.max_images]
+        check_all(engine, model, [model.prompt(files), Prompt((9, 8, 7, 6, 5, 4), ())], 5)
 
 
 def test_a_second_turn_encodes_no_picture(engine: TorchEngine, vision: VisionModel, prompts: list[Prompt]) -> None:

@@ -109,7 +109,18 @@ class EngineBuilder:
             )
         return executor
 
-    def engine(self, runner: Runner, encoder: ImageEncoder | None = None) -> Engine:
+    def _encoder(self) -> ImageEncoder | None:
+        if not self.info.max_images:
+            return None
+        from text_generation_shard.engines import check_transformers
+
+        # Imported only where a model takes images: that takes seconds.
+        check_transformers(self._config)
+        from text_generation_shard.engines.torch.models.huggingface.images import load_images
+
+        return load_images(self._config, self.dtype, self.device)
+
+    def engine(self, runner: Runner) -> Engine:
         """Return the engine of rank 0, or of a follower."""
         if self._config.rank > 0:
             execute = TPWorker(runner, self._memory, self.device, self.adapters).execute
@@ -121,7 +132,7 @@ class EngineBuilder:
                 "drafts are taken as right at random: texts are not those of the model", tokens_per_step=accepted
             )
             drafter.accept_synthetically(accepted, self.info.vocab_size)
-        return TorchEngine(self.info, self.executor(runner, encoder=encoder), self._grammars, trace, drafter)
+        return TorchEngine(self.info, self.executor(runner, encoder=self._encoder()), self._grammars, trace, drafter)
 
 
 def _prepare_gpu(device: torch.device, dtype: torch.dtype) -> None:

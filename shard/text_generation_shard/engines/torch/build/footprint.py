@@ -87,12 +87,7 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
     nbytes += 0 if weights.adapters is None else weights.adapters.nbytes
     sizes = model.num_layers, model.hidden_size
-    found = _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, state_bytes=weights.state_bytes)
-    if not found.info.max_images:
-        return found
-    from text_generation_shard.engines.torch.models.huggingface.images import image_bytes
-
-    return replace(found, images=image_bytes(Path(config.model_path), prepared.dtype, prepared.target.device))
+    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, state_bytes=weights.state_bytes)
 
 
 def transformers_footprint(
@@ -150,4 +145,9 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
         graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(num_layers + 1) // PIECES_PER_GRAPH)
         graphs *= 2 if info.max_loras else 1
         step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES
-    return Footprint(info, memory, weights, shape if layers else None, step, slot_states)
+    images = 0
+    if info.max_images:
+        from text_generation_shard.engines.torch.models.huggingface.images import image_bytes
+
+        images = image_bytes(Path(config.model_path), prepared.dtype, target.device)
+    return Footprint(info, memory, weights, shape if layers else None, step, slot_states, images)

@@ -13,7 +13,6 @@ from text_generation_shard.engines.torch.build.builder import EngineBuilder
 from text_generation_shard.engines.torch.build.compile_ahead import CompileAhead
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target, prepare
-from text_generation_shard.engines.torch.engine.images import ImageEncoder
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
@@ -32,19 +31,7 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
         ahead.stop()
         raise
     ahead.wait()
-    return builder.engine(runner, _encoder(config, builder))
-
-
-def _encoder(config: ShardConfig, builder: EngineBuilder) -> ImageEncoder | None:
-    if not builder.info.max_images or config.rank:
-        return None
-    from text_generation_shard.engines import check_transformers
-
-    # Imported only where a model takes images: that takes seconds.
-    check_transformers(config)
-    from text_generation_shard.engines.torch.models.huggingface.images import load_images
-
-    return load_images(config, builder.dtype, builder.device)
+    return builder.engine(runner)
 
 
 def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[EngineBuilder, Runner]:

@@ -96,11 +96,10 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
         states = replace(model_config.states, dtype=getattr(torch, config.mamba_ssm_cache_dtype))
         model_config = replace(model_config, states=states)
     check_memory(model_config, dtype.itemsize, target, config.world_size)
-    prepared = describe(config, model_config, target)
-    return replace(prepared, info=replace(prepared.info, max_images=max_images(config, model_config)))
+    return describe(config, model_config, target)
 
 
-def max_images(config: ShardConfig, model_config: ModelConfig) -> int:
+def max_images(config: ShardConfig, model_config: ModelDescription) -> int:
     """Return the images that a prompt may have; logs why a model of images takes none."""
     most = model_config.max_images if config.max_batch_image_tokens else 0
     if not most or config.rank:  # rank 0 alone has the encoder, and decides
@@ -177,6 +176,7 @@ def engine_info(
         max_tokens_per_step=1 + (AUTO_DRAFTS[device.type] if config.speculate == "auto" else int(config.speculate)),
         adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
         max_loras=config.lora_slots,
+        max_images=max_images(config, model_config),
     )
 
 

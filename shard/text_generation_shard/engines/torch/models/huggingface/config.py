@@ -25,6 +25,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
 )
 from text_generation_shard.engines.torch.models.native.config import DTYPES, read_quantization
 from text_generation_shard.engines.torch.models.native.rope_config import check_rope_numbers
+from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_ids
 
@@ -32,6 +33,8 @@ EXPERTS_EACH = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 """Keys of the number of experts of a token."""
 MAX_EXPERTS = 1 << 15
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+EMBEDS_IMAGES = ("idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm")
+"""Model types in which images are embeddings and nothing more: no positions in axes, no sums after layers, no attention to later tokens."""
 ROPE_THAT_CHANGES = ("dynamic", "longrope")
 """Rotations that depend on the length of the sequence: cached keys are valid up to the original length only."""
 
@@ -54,6 +57,8 @@ class TransformersConfig:
     embedding_weights: int
     base_name: str
     """The attribute of the model's part whose output the LM head gets."""
+    max_images: int = 0
+    """Images that a prompt may have."""
     quantization: Scheme | None = None
     """The formats of the checkpoint's weights, which are dequantized."""
 
@@ -113,6 +118,7 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
         active_weights=weights - embeddings - _idle_experts(model, text),
         embedding_weights=embeddings,
         quantization=scheme,
+        max_images=WRAPPERS[model_type].max_images if model_type in EMBEDS_IMAGES else 0,
         base_name=next(name for name, module in model.named_modules() if module is base),
     )
 
@@ -134,7 +140,7 @@ def _check_sizes(raw: JsonObject, values: Mapping[str, Any]) -> None:
     """Raise EngineError if a size is beyond any model's: a config class may build lists of that length."""
     for name, value in _numbers(values):
         most = MAX_COUNTS.get(name)
-        if "layer" in name:
+        if "layer" in name and "size" not in name:  # not vocab_size_per_layer_input
             most = MAX_COUNTS["num_hidden_layers"]
         elif "expert" in name or name == "num_labels":
             most = MAX_EXPERTS

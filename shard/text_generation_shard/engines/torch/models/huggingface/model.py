@@ -128,9 +128,13 @@ class TransformersModel:
 
     def forward(self, step: Step) -> Tensor:
         self.states.begin(step)
+        ids = step.token_ids()
+        inputs = {"input_ids": ids.unsqueeze(0)}
+        if step.images is not None:
+            inputs = {"inputs_embeds": step.images.embed(self.library.get_input_embeddings()(ids)).unsqueeze(0)}
         with handled_by(StepAttention(step, self.calls, self.layers)):
             output = self._run_base(
-                input_ids=step.token_ids().unsqueeze(0),
+                **inputs,
                 position_ids=step.positions.long().unsqueeze(0),
                 use_cache=False,
             )
