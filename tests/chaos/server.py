@@ -21,7 +21,7 @@ from stack import Stack
 
 ROLES = ("launcher", "router", "shard", "worker", "client")
 MODULES = {
-    "text_generation_router.sandbox.worker": "worker",
+    "text_generation_common.sandbox.worker": "worker",
     "text_generation_router": "router",
     "text_generation_shard": "shard",
 }

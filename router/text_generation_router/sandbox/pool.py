@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,10 +23,11 @@ from typing import Any, Self
 
 import structlog
 
+from text_generation_common.sandbox.process import start_process
+from text_generation_common.sandbox.worker import HEADER, MAX_MESSAGE, FrameKind
 from text_generation_router.admission_queue import Claim, PendingWork, WorkerQueue
 from text_generation_router.errors import CannotKeepUp
 from text_generation_router.request import DEFAULT_TENANT, TenantId
-from text_generation_router.sandbox.worker import HEADER, MAX_MESSAGE, FrameKind
 
 log = structlog.get_logger()
 
@@ -43,8 +41,6 @@ EXIT_S = 1.0
 """Time in which a worker that closed its socket must have ended."""
 NICENESS = 5
 CLOSED = "the sandbox is closed"
-ENV_NAMES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TZDIR", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")  # fmt: skip
-"""The environment variables that a worker gets: no tokens and no keys."""
 
 
 class SandboxError(Exception):
@@ -328,7 +324,8 @@ class _Worker:
 async def _start_worker(factory: str) -> AsyncIterator[_Worker]:
     """Start a worker; at the end kill it and wait until it is gone. Raises SandboxError if it cannot be started."""
     try:
-        process, channel = _start_process(factory)
+        # uvloop's own way would fork while gRPC's threads run.
+        process, channel = start_process(factory)
     except OSError as error:  # no executable, memory, file descriptor or process left
         raise SandboxError(f"a worker cannot be started: {error.strerror}") from error
     try:
@@ -343,19 +340,3 @@ async def _start_worker(factory: str) -> AsyncIterator[_Worker]:
             await asyncio.to_thread(process.wait)
         finally:
             process.wait()  # the sandbox was closed meanwhile
-
-
-def _start_process(factory: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a child on this thread: it dies with the thread that started it. (uvloop's own way would fork while gRPC's
-    threads run.)"""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        process = subprocess.Popen(
-            # -P: imports must not look into the folder that the router runs in.
-            [sys.executable, "-P", "-m", "text_generation_router.sandbox.worker", factory],
-            stdin=theirs.fileno(),
-            stdout=theirs.fileno(),
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in ENV_NAMES if name in os.environ},
-        )
-        return process, ours.dup()

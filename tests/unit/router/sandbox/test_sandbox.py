@@ -366,7 +366,7 @@ def test_a_worker_dies_with_its_router_in_the_middle_of_a_job() -> None:
 
 
 def test_a_worker_imports_only_what_its_job_needs() -> None:
-    program = "import sys, text_generation_router.sandbox.worker, text_generation_router.chat.template_job; print(*sys.modules)"
+    program = "import sys, text_generation_common.sandbox.worker, text_generation_router.chat.template_job; print(*sys.modules)"
     loaded = set(
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout.decode().split()
     )

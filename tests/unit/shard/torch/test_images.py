@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import wait
 from dataclasses import replace
 from hashlib import sha256
 from io import BytesIO
@@ -199,6 +201,35 @@ def test_files_that_are_no_picture(small: tuple[VisionModel, TorchEngine], tmp_p
         error = decoded(engine, Prompt(good.ids, (media,)))["images"].exception()
         assert str(error).startswith("image 1 ")
         assert "\n" not in str(error)
+
+
+def test_prompts_decode_their_pictures_in_turns_until_they_are_cancelled(
+    small: tuple[VisionModel, TorchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision, engine = small
+    assert engine._images is not None
+    encoder, order, submitted = engine._images.encoder, list[bytes](), threading.Event()
+    inputs = encoder._inputs
+
+    def decode(data: bytes, number: int) -> object:
+        submitted.wait(10)
+        order.append(data)
+        if data == long[0][0]:
+            waiting[0].cancel()
+        return inputs(data, number)
+
+    monkeypatch.setattr(encoder, "_inputs", decode)
+    long = [[picture(30, 40, seed) for seed in seeds] for seeds in (range(10, 15), range(20, 25))]
+    short = picture(30, 40, 30)
+    prompts = [vision.prompt(files) for files in (*long, [short])]
+    new = [NewSequence(0, prompt.ids, Stopping(max_new_tokens=1), media=prompt.media) for prompt in prompts]
+    assert engine.decode_images is not None
+    waiting = [engine.decode_images(each) for each in new]
+    submitted.set()
+    wait(waiting[1:])
+    assert order.index(short) <= 3  # behind one of each other prompt, and those that were running
+    assert all(data in order for data in long[1])
+    assert not set(long[0][1:]) & set(order)
 
 
 def test_chunks_wait_for_a_picture_and_add_up(small: tuple[VisionModel, TorchEngine]) -> None:

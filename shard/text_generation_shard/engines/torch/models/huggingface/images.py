@@ -1,17 +1,18 @@
 """The image part of a model of text and images: the library's image processor, vision tower and projector, with the checkpoint's weights.
 
-Images are decoded and processed by Pillow, on threads beside the engine, and encoded one by one on the engine's device.
+Images are decoded in child processes and processed by Pillow, on threads beside the engine, and encoded one by one on the engine's device.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from io import BytesIO
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from text_generation_common.exif import orientation
 from text_generation_common.one_line import one_line
 from text_generation_common.progress import phase
 from text_generation_shard.config import ShardConfig
@@ -39,14 +39,11 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
 from text_generation_shard.engines.torch.models.huggingface.load import loaded, own_memory, random_model
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint, text_name
 from text_generation_shard.grammar import lower_priority
+from text_generation_shard.image_files import ImageFiles
 from text_generation_shard.json_object import JsonObject
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-TURNS = (None, *map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)))
-"""The operations that make an image upright, by its orientation, from 1 on."""
-MAX_PIXELS = 1 << 26
-"""Most pixels of an image: they are decoded to four bytes each."""
 WORKERS = 2
+"""Images that are decoded and processed at a time."""
 MAX_GRIDS = 1 << 14
 """Most images of which the size in patches is kept."""
 TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
@@ -71,10 +68,16 @@ class LibraryImages:
         self.cached = RowCache(CACHE_BYTES[device.type])
         self._grids: dict[bytes, Tensor] = {}
         """int64 [1, 3]: the size of images in patches, for their rotary positions."""
+        self._files = SimpleQueue[ImageFiles]()
+        """The decoders that are free."""
+        for _ in range(WORKERS):
+            self._files.put(ImageFiles(_warn))
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:
-        return self._pool.submit(self._decode, new)
+        images: Future[PromptImages] = Future()
+        self._pool.submit(self._advance, self._decoded(new), images)
+        return images
 
     def encode(self, picture: Picture) -> Tensor:
         dtype = self._model.dtype
@@ -94,8 +97,23 @@ class LibraryImages:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        while not self._files.empty():
+            self._files.get().close()
 
-    def _decode(self, new: NewSequence) -> PromptImages:
+    def _advance(self, pictures: Generator[None, None, PromptImages], images: Future[PromptImages]) -> None:
+        """Decode the next picture of a prompt; then it is the turn of the other prompts. One that is cancelled ends."""
+        with suppress(InvalidStateError):
+            try:
+                if not images.cancelled():
+                    next(pictures)
+                    self._pool.submit(self._advance, pictures, images)
+            except StopIteration as end:
+                images.set_result(end.value)
+            except Exception as error:  # noqa: BLE001 – the engine sees it in the future
+                images.set_exception(error)
+
+    def _decoded(self, new: NewSequence) -> Generator[None, None, PromptImages]:
+        """Decode the pictures of a prompt, one in each step of the generator. Raises ImageError."""
         ids = np.array(new.prompt)
         is_image = np.zeros(len(ids), dtype=bool)
         pictures: list[Picture] = []
@@ -113,6 +131,7 @@ class LibraryImages:
                 inputs = partial(dict, values)
             places = media.offset + np.flatnonzero(is_image[span])
             pictures.append(Picture(media.digest, places, media.end, inputs))
+            yield
         positions, shift = self._rotary_positions(ids, is_image, [each.digest for each in new.media])
         return PromptImages(pictures, [media.offset for media in new.media], positions, shift)
 
@@ -124,14 +143,12 @@ class LibraryImages:
     def _inputs(self, data: bytes, number: int) -> dict[str, Tensor]:
         """Return the arguments of the encoder for a file. Raises ImageError."""
         try:
-            image = Image.open(BytesIO(data), formats=FORMATS)
-            if (pixels := image.width * image.height) > MAX_PIXELS:
-                raise ImageError(f"image {number} has {pixels} pixels, more than {MAX_PIXELS}")
-            # The router counts the tokens by the size in the header and the same orientation, which it reads in JPEGs.
-            turn = TURNS[orientation(image.info.get("exif", b"")) - 1] if data.startswith(b"\xff\xd8") else None
-            return self._processed(image.convert("RGB") if turn is None else image.convert("RGB").transpose(turn))
-        except ImageError:
-            raise
+            files = self._files.get()
+            try:
+                size, pixels = files.decode(data)
+            finally:
+                self._files.put(files)
+            return self._processed(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1))
         except Exception as error:  # noqa: BLE001 – decoders and processors raise errors of many kinds
             raise ImageError(f"image {number} cannot be read: {one_line(error)}") from None
 
@@ -154,6 +171,12 @@ class LibraryImages:
             raise ImageError("the placeholders of the images do not fit their sizes") from None
         axes: NDArray[np.int64] = positions[:, 0].numpy()
         return axes, int(shifts[0])
+
+
+@cache
+def _warn(refused: str) -> None:
+    """Log once what the kernel refused."""
+    log.warning("decoders of images are not fully confined", refused=refused)
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:

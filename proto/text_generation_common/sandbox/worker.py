@@ -1,6 +1,6 @@
-"""The child process of a sandbox: `python -m text_generation_router.sandbox.worker MODULE:FACTORY`.
+"""The child process of a sandbox: `python -m text_generation_common.sandbox.worker MODULE:FACTORY`.
 
-Standard input and output are one socket to the router. The router sends frames, and the worker answers each with one
+Standard input and output are one socket to its parent. The parent sends frames, and the worker answers each with one
 frame: the length of the body (4 bytes, big-endian), the kind (1 byte), the body. The first body is the settings as JSON:
 FACTORY(settings["config"]) may read files and returns a function. That one is called when the process is confined
 (confine.py) and returns the job, a function from bytes to bytes. The first answer lists the measures of confinement that
@@ -22,11 +22,11 @@ from typing import BinaryIO
 
 from text_generation_common.grammar_options import JUDGE_STACK_BYTES
 from text_generation_common.one_line import one_line
-from text_generation_router.sandbox.confine import PR_SET_PDEATHSIG, confine, prctl
+from text_generation_common.sandbox.confine import PR_SET_PDEATHSIG, confine, prctl
 
 HEADER = struct.Struct(">IB")
 MAX_MESSAGE = 1000
-"""Characters of an error message that are sent to the router."""
+"""Characters of an error message that are sent to the parent."""
 
 
 class FrameKind(IntEnum):
@@ -39,7 +39,7 @@ class FrameKind(IntEnum):
 
 
 def main(factory: str) -> None:
-    """Create the job, then answer until the router closes the socket."""
+    """Create the job, then answer until the parent closes the socket."""
     _ignore_signals_and_die_with_parent()
     reader, writer = _take_channel()
     job, max_output, cpu_s = None, 0, 0.0
@@ -63,7 +63,7 @@ def main(factory: str) -> None:
                 raise ValueError(f"the result is longer than {max_output} bytes")
         except MemoryError:
             kind, body = FrameKind.OUT_OF_MEMORY, b""
-        except BaseException as error:  # noqa: BLE001 - also a Rust panic; the router names the error to the client
+        except BaseException as error:  # noqa: BLE001 - also a Rust panic; the parent names the error to the client
             kind, body = FrameKind.FAILED, one_line(error, MAX_MESSAGE).encode(errors="replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         writer.write(HEADER.pack(len(body), kind) + body)
@@ -73,8 +73,8 @@ def main(factory: str) -> None:
 
 
 def _ignore_signals_and_die_with_parent() -> None:
-    """A router that was asked to stop finishes its requests first and needs this worker for them: it ignores signals to
-    the process group. If the router dies, the kernel kills the worker, also in the middle of a job."""
+    """A parent that was asked to stop finishes its requests first and needs this worker for them: it ignores signals to
+    the process group. If the parent dies, the kernel kills the worker, also in the middle of a job."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -109,5 +109,5 @@ def _limit(memory_bytes: int, niceness: int) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
-    except (BrokenPipeError, ConnectionResetError):  # the router closed the socket
+    except (BrokenPipeError, ConnectionResetError):  # the parent closed the socket
         os._exit(0)

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 UNPRIVILEGED_ID = 65534
-"""User and group of a worker whose router runs as root."""
+"""User and group of a worker whose parent runs as root."""
 CAP_KILL = 5
-"""Number of the capability with which a router may kill workers of another user."""
+"""Number of the capability with which a parent may kill workers of another user."""
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC = 1, 1
@@ -58,12 +58,12 @@ def confine() -> list[str]:
 
 
 def _change_user() -> None:
-    """Give up the privileges of root if this process has them and its router may still kill it."""
+    """Give up the privileges of root if this process has them and its parent may still kill it."""
     if os.geteuid() != 0:
         return
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     if not int(status["CapEff"], 16) >> CAP_KILL & 1:
-        raise PermissionError("the router could not kill a worker of another user")
+        raise PermissionError("the parent could not kill a worker of another user")
     os.setgroups([])
     os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
     os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
