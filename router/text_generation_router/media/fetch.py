@@ -1,8 +1,9 @@
 """Images from other servers: only from hosts that the operator lists, and from public addresses.
 
 A client could otherwise have the router send requests into its own network. The address is checked when the connection is made to
-it,
-however the host was named. Redirects are checked like the first URL.
+it, however the host was named. Redirects are checked like the first URL.
+
+Answers are read by an event loop of their own: one in a million chunks or interim responses would hold up the streams of others.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Collection, Coroutine
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -25,6 +27,7 @@ MAX_REDIRECTS = 3
 MAX_CONNECTIONS = 64
 """Connections to other servers at a time; further images wait for one."""
 
+T = TypeVar("T")
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -50,19 +53,35 @@ class Fetcher:
         self._is_allowed = is_allowed
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(socket_factory=self._socket, limit=MAX_CONNECTIONS, force_close=True)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "text-generation-router"},
-            auto_decompress=False,
-        )
+        if self._hosts:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="images by URL", daemon=True)
+            self._thread.start()
+            self._session = await self._beside(self._open())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        if self._hosts:
+            await self._beside(self._session.close())
+            await self._beside(self._loop.shutdown_default_executor())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            await asyncio.to_thread(self._thread.join)
+            self._loop.close()
+
+    async def _beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do work of a session on its loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _open(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(socket_factory=self._socket, limit=MAX_CONNECTIONS, force_close=True)
+        return aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "text-generation-router"},
+            auto_decompress=False,
+        )
 
     def allows(self, url: str) -> bool:
         """Return True if the URL is one of a listed host."""
@@ -86,20 +105,26 @@ class Fetcher:
 
     async def _fetch(self, url: URL, hold: Callable[[int], None]) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            async with self._session.get(url, allow_redirects=False) as response:
+            response = await self._beside(self._get(url))
+            try:
                 if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                     url = self._checked(url.join(URL(response.headers["Location"])))
                     continue
                 if response.status != 200:
                     raise BadImage(f"the server of its URL answers {response.status}")
                 data = bytearray()
-                async for part in response.content.iter_any():
+                while part := await self._beside(response.content.readany()):
                     if len(data) + len(part) > self._max_bytes:
                         raise too_large(self._max_bytes)
                     hold(len(part))
                     data += part
                 return bytes(data)
+            finally:
+                self._loop.call_soon_threadsafe(response.close)
         raise BadImage(f"its URL leads to more than {MAX_REDIRECTS} others")
+
+    async def _get(self, url: URL) -> aiohttp.ClientResponse:
+        return await self._session.get(url, allow_redirects=False)
 
     def _checked(self, url: URL) -> URL:
         """Return a URL that may be fetched. Raises BadImage."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -114,15 +115,19 @@ async def test_addresses_that_are_not_public_are_refused_however_the_host_is_nam
 
 
 async def test_the_connection_goes_to_the_address_that_was_checked() -> None:
-    checked = list[IpAddress]()
+    """And the answer is not read by the event loop of the streams."""
+    checked, threads = list[IpAddress](), set[threading.Thread]()
 
     def once(address: IpAddress) -> bool:
         checked.append(address)
+        threads.add(threading.current_thread())
         return address == LOOPBACK
 
     async with fetcher("localhost:{}", is_allowed=once) as (made, port):
         assert await made.fetch(f"http://localhost:{port}/image", hold_any) == b"image"
     assert checked == [LOOPBACK]
+    assert threading.main_thread() not in threads
+    assert not any(thread.is_alive() for thread in threads)
 
 
 async def test_large_slow_and_wrong_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
