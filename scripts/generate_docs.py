@@ -230,7 +230,7 @@ transformers and Pillow, the extra `transformers`, and the folder's preprocessor
 the text part alone is served, and the log says why (`the model takes no images`). So does `--max-batch-image-tokens 0`, which saves
 the memory of the tower. With `--num-shard`, rank 0 alone has the tower, and broadcasts the encoded images. Text parts that transformers
 runs take images where these are embeddings and nothing more: `llava`, `llava_next`, `llava_onevision`, `mistral3`, `smolvlm`,
-`idefics3`, `internvl`.
+`idefics3`, `internvl`, and `llama4`, which has no other.
 
 PNG, JPEG, WebP and GIF (first frame) are decoded in confined processes beside the shard, picture by picture in turns of the prompts. At most `--max-batch-image-tokens` tokens of images are encoded
 between two steps, one image at least; a chunk that reaches an image waits for it, and then shares the token budget of a step with the others. Encoded images are kept by digest, up to 1 GiB on a GPU
@@ -243,7 +243,8 @@ Gemma 3, up to `max_soft_tokens` in Gemma 4), or the request is refused. On a GP
 models of Gemma 4 with inputs of each layer (E2B, E4B) run by transformers, without images.
 
 As the processors of transformers do, the engine takes no crops in Gemma 3 whatever its `do_pan_and_scan`, divides every image of InternVL
-into tiles, and sizes images of Mistral 3 by the squares of patches that become one token.
+into tiles, and sizes images of Mistral 3 by the squares of patches that become one token. The processor of Llama 4 is our own, because
+that of transformers needs torchvision: the same tiles, and pixels that differ by at most two of 256 levels, as those of Pillow do.
 
 Checked by `tests/unit/shard/torch/test_images.py`: a random checkpoint of each family that takes images gives the logprobs of
 transformers (relative error at most 1e-5, float32, CPU) with up to three pictures of odd sizes; chunk by chunk, preempted, in a second

@@ -78,6 +78,7 @@ VISION_MODELS = {
     "glm4v_moe": "GLM-4.5V, GLM-4.6V",
     "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small",
     "llava": "Llava 1.5, Pixtral",
+    "llama4": "Llama 4",
     "llava_next": "Llava-Next",
     "llava_onevision": "Llava-OneVision",
     "smolvlm": "SmolVLM, SmolVLM2",

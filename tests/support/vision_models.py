@@ -22,6 +22,7 @@ from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.models.huggingface.llama4_images import Llama4ImageProcessor
 from text_generation_shard.media import Media
 
 IMAGE, VIDEO, START, END = 3, 4, 5, 6
@@ -71,6 +72,7 @@ PROCESSOR_SETTINGS = {
     "mistral3": {"patch_size": 2 * PATCH},
 }
 """The arguments of the processor of images that the library's processors of texts and images give it, whatever its file says."""
+LLAMA4_WIDTHS = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
 SMOLVLM = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": SIDE}}
 
 
@@ -119,6 +121,7 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
         "out_hidden_size": SHAPE["hidden_size"],
         "image_size": 4 * SIDE,
     }
+    llama4 = TEXT | {"head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 64, "no_rope_layers": [1, 0, 1]}
     idefics = {"scale_factor": 2, "pad_token_id": 0, "image_token_id": IMAGE}
     return {
         "llava": (
@@ -180,6 +183,14 @@ def vision_configs() -> dict[str, tuple[PretrainedConfig, dict[str, object]]]:
                 "max_patches": 4,
                 "size": {"height": SIDE, "width": SIDE},
             },
+        ),
+        "llama4": (
+            transformers.Llama4Config(
+                text_config=llama4,
+                vision_config=VISION | {"patch_size": 7, "intermediate_size": 64} | dict.fromkeys(LLAMA4_WIDTHS, 24),
+                image_token_index=IMAGE,
+            ),
+            {"image_processor_type": "Llama4ImageProcessor", "size": {"height": SIDE, "width": SIDE}, "max_patches": 5},
         ),
         "gemma3": (
             transformers.Gemma3Config(
@@ -316,7 +327,10 @@ class VisionModel:
             "gemma4": "mm_token_type_ids",
         }
         self._types = next((name for begin, name in types.items() if config.model_type.startswith(begin)), "")
-        self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        if name == "llama4":  # the library's needs torchvision
+            self._processor: Any = Llama4ImageProcessor(processor)
+        else:
+            self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
 
     def prompt(self, files: Sequence[bytes], start: Sequence[int] = (7, 8, 9, 10)) -> Prompt:
         """Return a prompt with text around and between the pictures in `files`."""
@@ -330,13 +344,17 @@ class VisionModel:
 
     def _inputs(self, files: Sequence[bytes]) -> dict[str, Any]:
         images = [Image.open(BytesIO(data)).convert("RGB") for data in files]
+        if isinstance(self._processor, Llama4ImageProcessor):
+            tiles = [self._processor([image], "pt")["pixel_values"].float() for image in images]
+            return {"pixel_values": torch.cat(tiles)}
         nested = [images] if self._nested else images
         inputs = dict(self._processor(images=nested, return_tensors="pt", **self._settings))
         return {name: each for name, each in inputs.items() if name not in ("num_patches", "num_crops")}
 
     def _tokens(self, data: bytes) -> int:
         with torch.inference_mode():
-            features = self.model.get_image_features(**self._inputs([data])).pooler_output
+            output = self.model.get_image_features(**self._inputs([data]))
+        features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
         return sum(each.numel() // each.shape[-1] for each in features)
 
     def _logits(self, ids: Sequence[int], inputs: dict[str, Any]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from text_generation_common.llama4_tiles import tiles
 from text_generation_router.media.headers import Size
 
 Piece = str | int
@@ -292,6 +293,25 @@ def _internvl(files: ModelFiles) -> Layout:
     return layout
 
 
+def _llama4(files: ModelFiles) -> Layout:
+    """Tiles in rows with marks between them, then the whole image."""
+    side, most = files.edge("height", default=336), files.side("max_patches", default=16)
+    ratio = files.vision.get("pixel_shuffle_ratio", 0.5)
+    tokens = (side // files.side("patch_size", files.vision, default=14)) ** 2 // round(1 / ratio**2)
+
+    def layout(size: Size) -> Iterator[Piece]:
+        columns, rows = tiles(*size, side, most)
+        yield "<|image_start|>"
+        for number in range(columns * rows if columns * rows > 1 else 0):
+            yield tokens
+            yield "<|tile_x_separator|>" if (number + 1) % columns else "<|tile_y_separator|>"
+        yield "<|image|>"
+        yield tokens
+        yield "<|image_end|>"
+
+    return layout
+
+
 _QWEN = ImageFamily(_qwen, "<|vision_start|>{}<|vision_end|>")
 _GLM = ImageFamily(_glm, "<|begin_of_image|>{}<|end_of_image|>")
 _GEMMA3 = ImageFamily(_gemma3, "<start_of_image>", "\n\n<start_of_image>{}<end_of_image>\n\n")
@@ -303,6 +323,7 @@ FAMILIES = {
     "gemma3": _GEMMA3,
     "gemma4": ImageFamily(_gemma4),
     "internvl": ImageFamily(_internvl),
+    "llama4": ImageFamily(_llama4, "<|image|>", "{}"),
     "llava": _LLAVA,
     "llava_next": ImageFamily(_llava_next),
     "llava_onevision": ImageFamily(_llava_onevision),

@@ -23,7 +23,8 @@ SPECIAL = (
     *("<image>", "<|image|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|begin_of_image|>"),
     *("<|end_of_image|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "[IMG]", "[IMG_BREAK]"),
     *("[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>", "<IMG_CONTEXT>"),
-    *("<image|>", "<|image>"),
+    *("<image|>", "<|image>", "<|image_start|>", "<|image_end|>", "<|patch|>"),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 6) for column in range(1, 6)),
 )
 SIZES = [(1, 1), (7, 40), (56, 28), (333, 640), (640, 333), (449, 448), (199, 201), (901, 77), (30, 901), (1700, 1300)]
@@ -281,6 +282,32 @@ def test_the_tokens_are_those_of_the_librarys_processor(
         whole = parts[0] + "".join(new + rest for new, rest in zip(replacements, parts[1:], strict=True))
         expected = library_tokenizer.encode(whole, add_special_tokens=False).ids
         assert placed(tokens, library_tokenizer, text, sizes) == expected, sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "columns", "rows"),
+    [
+        *(((395, 7), 5, 5, 1), ((386, 40), 5, 5, 1), ((232, 8), 16, 9, 1), ((1, 1), 16, 1, 1), ((56, 55), 16, 2, 2)),
+        *(((1971, 293), 16, 8, 2), ((394, 1560), 16, 2, 8), ((1728, 1412), 5, 2, 2), ((13, 283), 5, 1, 5)),
+    ],
+)
+def test_the_tiles_of_llama_4_are_those_of_the_library(  # whose processor needs torchvision: these were computed with it
+    size: tuple[int, int],
+    most: int,
+    columns: int,
+    rows: int,
+    library_tokenizer: tokenizers.Tokenizer,
+    tmp_path: Path,
+) -> None:
+    config = {"model_type": "llama4", "image_token_index": library_tokenizer.token_to_id("<|patch|>")}
+    images = {"size": {"height": 28, "width": 28}, "max_patches": most}
+    config |= {"vision_config": {"patch_size": 7, "pixel_shuffle_ratio": 0.5}}
+    tokens = load(tmp_path, library_tokenizer, config, preprocessor_config=images)
+    tile = "<|patch|>" * 4
+    row = "<|tile_x_separator|>".join([tile] * columns) + "<|tile_y_separator|>"
+    image = "<|image_start|>" + (row * rows if rows * columns > 1 else "") + f"<|image|>{tile}<|image_end|>"
+    expected = library_tokenizer.encode(f"See {image} say.").ids
+    assert placed(tokens, library_tokenizer, "See <|image|> say.", [size]) == expected
 
 
 def test_a_text_with_other_places_than_images_is_refused(

@@ -33,6 +33,7 @@ SIZES = ((70, 45), (31, 90), (64, 64))
 """Odd, tall and square; in pixels."""
 FAST = ("smolvlm", "qwen3_vl", "gemma3", "glm4v")
 """Tiles; several axes, and additions after layers; attention to later tokens of an image."""
+NATIVE = [name for name in vision_configs() if name != "llama4"]
 FEW = {"llava_onevision": 1}
 """Pictures of a prompt, where a family takes few."""
 
@@ -41,7 +42,7 @@ def limits() -> WarmUpLimits:
     return WarmUpLimits(max_batch_total_tokens=8192, max_batch_prefill_tokens=128)
 
 
-@pytest.fixture(scope="module", params=[name if name in FAST else full(name) for name in vision_configs()])
+@pytest.fixture(scope="module", params=[name if name in FAST else full(name) for name in NATIVE])
 def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     return VisionModel(request.param, tmp_path_factory.mktemp("checkpoint"))
 
@@ -97,7 +98,7 @@ def test_the_operations_of_a_gpu(vision: VisionModel, prompts: list[Prompt]) -> 
     check_all(reference_engine(config), vision, prompts, 7)
 
 
-@pytest.mark.parametrize("name", [name if name in (FAST[0], FAST[1]) else full(name) for name in vision_configs()])
+@pytest.mark.parametrize("name", [name if name in (*FAST[:2], "llama4") else full(name) for name in vision_configs()])
 def test_layers_that_transformers_runs(name: str, tmp_path: Path) -> None:
     """They take images that are embeddings and nothing more."""
     model = VisionModel(name, tmp_path)

@@ -33,7 +33,7 @@ EXPERTS_EACH = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 """Keys of the number of experts of a token."""
 MAX_EXPERTS = 1 << 15
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-EMBEDS_IMAGES = ("idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm")
+EMBEDS_IMAGES = ("idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm")
 """Model types in which images are embeddings and nothing more: no positions in axes, no sums after layers, no attention to later tokens."""
 ROPE_THAT_CHANGES = ("dynamic", "longrope")
 """Rotations that depend on the length of the sequence: cached keys are valid up to the original length only."""

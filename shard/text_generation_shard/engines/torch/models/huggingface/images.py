@@ -64,7 +64,7 @@ class LibraryImages:
         self._processor = processor
         self._device = device
         self._token_id = int(model.config.image_token_id)
-        self.rotates = hasattr(model.model, "get_rope_index")
+        self.rotates = hasattr(model.base_model, "get_rope_index")
         self.cached = RowCache(CACHE_BYTES[device.type])
         self._grids: dict[bytes, Tensor] = {}
         """int64 [1, 3]: the size of images in patches, for their rotary positions."""
@@ -87,7 +87,10 @@ class LibraryImages:
         }
         output = self._model.get_image_features(**inputs)
         added = getattr(output, "deepstack_features", None) or ()
-        return torch.stack([_rows(output.pooler_output), *map(_rows, added)])
+        rows = output.pooler_output
+        if rows is None:  # Llama 4 projects them later
+            rows = self._model.multi_modal_projector(output.last_hidden_state)
+        return torch.stack([_rows(rows), *map(_rows, added)])
 
     def encode_largest(self) -> Tensor:
         side = LARGEST_SIDE[self._device.type]

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import transformers
 from transformers import DynamicCache, PreTrainedModel
+from transformers.image_processing_base import ImageProcessingMixin
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
@@ -25,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.models.huggingface.llama4_images import Llama4ImageProcessor
 
 OLDEST = (4, 57)
 """First version with the arguments and the attention interface that this backend uses."""
@@ -144,6 +146,8 @@ def image_part(whole: LibraryConfig) -> LibraryModel:
 
 def image_processor(folder: Path, whole: LibraryConfig) -> Callable[..., Any]:
     """Return the processor of images of the model in a folder, by Pillow and NumPy, as its processor of texts and images calls it."""
+    if whole.model_type == "llama4":
+        return Llama4ImageProcessor(ImageProcessingMixin.get_image_processor_dict(folder)[0])
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
     settings = PROCESSOR_SETTINGS.get(whole.model_type, {})
     if whole.vision_config.model_type == "pixtral":

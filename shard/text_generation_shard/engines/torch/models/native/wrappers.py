@@ -33,6 +33,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "glm46v": Wrapper("Glm46VForConditionalGeneration", "glm4v_text", ties=False, max_images=MANY),
     "glm4v_moe": Wrapper("Glm4vMoeForConditionalGeneration", "glm4v_moe_text", ties=False, max_images=MANY),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", ties=True, max_images=MANY),
+    # Transformers runs its text part.
+    "llama4": Wrapper("Llama4ForConditionalGeneration", "llama4_text", ties=False, max_images=MANY),
     "llava": Wrapper("LlavaForConditionalGeneration", "llama", ties=False, max_images=MANY),
     "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama", ties=False, max_images=MANY),
     # With several images, the library does not divide them into tiles.
