@@ -27,12 +27,15 @@ BY_CHANCE = 1
 CASES = [
     *((name, True, True) for name in ("chatml", "llama3", "qwen3")),
     *((name, False, False) for name in ("gemma", "mistral", "training")),
+    ("mistral", True, False),
+    ("mistral", False, True),
     ("qwen3", False, True),
     *(full(name, system, False) for name in ("chatml", "llama3", "qwen3") for system in (False, True)),
     *(full(name, False, True) for name in ("chatml", "llama3")),
     full("training", True, False),
 ]
-"""Template, system message, tools. That of gemma refuses both; that of mistral moves them into the last question of each prompt."""
+"""Template, system message, tools. That of gemma refuses both; that of mistral moves them into the last question, and a tool's answer
+has it without the system message: with both, such an answer computes the question again."""
 TOOL: Json = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 CALL: Json = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 

@@ -36,7 +36,7 @@ MAX_INPUT_BYTES = MAX_BYTES_PER_CHARACTER * MAX_CHARACTERS
 MAX_ARGUMENTS, MAX_LAST_PARTS = 1024, 64
 """Bytes of template arguments whose last part of prompts is kept, and the number of such texts."""
 PROBE: list[Json] = [
-    {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "!"), ("user", "?"))
+    {"role": role, "content": text} for role, text in (("user", "¿?"), ("assistant", "!"), ("user", "?"))
 ]
 MAX_INLINE_MESSAGES = 256
 """Messages of a conversation whose input is made on the event loop: a millisecond."""
@@ -119,19 +119,33 @@ class TemplateRenderer:
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text
 
-    async def last_part(self, conversation: Conversation, tenant: TenantId) -> str | None:
-        """Return the end of a prompt that the next turn does not repeat, as the start of the reasoning; None if it is not known."""
-        key = orjson.dumps(conversation.template_kwargs)
+    async def last_part(self, conversation: Conversation, text: str, tenant: TenantId) -> str | None:
+        """Return the end of a prompt `text` that the next turn does not repeat, as the start of the reasoning; None if it is not known.
+
+        It is the same in all prompts, unless a template moves the system message or the tools into the last question.
+        """
+        messages = conversation.messages
+        system = messages[:1] if messages[0].get("role") == "system" else []
+        key = orjson.dumps([conversation.template_kwargs, bool(system), bool(conversation.tools)])
         if key not in self._last_parts and len(key) <= MAX_ARGUMENTS:
-            short = replace(conversation, messages=PROBE[:1], tools=(), continue_final_message=False)
+            short = replace(conversation, messages=[*system, PROBE[0]], continue_final_message=False)
             part = None
             with suppress(TemplateError):
-                text, later = [await self.render(each, tenant) for each in (short, replace(short, messages=PROBE))]
-                part = text[len(commonprefix([text, later])) :]  # noqa: RUF071 – of characters
+                part = await self._not_repeated(short, await self.render(short, tenant), tenant)
             if len(self._last_parts) == MAX_LAST_PARTS:
                 self._last_parts.clear()
             self._last_parts[key] = part
-        return self._last_parts.get(key)
+        part = self._last_parts.get(key)
+        if part is None or PROBE[0]["content"] not in part:
+            return part
+        with suppress(TemplateError):
+            return await self._not_repeated(conversation, text, tenant)
+        return None
+
+    async def _not_repeated(self, conversation: Conversation, text: str, tenant: TenantId) -> str:
+        """Return the end of a prompt that it has not in common with its prompt after an answer and a question."""
+        later = replace(conversation, messages=[*conversation.messages, *PROBE[1:]])
+        return text[len(commonprefix([text, await self.render(later, tenant)])) :]  # noqa: RUF071 – of characters
 
     def _input(self, conversation: Conversation) -> tuple[TemplateInput, bytes]:
         request = template_input(conversation, self._templates)

@@ -5,8 +5,8 @@ A checkpoint is as large as the KV of thousands of tokens, so it is left
     at the end of the turn        where the next turn stops to repeat the prompt, as the template shows: near the marker of the
                                   answer. Without a template, at the last block of the prompt
     at a branch                   where another prompt left the path of this one in the tree, as after a shared system prompt
-    every SPACING tokens          of a long prompt, and at its end if new tokens from before a preemption are part of it, while
-                                  there are free blocks: evicted before all others
+    every SPACING tokens          of a long prompt, and at its end if the turn ends more than two blocks before, as with tools before
+                                  the last question, while there are free blocks: evicted before all others
 
 and all at the last block boundary before. A shorter way than MIN_GAIN tokens is computed again.
 """
@@ -36,7 +36,7 @@ def checkpoints(length: int, turn_end: int, branch: int, cached: int, block_size
     wanted = dict.fromkeys(range(SPACING, length, SPACING), True)
     if branch - cached >= MIN_GAIN and abs(last - branch) >= MIN_GAIN:
         wanted[branch] = False
-    if length - last >= MIN_GAIN:  # new tokens from before a preemption
+    if length - last > 2 * block_size:
         wanted[(length - 1) // block_size * block_size] = True
     wanted[last] = False
     return [StateCheckpoint(*each) for each in sorted(wanted.items(), reverse=True) if each[0] > cached]

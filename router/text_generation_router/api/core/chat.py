@@ -232,45 +232,46 @@ class ChatPreparer:
 
     async def prompt(self, conversation: Conversation, tenant: TenantId) -> str:
         """Return the prompt text, in which images have no tokens yet. Raises TemplateError, ToolError, Overloaded, CannotKeepUp."""
-        return (await self._rendered(conversation, _usable_tools(conversation), tenant))[0]
+        return (await self._rendered(conversation, _usable_tools(conversation), tenant))[1]
 
     async def count_tokens(self, conversation: Conversation, tenant: TenantId) -> int:
         """Return the number of tokens of the prompt. Raises as `prompt` does; InvalidRequest, Overloaded for its images."""
-        prompt, images = await self._rendered(conversation, _usable_tools(conversation), tenant)
+        shown, prompt = await self._rendered(conversation, _usable_tools(conversation), tenant)
+        images = shown.images
         # Images take memory like those of an answer.
         async with self._serving.permits.take(1, tenant) if images else nullcontext():
             return await self._serving.preparer.count_tokens(prompt, images, tenant)
 
     async def _rendered(
         self, conversation: Conversation, tools: Sequence[Tool], tenant: TenantId
-    ) -> tuple[str, Sequence[str]]:
-        """Return the prompt text, and the sources of its images."""
+    ) -> tuple[Conversation, str]:
+        """Return the chat as the template gets it, and the prompt text."""
         shown = self._serving.preparer.with_images(replace(conversation, tools=tools))
-        return await self._renderer.render(shown, tenant), shown.images
+        return shown, await self._renderer.render(shown, tenant)
 
     async def prepare(
         self, conversation: Conversation, options: GenerationOptions, qos: QualityOfService, count: int = 1
     ) -> ChatRequest:
         """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
-        prompt, images = await self._rendered(conversation, tools, qos.tenant)
-        form, grammar, continuation = await self._constrained(conversation, tools, prompt, qos.tenant)
-        prompt += continuation
+        shown, text = await self._rendered(conversation, tools, qos.tenant)
+        form, grammar, continuation = await self._constrained(conversation, tools, text, qos.tenant)
+        prompt = text + continuation
         options = replace(
             options, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
-        requests = await self._serving.preparer.prepare(prompt, options, qos, count, images)
+        requests = await self._serving.preparer.prepare(prompt, options, qos, count, shown.images)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         if self._serving.settings.limits.marks_turns and conversation.add_generation_prompt:
-            turn_end = await self._turn_end(conversation, continuation, requests[0].prompt, qos.tenant)
+            turn_end = await self._turn_end(shown, text, continuation, requests[0].prompt, qos.tenant)
             requests = [replace(request, turn_end=turn_end) for request in requests]
         return ChatRequest(requests, prompt, form)
 
     async def _turn_end(
-        self, conversation: Conversation, continuation: str, prompt: Sequence[TokenId], tenant: TenantId
+        self, conversation: Conversation, text: str, continuation: str, prompt: Sequence[TokenId], tenant: TenantId
     ) -> int:
         """Return the tokens of a prompt that the next turn repeats; 0 if that is not known."""
-        part = await self._renderer.last_part(conversation, tenant)
+        part = await self._renderer.last_part(conversation, text, tenant)
         if part is None:
             return 0
         if (part := part + continuation) != self._last_part[0]:
