@@ -15,9 +15,9 @@ import structlog
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.findings import Findings
-from text_generation_router.audit.records import MAX_RECORDS, record_of, scores_of, used, write_record
+from text_generation_router.audit.records import MAX_RECORDS, record_of, used, write_record
 from text_generation_router.audit.served import MAX_TRIES, KeptRequests, Served
-from text_generation_router.audit.verdict import Judgement, Verdict, bounds_of, judge
+from text_generation_router.audit.verdict import Judgement, Scores, Verdict, bounds_of, judge
 from text_generation_router.config import RouterConfig
 from text_generation_router.request import Request, RequestId, RequestProgress
 from text_generation_router.scheduling.messages import SchedulerOutput
@@ -237,7 +237,8 @@ class Auditor:
         return _without(record, served)
 
     def _judge(self, served: Served, message: pb.TokenScores) -> None:
-        scores, features = scores_of(message), served.features
+        features = served.features
+        scores = Scores(message.logprobs, message.drawn_ids, message.drawn_logprobs)
         judgement = judge(served.tokens, served.logprobs, scores, served.request.sampling, self._bounds)
         self._count([served], judgement.verdict)
         if judgement.verdict is Verdict.SAME:

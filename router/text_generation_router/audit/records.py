@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
-from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +25,7 @@ log = structlog.get_logger()
 
 
 def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.InfoResponse, suspect: str) -> bytes:
-    """Return a finding as JSON. It holds token ids, images, and the text of a grammar."""
+    """Return a finding as JSON, null for numbers that it does not have. It holds token ids, images, the text of a grammar."""
     request = served.replay(info.max_sequence_length)
     orders = SchedulerOutput(1, placements=(Placement(0, request, (), ()),))
     (order,) = orders_to_pb(orders, info.eos_token_ids).placements
@@ -37,10 +33,10 @@ def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.Inf
         "request": served.request.id,
         "engine": {name: getattr(info, name) for name in ("engine", "version", "model_id", "dtype", "device")},
         "order": MessageToDict(order, preserving_proto_field_name=True),
-        "served_logprobs": _finite(served.logprobs),
-        "replayed_logprobs": _finite(scores.logprobs),
+        "served_logprobs": list(served.logprobs),
+        "replayed_logprobs": list(scores.logprobs),
         "drawn_ids": list(scores.drawn_ids),
-        "drawn_logprobs": _finite(scores.drawn_logprobs),
+        "drawn_logprobs": list(scores.drawn_logprobs),
         "verdict": asdict(judgement) | {"verdict": judgement.verdict.value},
         "suspect": suspect,
         "used": used(served),
@@ -55,28 +51,18 @@ def used(served: Served) -> dict[str, Any]:
     return counts | {"adapter": served.request.adapter, "grammar": served.request.grammar is not None}
 
 
-def scores_of(message: pb.TokenScores) -> Scores:
-    """Convert scores from protobuf."""
-    return Scores(message.logprobs, message.drawn_ids, message.drawn_logprobs)
-
-
 async def write_record(folder: str, request_id: int, record: bytes) -> None:
     """Write a record beside the event loop, and log its path."""
     # A router that starts again counts requests from 1.
     path = Path(folder, f"audit-{time.time_ns()}-{request_id}.json")
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600, exist_ok=False)  # it holds what clients wrote, as token ids
+        path.write_bytes(record)
+
     try:
-        await asyncio.to_thread(_write, path, record)
+        await asyncio.to_thread(write)
         log.info("audit record written", path=str(path))
     except OSError as error:
         log.warning("audit record cannot be written", reason=str(error))
-
-
-def _write(path: Path, record: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:  # it holds what clients wrote, as token ids
-        file.write(record)
-
-
-def _finite(numbers: Iterable[float]) -> list[float | None]:
-    """Return numbers for JSON, None for what it does not have."""
-    return [number if isfinite(number) else None for number in numbers]
