@@ -15,7 +15,7 @@ from collections.abc import Sequence
 class StopMatcher:
     """Finds the stop strings in the text of one request."""
 
-    __slots__ = ("_held", "_keep", "_longest", "_prefixes", "_stops", "_tail", "matched")
+    __slots__ = ("_begun", "_held", "_keep", "_longest", "_stops", "_tail", "matched")
 
     def __init__(self, stops: Sequence[str], *, keep: bool = True) -> None:
         self._stops = tuple(stops)
@@ -23,7 +23,8 @@ class StopMatcher:
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._tail = ""
         """The end of the text so far, one character shorter than the longest stop: a match may start in it."""
-        self._prefixes = [] if keep else [_Prefix(stop) for stop in self._stops if stop]
+        self._begun = {} if keep else dict.fromkeys(filter(None, self._stops), 0)
+        """By stop string: the length of its longest prefix that the text ends with."""
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -47,42 +48,23 @@ class StopMatcher:
         if self._keep:
             return piece
         text = self._held + piece
-        hold = max((prefix.advance(piece) for prefix in self._prefixes), default=0)
+        hold = 0
+        for stop, begun in self._begun.items():
+            if begun or stop[0] in piece:
+                hold = max(hold, self._begin(stop, window, len(piece)))
         released, self._held = (text[:-hold], text[-hold:]) if hold else (text, "")
         return released
+
+    def _begin(self, stop: str, window: str, new: int) -> int:
+        """Return the length of the longest prefix of `stop` that `window` ends with, of which `new` characters are new."""
+        # The prefix grows by the new characters at most, so no text has more places to try than characters.
+        at = window.find(stop[0], len(window) - min(self._begun[stop] + new, len(stop) - 1))
+        while at >= 0 and not stop.startswith(window[at:]):
+            at = window.find(stop[0], at + 1)
+        self._begun[stop] = length = len(window) - at if at >= 0 else 0
+        return length
 
     def flush(self) -> str:
         """Return the text that was held back: the text ended without a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-class _Prefix:
-    """The longest prefix of one stop string that the text ends with (Knuth, Morris, Pratt 1977).
-
-    The table grows with the matched text, so a stop string of a megabyte costs nothing until it occurs.
-    """
-
-    __slots__ = ("_failure", "_matched", "_stop")
-
-    def __init__(self, stop: str) -> None:
-        self._stop = stop
-        self._failure = [0, 0]
-        """_failure[n]: length of the longest proper prefix of stop[:n] that is also a suffix of it."""
-        self._matched = 0
-
-    def advance(self, piece: str) -> int:
-        """Read `piece`, which completes no match; return the length of the longest prefix that the text now ends with."""
-        stop, failure, matched = self._stop, self._failure, self._matched
-        for character in piece:
-            while matched and stop[matched] != character:
-                matched = failure[matched]
-            if stop[matched] == character:
-                matched += 1
-                if matched == len(failure):
-                    shorter = failure[matched - 1]
-                    while shorter and stop[shorter] != stop[matched - 1]:
-                        shorter = failure[shorter]
-                    failure.append(shorter + (stop[shorter] == stop[matched - 1]))
-        self._matched = matched
-        return matched
