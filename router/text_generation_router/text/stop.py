@@ -15,17 +15,17 @@ from collections.abc import Sequence
 class StopMatcher:
     """Finds the stop strings in the text of one request."""
 
-    __slots__ = ("_begun", "_held", "_keep", "_longest", "_stops", "_tail", "matched")
+    __slots__ = ("_begun", "_keep", "_longest", "_stops", "_tail", "matched")
 
     def __init__(self, stops: Sequence[str], *, keep: bool = True) -> None:
         self._stops = tuple(stops)
         self._keep = keep
         self._longest = max((len(stop) for stop in self._stops), default=0)
-        self._tail = ""
-        """The end of the text so far, one character shorter than the longest stop: a match may start in it."""
         self._begun = {} if keep else dict.fromkeys(filter(None, self._stops), 0)
         """By stop string: the length of its longest prefix that the text ends with."""
-        self._held = ""
+        self._tail = ""
+        """The end of the text, in which a match may have started: to keep, one character shorter than the longest stop; to cut,
+        the part that is held back."""
         self.matched: str | None = None
         """The stop string that ended the text."""
 
@@ -38,22 +38,24 @@ class StopMatcher:
         ends = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := window.find(stop)) >= 0 and stop]
         if ends:
             end, length, self.matched = min(ends)
-            cut = end - len(self._tail) + (0 if self._keep else length)
-            text = self._held + piece
-            return text[: len(self._held) + cut]
+            return window[len(self._tail) : end] if self._keep else window[: end + length]
         if "" in self._stops:
             self.matched = ""
             return piece
-        self._tail = window[1 - self._longest :] if self._longest > 1 else ""
         if self._keep:
+            self._tail = window[1 - self._longest :] if self._longest > 1 else ""
             return piece
-        text = self._held + piece
         hold = 0
         for stop, begun in self._begun.items():
             if begun or stop[0] in piece:
                 hold = max(hold, self._begin(stop, window, len(piece)))
-        released, self._held = (text[:-hold], text[-hold:]) if hold else (text, "")
-        return released
+        released = len(window) - hold
+        self._tail = window[released:]
+        return window[:released]
+
+    def flush(self) -> str:
+        """Return the text that was held back: the text ended without a stop string."""
+        return "" if self._keep else self._tail
 
     def _begin(self, stop: str, window: str, new: int) -> int:
         """Return the length of the longest prefix of `stop` that `window` ends with, of which `new` characters are new."""
@@ -63,8 +65,3 @@ class StopMatcher:
             at = window.find(stop[0], at + 1)
         self._begun[stop] = length = len(window) - at if at >= 0 else 0
         return length
-
-    def flush(self) -> str:
-        """Return the text that was held back: the text ended without a stop string."""
-        held, self._held = self._held, ""
-        return held
