@@ -33,6 +33,7 @@ MEMORY_BYTES = 1 << 30
 """Heap of a child process. The images that the router lets pass take half of it."""
 SIZE = Struct(">II")
 """Width and height, before the pixels."""
+MAX_ANSWER = SIZE.size + 3 * MAX_PIXELS
 
 
 def decoder(_: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]]:
@@ -87,8 +88,7 @@ class ImageFiles:
         with connection:
             self._channel = connection.makefile("rwb")
         self._end = weakref.finalize(self, _end, self._process, self._channel)
-        most = SIZE.size + 3 * MAX_PIXELS
-        limits = {"niceness": 0, "memory_bytes": MEMORY_BYTES, "cpu_s": CPU_S, "max_output": most}
+        limits = {"niceness": 0, "memory_bytes": MEMORY_BYTES, "cpu_s": CPU_S, "max_output": MAX_ANSWER}
         if refused := self._ask(json.dumps({"config": {}, **limits}).encode()):
             self._warn(refused.decode())
 
@@ -115,8 +115,8 @@ class ImageFiles:
         return body
 
     def _read(self, size: int) -> bytes:
-        data = self._channel.read(size)
-        if len(data) < size:
+        data = self._channel.read(min(size, MAX_ANSWER))
+        if len(data) < size:  # it died, or broke the protocol
             raise ConnectionError
         return data
 

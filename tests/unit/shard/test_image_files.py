@@ -130,6 +130,19 @@ def test_a_decoder_that_was_killed_is_replaced(files: ImageFiles) -> None:
     check(files)
 
 
+def test_a_decoder_that_was_taken_over_does_not_fill_the_memory(
+    files: ImageFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(files)
+    before = process(files)
+    with monkeypatch.context() as patch:
+        patch.setattr(image_files, "MAX_ANSWER", 100)
+        with pytest.raises(ValueError, match="its decoder died"):
+            files.decode(picture(*SIZE))
+    assert not before.is_running()
+    check(files)
+
+
 def test_no_decoder_is_left() -> None:
     files = ImageFiles(lambda refused: None)
     check(files)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,9 @@ class LibraryImages:
         self.cached = RowCache(CACHE_BYTES[device.type])
         self._grids: dict[bytes, Tensor] = {}
         """int64 [1, 3]: the size of images in patches, for their rotary positions."""
-        self._files = SimpleQueue[ImageFiles]()
-        """The decoders that are free."""
-        for _ in range(WORKERS):
+        self._files = LifoQueue[ImageFiles]()
+        """The decoders that are free: those of the threads, and one for `encode`, which does not wait for them."""
+        for _ in range(WORKERS + 1):
             self._files.put(ImageFiles(_warn))
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
 
