@@ -21,6 +21,8 @@ class CacheGroup:
     window: int | None = None
     """None: not a window."""
     is_state: bool = False
+    host_blocks: int = 0
+    """Blocks of the host cache."""
 
     def first_block(self, position: int, block_size: int) -> int:
         """Return the index of the first block that the tokens from `position` on need; of states that of the checkpoint there."""

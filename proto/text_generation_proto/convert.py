@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 from itertools import chain, islice
 
+from text_generation_proto.copies import CopiedBlocks, Copy
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import (
     FailureCode,
@@ -121,3 +122,13 @@ def grammar_to_pb(grammar: Grammar) -> pb.Grammar:
 def grammar_from_pb(message: pb.Grammar) -> Grammar:
     """Return the value; its kind is UNSPECIFIED if this version does not know it."""
     return Grammar(GRAMMAR_KINDS_FROM_PB.get(message.kind, GrammarKind.UNSPECIFIED), message.text)
+
+
+def copy_to_pb(copy: Copy) -> pb.Copy:
+    groups = [pb.CopiedBlocks(device=each.device, host=each.host, tags=each.tags) for each in copy.groups]
+    return pb.Copy(number=copy.number, load=copy.is_load, groups=groups)
+
+
+def copy_from_pb(message: pb.Copy) -> Copy:
+    groups = (CopiedBlocks(tuple(each.device), tuple(each.host), tuple(each.tags)) for each in message.groups)
+    return Copy(message.number, message.load, tuple(groups))

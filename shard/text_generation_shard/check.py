@@ -125,7 +125,13 @@ def _described(
         "block_size": info.block_size,
         "blocks": None if groups is None else groups[0].num_blocks,
         "cache_groups": [
-            {"window": group.window, "state": group.is_state, "blocks": group.num_blocks} for group in groups or ()
+            {
+                "window": group.window,
+                "state": group.is_state,
+                "blocks": group.num_blocks,
+                "host_blocks": group.host_blocks,
+            }
+            for group in groups or ()
         ],
         "memory": memory,
         "description": info_to_pb(info, 0, 1).SerializeToString().hex(),

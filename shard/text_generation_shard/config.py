@@ -163,7 +163,8 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     """Serve one engine on one device over gRPC."""
 
     topics: ClassVar[Mapping[Topic, str]] = {
-        Topic.SHARD: "model_path address replica rank world_size group_address group_gpus tensor_parallel gpus_per_node",
+        Topic.SHARD: "model_path address replica rank world_size group_address group_gpus tensor_parallel gpus_per_node "
+        "host_cache_fd host_cache_name host_cache_start host_cache_bytes",
         Topic.BATCHING: "max_batch_size",
     }
 
@@ -188,6 +189,14 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     """Number of GPUs for an engine that spreads over several GPUs itself (tensorrt-llm)."""
     gpus_per_node: NonNegativeInt = 0
     """Number of these GPUs on each host; 0: all are on this one."""
+    host_cache_fd: NonNegativeInt = 0
+    """File descriptor of the memory of the host cache."""
+    host_cache_name: str = ""
+    """Name of this memory: shards with the same name share it."""
+    host_cache_start: NonNegativeInt = 0
+    """First byte of the part of this rank."""
+    host_cache_bytes: NonNegativeInt = 0
+    """Bytes of that part; 0: there is no host cache."""
 
     @model_validator(mode="after")
     def _check_group(self) -> Self:

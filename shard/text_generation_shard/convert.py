@@ -37,6 +37,7 @@ def orders_from_pb(message: pb.Orders) -> Orders:
         further_allocations=tuple(
             _allocations(group.slots, group.counts, group.blocks) for group in message.further_allocations
         ),
+        copies=tuple(convert.copy_from_pb(copy) for copy in message.copies),
     )
 
 
@@ -113,6 +114,8 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
     for slot, tokens in report.cached:
         message.cached_slots.append(slot)
         message.cached_tokens.append(tokens)
+    for copied in report.copied:
+        message.copied.add(number=copied.number, failed=copied.failed)
     for slot, reason in report.finished:
         message.finished.add(slot=slot, reason=convert.FINISH_REASONS_TO_PB[reason])
     for failure in report.failed:
@@ -142,9 +145,15 @@ def pool_to_pb(groups: Sequence[CacheGroup], block_size: int) -> pb.WarmUpRespon
         num_blocks=first.num_blocks,
         block_size=block_size,
         further_groups=[
-            pb.CacheGroup(num_blocks=group.num_blocks, window=group.window or 0, state=group.is_state)
+            pb.CacheGroup(
+                num_blocks=group.num_blocks,
+                window=group.window or 0,
+                state=group.is_state,
+                host_blocks=group.host_blocks,
+            )
             for group in others
         ],
+        host_blocks=first.host_blocks,
     )
 
 

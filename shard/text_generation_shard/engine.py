@@ -18,6 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from text_generation_proto.cache_groups import CacheGroup
+from text_generation_proto.copies import Copy, CopyEnd
 from text_generation_proto.values import (
     ENGINE,
     FailureCode,
@@ -146,6 +147,10 @@ class Orders:
     """(slot, prompt tokens to compute in the next step)."""
     further_allocations: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ()
     """The allocations of each group after the first."""
+    copies: tuple[Copy, ...] = ()
+    """Copies to begin."""
+    on_copied: Callable[[], None] = lambda: None
+    """Called on any thread when one of them has ended: a step then reports it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +230,8 @@ class StepResult:
     """(slot, prompt tokens found in the prefix cache of a self-scheduling engine)."""
     drafting: list[Drafting] = field(default_factory=list)
     """Speculative decoding since the report before, by source."""
+    copied: list[CopyEnd] = field(default_factory=list)
+    """Copies that have ended."""
     forward_ns: int = 0
     """Time of the forward pass; in a report, of all steps since the report before."""
 
@@ -241,7 +248,7 @@ class StepResult:
     @property
     def is_silent(self) -> bool:
         """True if it has nothing for a client: a self-scheduling engine may hold tokens back to report them together."""
-        return not (self.slots or self.prefilled or self.finished or self.failed or self.drafting)
+        return not (self.slots or self.prefilled or self.finished or self.failed or self.drafting or self.copied)
 
 
 class Engine(Protocol):

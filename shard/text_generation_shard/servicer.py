@@ -39,6 +39,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         self._owner = owner
         self._health = health
         self._rank = config.rank
+        self._host_cache = config.host_cache_name
         self._world_size = config.world_size
         self._adapters = AdapterChanges(config, owner)
 
@@ -104,6 +105,8 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         seconds = time.monotonic() - started
         if not was_warm:
             further = {"further_groups": {each.name: each.num_blocks for each in groups[1:]}} if groups[1:] else {}
+            if groups[0].host_blocks:
+                further["host_blocks"] = {each.name: each.host_blocks for each in groups}
             took = round(seconds, 2)
             phases = {work: round(each, 1) for work, each in finished_work.items()}
             log.info(
@@ -117,6 +120,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             finished_work.clear()
         answer = pool_to_pb(groups, block_size)
         answer.warm_up_seconds, answer.was_warm = seconds, was_warm
+        answer.host_cache = self._host_cache if groups[0].host_blocks else ""
         return answer
 
     @settled

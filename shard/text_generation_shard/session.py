@@ -80,6 +80,8 @@ class EngineSession:
         if any(sequence.grammar is not None or sequence.media for sequence in orders.placements):
             placements = (self._with_images(self._with_matcher(sequence)) for sequence in orders.placements)
             orders = replace(orders, placements=tuple(placements))
+        if orders.copies:
+            orders = replace(orders, on_copied=partial(self._put, None))
         self._put(orders)
 
     def _with_matcher(self, sequence: NewSequence) -> NewSequence:

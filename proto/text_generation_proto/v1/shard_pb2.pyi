@@ -409,12 +409,18 @@ class WarmUpResponse(google.protobuf.message.Message):
     WARM_UP_SECONDS_FIELD_NUMBER: builtins.int
     WAS_WARM_FIELD_NUMBER: builtins.int
     FURTHER_GROUPS_FIELD_NUMBER: builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    HOST_CACHE_FIELD_NUMBER: builtins.int
     num_blocks: builtins.int
     """blocks are numbered 0 <= block < num_blocks; all are free"""
     block_size: builtins.int
     warm_up_seconds: builtins.float
     was_warm: builtins.bool
     """it was warmed up with these limits before: a router has driven the shard"""
+    host_blocks: builtins.int
+    """Blocks of the first group in the host cache; 0: there is none. Its contents outlive sessions and shards."""
+    host_cache: builtins.str
+    """names its memory: shards with the same name see the same host blocks"""
     @property
     def further_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
         """The KV cache is a list of groups, one for the layers that need the same positions. The first one is full, and has
@@ -429,8 +435,10 @@ class WarmUpResponse(google.protobuf.message.Message):
         warm_up_seconds: builtins.float = ...,
         was_warm: builtins.bool = ...,
         further_groups: collections.abc.Iterable[Global___CacheGroup] | None = ...,
+        host_blocks: builtins.int = ...,
+        host_cache: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "further_groups", b"further_groups", "num_blocks", b"num_blocks", "warm_up_seconds", b"warm_up_seconds", "was_warm", b"was_warm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "further_groups", b"further_groups", "host_blocks", b"host_blocks", "host_cache", b"host_cache", "num_blocks", b"num_blocks", "warm_up_seconds", b"warm_up_seconds", "was_warm", b"was_warm"]) -> None: ...
 
 Global___WarmUpResponse: typing_extensions.TypeAlias = WarmUpResponse
 
@@ -446,6 +454,7 @@ class CacheGroup(google.protobuf.message.Message):
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     WINDOW_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: builtins.int
     num_blocks: builtins.int
     window: builtins.int
     """The token at position p needs positions p - window + 1 to p; 0: all positions up to p."""
@@ -457,14 +466,17 @@ class CacheGroup(google.protobuf.message.Message):
     at computed_tokens > 0 has two blocks, the checkpoint at exactly that position and one of its own, another one only its own.
     Any number of sequences may start from a checkpoint. Blocks are added only until the prompt is computed.
     """
+    host_blocks: builtins.int
+    """in the host cache, numbered 0 <= block < host_blocks"""
     def __init__(
         self,
         *,
         num_blocks: builtins.int = ...,
         window: builtins.int = ...,
         state: builtins.bool = ...,
+        host_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "state", b"state", "window", b"window"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["host_blocks", b"host_blocks", "num_blocks", b"num_blocks", "state", b"state", "window", b"window"]) -> None: ...
 
 Global___CacheGroup: typing_extensions.TypeAlias = CacheGroup
 
@@ -489,6 +501,7 @@ class Orders(google.protobuf.message.Message):
     PART_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
     FURTHER_ALLOCATIONS_FIELD_NUMBER: builtins.int
+    COPIES_FIELD_NUMBER: builtins.int
     number: builtins.int
     part: builtins.bytes
     more: builtins.bool
@@ -521,6 +534,10 @@ class Orders(google.protobuf.message.Message):
     def further_allocations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Allocations]:
         """of each group after the first, in the same columns; or empty"""
 
+    @property
+    def copies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Copy]:
+        """Copies to begin, beside the steps. They are made in no order among each other."""
+
     def __init__(
         self,
         *,
@@ -535,10 +552,90 @@ class Orders(google.protobuf.message.Message):
         part: builtins.bytes = ...,
         more: builtins.bool = ...,
         further_allocations: collections.abc.Iterable[Global___Allocations] | None = ...,
+        copies: collections.abc.Iterable[Global___Copy] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allocation_blocks", b"allocation_blocks", "allocation_counts", b"allocation_counts", "allocation_slots", b"allocation_slots", "further_allocations", b"further_allocations", "more", b"more", "number", b"number", "part", b"part", "placements", b"placements", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "release", b"release"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allocation_blocks", b"allocation_blocks", "allocation_counts", b"allocation_counts", "allocation_slots", b"allocation_slots", "copies", b"copies", "further_allocations", b"further_allocations", "more", b"more", "number", b"number", "part", b"part", "placements", b"placements", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "release", b"release"]) -> None: ...
 
 Global___Orders: typing_extensions.TypeAlias = Orders
+
+@typing.final
+class Copy(google.protobuf.message.Message):
+    """A copy of blocks between the device and the host cache. No step waits for it: until a report shows its end, its blocks must not
+    be given to a sequence that writes them, and those that are loaded not to one that reads them.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    LOAD_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of no other copy under way"""
+    load: builtins.bool
+    """from the host to the device; else a store, from the device to the host"""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CopiedBlocks]:
+        """by group of the cache, the first one first"""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        load: builtins.bool = ...,
+        groups: collections.abc.Iterable[Global___CopiedBlocks] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "load", b"load", "number", b"number"]) -> None: ...
+
+Global___Copy: typing_extensions.TypeAlias = Copy
+
+@typing.final
+class CopiedBlocks(google.protobuf.message.Message):
+    """In columns: device[i] and host[i] are the same block. A block is loaded only if it is the one that was stored with tags[i]."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    TAGS_FIELD_NUMBER: builtins.int
+    @property
+    def device(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def host(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        device: collections.abc.Iterable[builtins.int] | None = ...,
+        host: collections.abc.Iterable[builtins.int] | None = ...,
+        tags: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "host", b"host", "tags", b"tags"]) -> None: ...
+
+Global___CopiedBlocks: typing_extensions.TypeAlias = CopiedBlocks
+
+@typing.final
+class CopyEnd(google.protobuf.message.Message):
+    """The end of a copy. A block has failed if its checksum was wrong, or it could not be copied."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    @property
+    def failed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """indices of blocks, counted over all groups"""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        failed: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed", b"failed", "number", b"number"]) -> None: ...
+
+Global___CopyEnd: typing_extensions.TypeAlias = CopyEnd
 
 @typing.final
 class Allocations(google.protobuf.message.Message):
@@ -941,6 +1038,7 @@ class StepReport(google.protobuf.message.Message):
     DRAFTING_FIELD_NUMBER: builtins.int
     GENERATED_SCORES_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
+    COPIED_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges orders"""
     orders_applied: builtins.int
@@ -1011,6 +1109,10 @@ class StepReport(google.protobuf.message.Message):
     def gpus(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GpuState]:
         """The replica's GPUs on the shard's host, read about once a second; then also in a report without a step."""
 
+    @property
+    def copied(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CopyEnd]:
+        """copies that have ended"""
+
     def __init__(
         self,
         *,
@@ -1040,8 +1142,9 @@ class StepReport(google.protobuf.message.Message):
         drafting: collections.abc.Iterable[Global___Drafting] | None = ...,
         generated_scores: collections.abc.Iterable[Global___TokenScores] | None = ...,
         gpus: collections.abc.Iterable[Global___GpuState] | None = ...,
+        copied: collections.abc.Iterable[Global___CopyEnd] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "drafting", b"drafting", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "generated_scores", b"generated_scores", "gpus", b"gpus", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "copied", b"copied", "drafting", b"drafting", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "generated_scores", b"generated_scores", "gpus", b"gpus", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

@@ -13,6 +13,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, Fp8Cache, LayerShape
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
+from text_generation_shard.engines.torch.device.host_cache import HostCache
 from text_generation_shard.engines.torch.device.memory import DeviceMemory, keep_freed_memory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
@@ -122,8 +123,11 @@ class EngineBuilder:
 
     def engine(self, runner: Runner) -> Engine:
         """Return the engine of rank 0, or of a follower."""
-        if self._config.rank > 0:
-            execute = TPWorker(runner, self._memory, self.device, self.adapters).execute
+        config, host = self._config, None
+        if config.host_cache_bytes and not self.info.keeps_states:
+            host = HostCache(config.host_cache_fd, config.host_cache_start, config.host_cache_bytes, self.device)
+        if config.rank > 0:
+            execute = TPWorker(runner, self._memory, self.device, self.adapters, host).execute
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
         trace = StepTrace(self._config.trace_steps) if self._config.trace_steps else None
         drafter = Drafter.of(self.info, runs_ahead=self.device.type == "cuda")
@@ -132,7 +136,9 @@ class EngineBuilder:
                 "drafts are taken as right at random: texts are not those of the model", tokens_per_step=accepted
             )
             drafter.accept_synthetically(accepted, self.info.vocab_size)
-        return TorchEngine(self.info, self.executor(runner, encoder=self._encoder()), self._grammars, trace, drafter)
+        executor = self.executor(runner, encoder=self._encoder())
+        executor.host = host
+        return TorchEngine(self.info, executor, self._grammars, trace, drafter)
 
 
 def _prepare_gpu(device: torch.device, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from text_generation_shard.engines.torch.batch.kv_cache import FP8_DTYPES, Cache
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
 from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.device.memory import margin_of
-from text_generation_shard.engines.torch.engine.warm_up import cache_groups
+from text_generation_shard.engines.torch.engine.warm_up import cache_groups, host_blocks
 from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
@@ -60,6 +60,8 @@ class Footprint:
     """The states of all slots, of layers of the library that have them."""
     images: int = 0
     """The encoder of images, and the images that it keeps."""
+    host_cache: int = 0
+    """The part of the host cache of one device."""
 
     @property
     def cache(self) -> int:
@@ -70,7 +72,11 @@ class Footprint:
         """Return the groups of the KV cache that fit; None if its shape is not known. Raises EngineError."""
         if (shape := self.cache_shape) is None:
             return None
-        return cache_groups(self.info, limits, shape.kinds, shape.block_bytes, self.cache)
+        groups = cache_groups(self.info, limits, shape.kinds, shape.block_bytes, self.cache)
+        if not self.host_cache or self.info.keeps_states:
+            return groups
+        numbers = host_blocks(self.info, limits, shape.kinds, shape.block_bytes, self.host_cache)
+        return tuple(replace(group, host_blocks=number) for group, number in zip(groups, numbers, strict=True))
 
 
 def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limits: WarmUpLimits) -> Footprint:
@@ -150,4 +156,5 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
         from text_generation_shard.engines.torch.models.huggingface.images import image_bytes
 
         images = image_bytes(Path(config.model_path), prepared.dtype, target.device)
-    return Footprint(info, memory, weights, shape if layers else None, step, slot_states, images)
+    kept = slot_states, images, config.host_cache_bytes
+    return Footprint(info, memory, weights, shape if layers else None, step, *kept)

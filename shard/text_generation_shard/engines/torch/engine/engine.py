@@ -126,6 +126,7 @@ class TorchEngine(SynchronousEngine):
                 available -= self._images.encoder.cached.most_bytes
             groups = cache_groups(self.info, limits, kinds, block_bytes, available)
             self._allocate(groups)
+            groups = executor.with_host_blocks(self.info, limits, groups)
             executor.ready()
         except torch.OutOfMemoryError:
             raise InsufficientMemory("the largest step does not fit: lower max_batch_prefill_tokens") from None
@@ -137,6 +138,8 @@ class TorchEngine(SynchronousEngine):
         failed = self._table.apply(orders)
         if any(new.adapter for new in orders.placements):
             self._executor.use_adapters({each.adapter for each in self._table.sequences.values()} - {""})
+        for copy in orders.copies:
+            self._executor.begin_copy(copy, orders.on_copied)
         return failed
 
     def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
@@ -148,8 +151,16 @@ class TorchEngine(SynchronousEngine):
                 yield
             self._executor.drop_adapter(name)
 
-    @torch.inference_mode()
     def step(self) -> StepResult | None:
+        result, copied = self._step(), self._executor.copied()
+        if copied and result is None:
+            result = StepResult()
+        if result is not None:
+            result.copied = copied
+        return result
+
+    @torch.inference_mode()
+    def _step(self) -> StepResult | None:
         failed, encoded = ([], 0) if self._images is None else self._images.advance(self._table)
         before, self._in_flight = self._in_flight, None
         result = None
@@ -210,6 +221,7 @@ class TorchEngine(SynchronousEngine):
         if self._in_flight is not None and self._in_flight.done is not None:
             self._in_flight.done.wait()
         self._in_flight = None
+        self._executor.end_copies()
         self._pause()
         self._table.clear()
         self._histories.clear()
@@ -217,14 +229,10 @@ class TorchEngine(SynchronousEngine):
     def close(self) -> None:
         self.reset()
         self._executor.close()
-        if self._trace is not None:
-            self._trace.close()
-        if self.grammars is not None:
-            self.grammars.close()
-        if self._masks is not None:
-            self._masks.close()
-        if self._images is not None:
-            self._images.encoder.close()
+        encoder = None if self._images is None else self._images.encoder
+        for part in (self._trace, self.grammars, self._masks, encoder):
+            if part is not None:
+                part.close()
 
     def _pause(self) -> None:
         """Note that there is nothing to compute."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
+from threading import Timer
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.engine import EngineError
+from text_generation_proto.cache_groups import CacheGroup
+from text_generation_proto.copies import Copy, CopyEnd
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.step_plan import (
     Ints,
     StepPlan,
@@ -21,14 +25,19 @@ from text_generation_shard.engines.torch.batch.step_plan import (
     table_updates,
 )
 from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers, upload
+from text_generation_shard.engines.torch.device.host_cache import HostCache
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.images import ImageSteps, shift_of
 from text_generation_shard.engines.torch.engine.runner import Runner
+from text_generation_shard.engines.torch.engine.warm_up import host_blocks
 from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, spare_bytes
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
 from text_generation_shard.step.sequence import StepRow, StepRows
+
+CONFIRM_S = 0.001
+"""Time between two questions if a copy has ended on the other ranks."""
 
 
 @dataclass(slots=True)
@@ -69,6 +78,10 @@ class Executor:
         self.runs_ahead = runs_ahead
         self.images: ImageSteps | None = None
         """None if the model takes no images."""
+        self.host: HostCache | None = None
+        """None if there is no host cache."""
+        self._unconfirmed: list[CopyEnd] = []
+        """Copies that have ended here, and not yet on all ranks."""
         self._adapters = adapters
         self._places: dict[str, int] = {}
         """The place of each LoRA adapter on the device, from 1 on; the one used least recently first."""
@@ -134,7 +147,53 @@ class Executor:
     def allocate(self, num_blocks: Sequence[int]) -> None:
         """Replace the KV cache by one with so many blocks of each group. Raises torch.OutOfMemoryError."""
         self._broadcast(WorkerCommand.ALLOCATE, np.array(num_blocks, dtype=np.int64).tobytes())
+        if self.host is not None:  # its views would keep the old cache
+            self.host.allocate((), ())
         self._runner.allocate(num_blocks)
+
+    def with_host_blocks(
+        self, info: EngineInfo, limits: WarmUpLimits, groups: tuple[CacheGroup, ...]
+    ) -> tuple[CacheGroup, ...]:
+        """Divide the host cache into blocks of each group, and return the groups with these. Raises InsufficientMemory."""
+        if self.host is None:
+            return groups
+        numbers = host_blocks(info, limits, self.kinds, self.block_bytes, self.host.size)
+        self._broadcast(WorkerCommand.ALLOCATE_HOST, np.array(numbers, dtype=np.int64).tobytes())
+        self.host.allocate(numbers, self._runner.block_parts())
+        return tuple(replace(group, host_blocks=number) for group, number in zip(groups, numbers, strict=True))
+
+    def begin_copy(self, copy: Copy, on_end: Callable[[], None]) -> None:
+        """Begin a copy on all ranks. `on_end` is called on a thread when `copied` may return it."""
+        assert self.host is not None
+        self._on_copied = on_end
+        self._broadcast(WorkerCommand.COPY, json.dumps([copy.number, copy.is_load, copy.groups]).encode())
+        self.host.begin(copy, on_end)
+
+    def copied(self) -> list[CopyEnd]:
+        """Return the copies that have ended since the last call. A block that failed on another rank counts as the first one."""
+        if self.host is None:
+            return []
+        ended = [*self._unconfirmed, *self.host.take_ended()]
+        if not ended or self._group.tp.world_size == 1:
+            return ended
+        self._unconfirmed, confirmed = [], []
+        for copy in ended:
+            self._broadcast(WorkerCommand.COPIED, ROW_RANGE.pack(copy.number, 0))
+            states = self._group.leader.gather()
+            if min(states) < 0:
+                self._unconfirmed.append(copy)
+            else:
+                confirmed.append(CopyEnd(copy.number, (0, *copy.failed)) if any(states) else copy)
+        if self._unconfirmed:
+            Timer(CONFIRM_S, self._on_copied).start()
+        return confirmed
+
+    def end_copies(self) -> None:
+        """Wait for the copies under way on all ranks, and forget them."""
+        if self.host is not None:
+            self._broadcast(WorkerCommand.END_COPIES)
+            self.host.wait()
+            self._unconfirmed.clear()
 
     def begin_measuring(self) -> None:
         """Measure peak memory from here on."""
@@ -177,6 +236,8 @@ class Executor:
 
     def close(self) -> None:
         """Free the device."""
+        if self.host is not None:
+            self.host.close()
         self._runner.allocate([0 for _ in self.kinds])
         self._group.close()
         del self._runner

@@ -29,6 +29,10 @@ class Model(Protocol):
         """Replace the states of the layers by `blocks` blocks of zeros, if the cache has a group of states."""
         ...
 
+    def state_pools(self) -> list[Tensor]:
+        """Return the states of the layers, [blocks, …] each."""
+        ...
+
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
         """Return `forward` for steps of at most `max_tokens` tokens, to be captured in pieces: see `PiecewiseGraphs`.
 
@@ -118,6 +122,15 @@ class Runner(ABC):
         if self._shape.state_bytes:
             self._model.allocate_states(num_blocks[-1] + 1)
             self._slot_states[self._max_slots] = num_blocks[-1]
+
+    @abstractmethod
+    def kv_pools(self) -> list[list[Tensor]]:
+        """Return the KV cache by group: tensors [blocks, …]."""
+
+    def block_parts(self) -> list[list[Tensor]]:
+        """Return the parts of the blocks of each group, as views [blocks, bytes] of the cache."""
+        pools = self.kv_pools() + ([self._model.state_pools()] if self._shape.state_bytes else [])
+        return [[pool.flatten(1).view(torch.uint8) for pool in group if pool[0].numel()] for group in pools]
 
     @abstractmethod
     def allocate(self, num_blocks: Sequence[int]) -> None:

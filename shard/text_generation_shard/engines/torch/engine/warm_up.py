@@ -24,6 +24,7 @@ from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Sampling, Stopping, WarmUpLimits
 from text_generation_shard.engine import EngineInfo, InsufficientMemory, NewSequence, Orders
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES
 
 HARDEST_SAMPLING = Sampling(greedy=False, top_p=1 - 1e-9)
 """Keeps nearly all tokens, so that the whole vocabulary must be sorted."""
@@ -123,6 +124,21 @@ def cache_groups(
     # The states do not shrink with a number of tokens that was asked for.
     largest = min(fitting, usable)
     return tuple(group(kind, largest if kind.is_state else wanted or largest) for kind in kinds)
+
+
+def host_blocks(
+    info: EngineInfo, limits: WarmUpLimits, kinds: Sequence[CacheGroup], block_bytes: Sequence[int], available: int
+) -> list[int]:
+    """Return the blocks of each group in `available` bytes of the host cache, by the rule for the device's memory.
+
+    All shards that share the memory find the same numbers. Raises InsufficientMemory.
+    """
+    limits = WarmUpLimits(limits.max_batch_prefill_tokens, 0, 0)
+    try:
+        groups = cache_groups(info, limits, kinds, [each + CHECK_BYTES for each in block_bytes], available)
+    except InsufficientMemory:
+        raise InsufficientMemory(f"a host cache of {available / 2**30:.2f} GiB is too small for this model") from None
+    return [group.num_blocks for group in groups]
 
 
 def blocks_for(tokens: int) -> int:

@@ -9,9 +9,11 @@ from enum import IntEnum
 import numpy as np
 import torch
 
+from text_generation_proto.copies import CopiedBlocks, Copy
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.device.copies import PinnedBuffers
+from text_generation_shard.engines.torch.device.host_cache import HostCache
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
@@ -37,18 +39,32 @@ class WorkerCommand(IntEnum):
     """The payload is JSON: the arguments of `AdapterStore.change`."""
     IMAGES = 24
     """The images of the next step. The payload is JSON: the data type and the shape of each tensor of `StepImages`, or null."""
+    ALLOCATE_HOST = 25
+    COPY = 26
+    """The payload is JSON: the values of a `Copy`."""
+    COPIED = 27
+    """The payload begins with the number of a copy. Reply: -1 if it has not ended, else the number of blocks that failed."""
+    END_COPIES = 28
 
 
 class TPWorker:
     """Executes the commands on this rank's device."""
 
     def __init__(
-        self, runner: Runner, memory: DeviceMemory, device: torch.device, adapters: AdapterStore | None
+        self,
+        runner: Runner,
+        memory: DeviceMemory,
+        device: torch.device,
+        adapters: AdapterStore | None,
+        host: HostCache | None,
     ) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._runner = runner
         self._memory = memory
         self._adapters = adapters
+        self._host = host
+        self._copied: dict[int, int] = {}
+        """The number of blocks that failed of the copies that have ended, by number."""
         self._pinned = PinnedBuffers(device)
         self._hidden = torch.empty(0)
         """Hidden states of the last step."""
@@ -76,6 +92,8 @@ class TPWorker:
                 )
                 self._runner.broadcast_images(self._images)
             case WorkerCommand.ALLOCATE:
+                if self._host is not None:
+                    self._host.allocate((), ())
                 self._runner.allocate(np.frombuffer(payload, dtype=np.int64).tolist())
             case WorkerCommand.BEGIN_MEASURING:
                 self._memory.begin_measuring()
@@ -90,6 +108,25 @@ class TPWorker:
                 self._runner.logits(self._hidden[first:end])
             case WorkerCommand.ADAPTER if self._adapters is not None:
                 return self._adapters.change(*json.loads(bytes(payload)))
+            case _ if self._host is not None:
+                return self._execute_copies(self._host, kind, payload)
+            case _:
+                raise ValueError(f"unknown command {kind}")
+        return None
+
+    def _execute_copies(self, host: HostCache, kind: int, payload: memoryview) -> int | None:
+        match kind:
+            case WorkerCommand.ALLOCATE_HOST:
+                host.allocate(np.frombuffer(payload, dtype=np.int64).tolist(), self._runner.block_parts())
+            case WorkerCommand.COPY:
+                number, is_load, groups = json.loads(bytes(payload))
+                host.begin(Copy(number, is_load, tuple(CopiedBlocks(*each) for each in groups)), lambda: None)
+            case WorkerCommand.COPIED:
+                self._copied |= {end.number: len(end.failed) for end in host.take_ended()}
+                return self._copied.pop(ROW_RANGE.unpack(payload)[0], -1)
+            case WorkerCommand.END_COPIES:
+                host.wait()
+                self._copied.clear()
             case _:
                 raise ValueError(f"unknown command {kind}")
         return None

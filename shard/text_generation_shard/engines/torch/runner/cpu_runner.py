@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.cpu_step import CpuStep
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
@@ -42,6 +43,12 @@ class CpuRunner(Runner):
         self._cache = PagedKVCache(self._shape, self._none)
         self._cache = PagedKVCache(self._shape, num_blocks)
         self._allocate_states(num_blocks)
+
+    def kv_pools(self) -> list[list[Tensor]]:
+        pools = self._cache.pools.items()
+        return [
+            [layer for (of, *_), pool in pools if of == group for layer in pool] for group in range(len(self.windows))
+        ]
 
     def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
         if plan.sizes.updates:

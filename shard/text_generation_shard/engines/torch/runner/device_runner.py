@@ -65,6 +65,10 @@ class DeviceRunner(Runner):
             tables[self._max_slots] = number
         self._allocate_states(num_blocks)
 
+    def kv_pools(self) -> list[list[Tensor]]:
+        layers = list(zip(self._shape.groups, self.cache, strict=True))
+        return [[layer for of, layer in layers if of == group] for group in range(len(self.windows))]
+
     @torch.inference_mode()
     def capture(self, *, only_largest: bool = False, max_tokens: int | None = None, part: slice = slice(None)) -> int:
         if self.device.type != "cuda":

@@ -144,6 +144,9 @@ class TransformersModel:
     def allocate_states(self, blocks: int) -> None:
         """Do nothing: the states of the library's layers belong to slots."""
 
+    def state_pools(self) -> list[Tensor]:
+        return []
+
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
         return None if self.keeps_states else self.forward
 

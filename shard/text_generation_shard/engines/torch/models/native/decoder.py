@@ -98,6 +98,11 @@ class StatePart(Protocol):
     @property
     def output(self) -> Linear: ...
 
+    @property
+    def pools(self) -> Sequence[Tensor]:
+        """The states, [blocks, …] each."""
+        ...
+
     def allocate(self, blocks: int) -> None:
         """Replace the states by `blocks` blocks of zeros."""
         ...
@@ -259,6 +264,10 @@ class Decoder:
         for layer in self._weights.layers:
             if layer.states is not None:
                 layer.states.allocate(blocks)
+
+    def state_pools(self) -> list[Tensor]:
+        layers = (layer.states for layer in self._weights.layers)
+        return [pool for states in layers if states is not None for pool in states.pools]
 
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor]:
         buffers = self.activations(max_tokens)

@@ -50,10 +50,14 @@ class StateLayer:
         """States of the recurrence, if the layer has one: [blocks, …]."""
 
     @property
+    def pools(self) -> list[Tensor]:
+        """The states, [blocks, …] each."""
+        return [pool for pool in (self._history, self._states) if pool.ndim > 1]
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of a block."""
-        pools = self._history, self._states
-        return sum(pool.shape[1:].numel() * pool.itemsize for pool in pools if pool.ndim > 1)
+        return sum(pool.shape[1:].numel() * pool.itemsize for pool in self.pools)
 
     def allocate(self, blocks: int) -> None:
         """Replace the pools by such of `blocks` blocks."""

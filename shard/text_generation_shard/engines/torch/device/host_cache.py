@@ -1,0 +1,203 @@
+"""The host cache of one rank: blocks in memory that the launcher holds, and the copies between them and the device.
+
+The memory outlives the shard, and shards of several replicas may share it. It holds the blocks of the first group, of the second one
+and so on, then a checksum of each block. The router decides what is where, so nothing else is kept here. The checksum of a block
+begins with the tag of its store: another block, one of another store or one that was written only in part is found as well.
+
+A thread makes the loads and another one the stores. On a GPU each has a stream, which waits for the steps launched before. Blocks
+are gathered in a buffer on the device, so that each is one transfer. The router waits for the end of a copy before it uses the blocks
+otherwise, so steps need not.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import chain, islice
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from text_generation_common.progress import phase
+from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
+from text_generation_shard.engine import EngineError
+
+CHECK_BYTES = 4
+"""Bytes of a checksum."""
+CHUNK_BYTES = 32 << 20
+"""Size of the buffers on the device, if a block is not larger."""
+CHECKING_THREADS = 8
+"""Threads that compute checksums beside the transfers of a GPU."""
+
+log = structlog.get_logger()
+
+
+class HostCache:
+    """The blocks of one rank, and the copies under way."""
+
+    def __init__(self, descriptor: int, start: int, size: int, device: torch.device) -> None:
+        """Map `size` bytes of a file from `start` on. Raises EngineError."""
+        self.size = size
+        self._device = device
+        self._memory = np.frombuffer(mmap.mmap(descriptor, size, offset=start), dtype=np.uint8)
+        self._threads = {
+            is_load: ThreadPoolExecutor(1, f"host cache {name}")
+            for is_load, name in ((True, "loads"), (False, "stores"))
+        }
+        self._streams: dict[bool, torch.cuda.Stream] = {}
+        self._checking = ThreadPoolExecutor(CHECKING_THREADS, "checksums") if device.type == "cuda" else None
+        self._ended: deque[CopyEnd] = deque()
+        self._groups: list[_Group] = []
+        if device.type == "cuda":
+            self._streams = {is_load: torch.cuda.Stream(device) for is_load in (True, False)}  # type: ignore[no-untyped-call]
+            with phase("pinning the memory of the host cache"):
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                error = runtime.cudaHostRegister(self._memory.ctypes.data, size, 0)
+            if int(error):
+                raise EngineError(
+                    f"the {size / 2**30:.1f} GiB of the host cache cannot be pinned: CUDA error {int(error)}"
+                )
+
+    def allocate(self, host_blocks: Sequence[int], parts: Sequence[Sequence[Tensor]]) -> None:
+        """Divide the memory into so many blocks of each group. What it holds stays.
+
+        `parts` of a group: uint8 [blocks, bytes] views of the device's cache, which together are its blocks.
+        """
+        self.wait()
+        checks = self._memory[self.size - CHECK_BYTES * sum(host_blocks) :].view(np.uint32)
+        start, first = 0, 0
+        self._groups = []
+        for number, views in zip(host_blocks, parts, strict=True):
+            width = sum(view.shape[1] for view in views)
+            rows = self._memory[start : start + number * width].reshape(number, width)
+            self._groups.append(_Group(rows, checks[first : first + number], views))
+            start, first = start + number * width, first + number
+        assert start + CHECK_BYTES * first <= self.size, "the blocks fit in the memory"
+
+    def begin(self, copy: Copy, on_end: Callable[[], None]) -> None:
+        """Begin a copy after the work launched so far. `on_end` is called on a thread."""
+        ready = torch.cuda.Event() if self._streams else None  # type: ignore[no-untyped-call]
+        if ready is not None:
+            ready.record()
+        self._threads[copy.is_load].submit(self._copy, copy, ready, on_end)
+
+    def take_ended(self) -> list[CopyEnd]:
+        """Return the copies that have ended since the last call."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def wait(self) -> None:
+        """Wait for all copies under way, and forget their ends."""
+        for thread in self._threads.values():
+            thread.submit(lambda: None).result()
+        self._ended.clear()
+
+    def close(self) -> None:
+        """Wait for the copies, and unpin the memory."""
+        self.wait()
+        for thread in (*self._threads.values(), *filter(None, (self._checking,))):
+            thread.shutdown()
+        if self._streams:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.ctypes.data)  # type: ignore[no-untyped-call]
+
+    def _copy(self, copy: Copy, ready: torch.cuda.Event | None, on_end: Callable[[], None]) -> None:
+        failed: Iterable[int] = range(copy.num_blocks)
+        try:
+            self._check(copy)
+            stream = self._streams.get(copy.is_load)
+            with torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                if stream is not None and ready is not None:
+                    stream.wait_event(ready)
+                groups = zip(self._groups, copy.groups, strict=False)
+                good = [self._good(group, blocks, is_load=copy.is_load) for group, blocks in groups]
+                failed = [index for index, each in enumerate(chain.from_iterable(good)) if not each]
+                if failed:
+                    log.error("blocks of the host cache have a wrong checksum", blocks=len(failed))
+        except Exception:
+            log.exception("a copy of the host cache failed")
+        self._ended.append(CopyEnd(copy.number, tuple(failed)))
+        on_end()
+
+    def _check(self, copy: Copy) -> None:
+        """Raise ValueError if the copy has blocks that do not exist."""
+        if len(copy.groups) > len(self._groups):
+            raise ValueError("there are not so many groups of blocks")
+        for group, blocks in zip(self._groups, copy.groups, strict=False):
+            if not len(blocks.device) == len(blocks.host) == len(blocks.tags):
+                raise ValueError("the columns of blocks differ in length")
+            if max(blocks.host, default=-1) >= len(group.rows) or max(blocks.device, default=-1) >= group.num_blocks:
+                raise ValueError("a block does not exist")
+
+    def _good(self, group: _Group, blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
+        """Copy blocks of a group; return True for those that are as they were stored."""
+        good: list[bool] = []
+        unchecked: Iterator[tuple[int, int]] = iter(())
+        for device, host, tags in _chunks(blocks, max(1, CHUNK_BYTES // max(1, group.rows.shape[1]))):
+            if is_load:
+                group.load(device, host, self._device)
+                sums = self._checksums(group, zip(host, tags, strict=True))
+                good += [int(group.checks[block]) == each for block, each in zip(host, sums, strict=True)]
+            else:
+                group.store(device, host, self._device)
+                self._keep_checksums(group, unchecked)  # beside the transfer
+                unchecked = zip(host, tags, strict=True)
+            if self._streams:
+                torch.cuda.current_stream().synchronize()
+        self._keep_checksums(group, unchecked)
+        return good or [True] * len(blocks.host)
+
+    def _keep_checksums(self, group: _Group, blocks: Iterable[tuple[int, int]]) -> None:
+        stored = list(blocks)
+        for (block, _), each in zip(stored, self._checksums(group, stored), strict=True):
+            group.checks[block] = each
+
+    def _checksums(self, group: _Group, blocks: Iterable[tuple[int, int]]) -> Iterable[int]:
+        """Return the checksums of (block, tag)."""
+
+        def checksum(block: tuple[int, int]) -> int:
+            return zlib.crc32(group.rows[block[0]], block[1])
+
+        return map(checksum, blocks) if self._checking is None else self._checking.map(checksum, blocks)
+
+
+class _Group:
+    """The blocks of a group: rows of the host's memory, and parts on the device."""
+
+    def __init__(self, rows: NDArray[np.uint8], checks: NDArray[np.uint32], parts: Sequence[Tensor]) -> None:
+        self.rows, self.checks = rows, checks
+        self.num_blocks = len(parts[0]) if parts else 1 << 30
+        self._host = torch.from_numpy(rows)
+        ends = np.cumsum([part.shape[1] for part in parts], dtype=int).tolist()
+        self._parts = [(part, end - part.shape[1], end) for part, end in zip(parts, ends, strict=True)]
+
+    def store(self, device: Sequence[int], host: Sequence[int], place: torch.device) -> None:
+        """Launch copies of blocks from the device to the host."""
+        buffer, index = self._buffer(device, place)
+        for part, start, end in self._parts:
+            buffer[:, start:end] = part.index_select(0, index)
+        for row, block in zip(buffer, host, strict=True):
+            self._host[block].copy_(row, non_blocking=True)
+
+    def load(self, device: Sequence[int], host: Sequence[int], place: torch.device) -> None:
+        """Launch copies of blocks from the host to the device."""
+        buffer, index = self._buffer(device, place)
+        for row, block in zip(buffer, host, strict=True):
+            row.copy_(self._host[block], non_blocking=True)
+        for part, start, end in self._parts:
+            part.index_copy_(0, index, buffer[:, start:end])
+
+    def _buffer(self, blocks: Sequence[int], place: torch.device) -> tuple[Tensor, Tensor]:
+        buffer = torch.empty(len(blocks), self.rows.shape[1], dtype=torch.uint8, device=place)
+        return buffer, torch.tensor(blocks, device=place)
+
+
+def _chunks(blocks: CopiedBlocks, size: int) -> Iterator[CopiedBlocks]:
+    columns = [iter(column) for column in blocks]
+    while (chunk := CopiedBlocks(*(tuple(islice(column, size)) for column in columns))).host:
+        yield chunk

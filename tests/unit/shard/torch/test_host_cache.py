@@ -1,0 +1,97 @@
+"""The host cache of the torch engine: what is loaded is what was stored, byte by byte, or the load fails."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
+from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES, HostCache
+
+CPU = torch.device("cpu")
+SIZE = 4 * mmap.PAGESIZE
+BLOCKS = (20, 3)
+"""Host blocks of each group."""
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    file = os.memfd_create("host")
+    os.ftruncate(file, 2 * SIZE)
+    yield file
+    os.close(file)
+
+
+def parts(seed: int) -> list[list[Tensor]]:
+    """Return a device's cache: two layers of a group, and one of another."""
+    torch.manual_seed(seed)
+    return [
+        [torch.randint(0, 256, (8, width), dtype=torch.uint8) for width in widths] for widths in ((160, 32), (640,))
+    ]
+
+
+def copied(cache: HostCache, is_load: bool, *groups: CopiedBlocks) -> CopyEnd:
+    ended = threading.Event()
+    cache.begin(Copy(7, is_load, groups), ended.set)
+    assert ended.wait(10)
+    (end,) = cache.take_ended()
+    assert end.number == 7
+    return end
+
+
+FULL, OTHER = CopiedBlocks((5, 0), (19, 2), (11, 12)), CopiedBlocks((7,), (1,), (13,))
+
+
+def test_another_shard_loads_what_was_stored(descriptor: int) -> None:
+    before, after = parts(1), parts(2)
+    cache = HostCache(descriptor, SIZE, SIZE, CPU)
+    cache.allocate(BLOCKS, before)
+    assert not copied(cache, False, FULL, OTHER).failed
+    cache.close()
+    untouched = [[part.clone() for part in group] for group in after]
+    other = HostCache(descriptor, SIZE, SIZE, CPU)
+    other.allocate(BLOCKS, after)
+    assert not copied(other, True, CopiedBlocks((1, 3), FULL.host, FULL.tags), CopiedBlocks((0,), (1,), (13,))).failed
+    for group, to, source in ((0, (1, 3), (5, 0)), (1, (0,), (7,))):
+        for part, origin, same in zip(after[group], before[group], untouched[group], strict=True):
+            assert torch.equal(part[list(to)], origin[list(source)])
+            others = [index for index in range(8) if index not in to]
+            assert torch.equal(part[others], same[others])
+    assert not any(os.pread(descriptor, SIZE, 0)), "the part of another rank is untouched"
+
+
+@pytest.mark.parametrize("harm", ["a byte of a block", "a byte of its checksum", "another tag"])
+def test_a_load_of_another_block_fails(descriptor: int, harm: str) -> None:
+    cache = HostCache(descriptor, 0, SIZE, CPU)
+    cache.allocate(BLOCKS, parts(1))
+    copied(cache, False, FULL, OTHER)
+    tags = [13]
+    match harm:
+        case "a byte of a block":
+            at = 20 * 192 + 640 + 3
+        case "a byte of its checksum":
+            at = SIZE - CHECK_BYTES * sum(BLOCKS) + CHECK_BYTES * 21
+        case _:
+            at, tags = 0, [14]
+    (byte,) = os.pread(descriptor, 1, at)
+    os.pwrite(descriptor, bytes([byte ^ 4]), at)
+    end = copied(cache, True, CopiedBlocks((0, 1), FULL.host, FULL.tags), CopiedBlocks((2,), (1,), tuple(tags)))
+    assert end.failed == (2,), "the index counts over both groups"
+
+
+@pytest.mark.parametrize(
+    "blocks", [CopiedBlocks((8,), (0,), (0,)), CopiedBlocks((0,), (20,), (0,)), CopiedBlocks((0,), (0,), ())]
+)
+def test_a_copy_of_blocks_that_do_not_exist_fails(descriptor: int, blocks: CopiedBlocks) -> None:
+    cache = HostCache(descriptor, 0, SIZE, CPU)
+    cache.allocate(BLOCKS, parts(1))
+    before = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+    assert copied(cache, False, blocks).failed == (0,)
+    assert Path(f"/proc/self/fd/{descriptor}").read_bytes() == before
