@@ -23,6 +23,7 @@ from text_generation_common.options import options_by_topic
 from text_generation_launcher.config import LauncherCheckConfig, LauncherConfig, read_config, size_in_bytes
 from text_generation_launcher.counts import count_shards
 from text_generation_launcher.devices import Devices
+from text_generation_launcher.host_memory import HostMemory
 from text_generation_launcher.launch import check_settings, devices_for_shards
 from text_generation_launcher.model import resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, child_argv, make_plan
@@ -85,7 +86,10 @@ async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dic
     checked = check_settings(config, environ, devices)
     with tempfile.TemporaryDirectory(prefix="text-generation-check-") as temporary, open_lifeline() as lifeline_fd:
         folder = await resolve_model(config, environ, GracefulShutdown(), lifeline_fd, Path(temporary))
-        context = LaunchContext(devices, usable_cpus(), folder, Path(temporary), lifeline_fd, environ=environ)
+        host_cache = HostMemory(checked.host_cache_bytes)
+        context = LaunchContext(
+            devices, usable_cpus(), folder, Path(temporary), lifeline_fd, environ=environ, host_cache=host_cache
+        )
         plan = make_plan(checked, context)
         model = await _check_shard(config, plan) if plan.shards else None
         found = {
@@ -215,15 +219,11 @@ def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> 
         yield "states", f"{_gib(states)} for the layers with a state of {found['max_slots']} sequences"
     if token := memory.get("kv_cache_token"):
         yield "KV cache", f"{token:,} bytes a token on each device; about {_gib(memory['kv_cache_left'] or 0)} are left"
-        if len(groups := _cache_groups(found)) > 1:
-            size = found["block_size"]
-            sizes = (
-                f"{group.num_blocks:,} states of {_gib(memory['state'] or 0)}"
-                if group.is_state
-                else f"{group.name} {group.num_blocks * size:,} tokens"
-                for group in groups
-            )
-            yield "cache groups", ", ".join(sizes)
+        groups, blocks = _cache_groups(found), [group["blocks"] for group in found["cache_groups"]]
+        if len(groups) > 1:
+            yield "cache groups", _sizes(groups, blocks, found)
+        if groups and (host_blocks := [group["host_blocks"] for group in found["cache_groups"]])[0]:
+            yield "host cache", _sizes(groups, host_blocks, found)
     elif memory:
         yield "KV cache", "its size is known once the model is loaded"
     if "kv_cache_tokens" in found:
@@ -234,6 +234,16 @@ def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> 
                 f"at most {found['max_slots']:,} shorter ones, in each replica"
             ),
         )
+
+
+def _sizes(groups: Sequence[CacheGroup], blocks: Sequence[int], found: Mapping[str, Any]) -> str:
+    """Return the sizes of groups with so many blocks."""
+    return ", ".join(
+        f"{number:,} states of {_gib(found['memory']['state'] or 0)}"
+        if group.is_state
+        else f"{group.name} {number * found['block_size']:,} tokens"
+        for group, number in zip(groups, blocks, strict=True)
+    )
 
 
 def _gib(size: int) -> str:

@@ -27,6 +27,8 @@ PROGRAMS = {"mpirun": "it comes with Open MPI (openmpi-bin)", "trtllm-llmapi-lau
 
 def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
     """Check that the chosen engine can work with the settings on this machine. Raises PlanError."""
+    if config.engine != "torch" and config.host_cache_bytes:
+        raise PlanError(f"--host-cache-size is for the torch engine, and the engine is {config.engine}")
     if config.engine != "tensorrt-llm":
         for flag, is_set in (
             ("--trtllm-options", bool(config.trtllm_options)),

@@ -67,6 +67,24 @@ COMMANDS = {
 """The commands of the launcher beside serving, with their forms and meanings."""
 
 
+def parse_size(text: str) -> str:
+    """Check a size such as 80GiB. Raises ValueError."""
+    size_in_bytes(text)
+    return text
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes that a text such as 80GiB, 80G or 0.5TiB names; 0 for 0 and an empty text. Raises ValueError."""
+    if text in ("", "0"):
+        return 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", text)
+    # Powers of two, the unit of GPU memory.
+    size = int(float(found[1]) * (1 << 10 * " KMGT".index(found[2] or " "))) if found else 0
+    if size <= 0:
+        raise ValueError("expected a size such as 80GiB")
+    return size
+
+
 class LauncherConfig(
     RouterSettings,
     ShardSettings,
@@ -81,6 +99,7 @@ class LauncherConfig(
         Topic.REPLICAS: "parts num_replicas num_shard sharded places nodes node_rank leader_address max_shard_restarts "
         "shard_uds_path shard_tcp_port shard_hostname shards peers peer_name",
         Topic.REQUESTS: "max_input_tokens max_input_length",
+        Topic.BATCHING: "host_cache_size",
         Topic.TENSORRT_LLM: "trtllm_options trtllm_launch trtllm_hosts",
         Topic.LOGS: "env usage_stats prometheus_port disable_custom_kernels cuda_graphs watermark_gamma watermark_delta "
         "master_addr master_port",
@@ -115,6 +134,9 @@ class LauncherConfig(
     leader_address: str = ""
     """Host name or address of node 0, HOST or HOST:PORT (29500), at which the shards of all nodes meet. All nodes need the
     same SHARD_TOKEN. Default in a LeaderWorkerSet: LWS_LEADER_ADDRESS."""
+    host_cache_size: Annotated[str, AfterValidator(parse_size)] = "0"
+    """Memory of this host that keeps KV blocks and states which the devices have no room for, and those of shards that died, such
+    as 64GiB (torch engine); 0: none. All replicas of this host share it: docs/scheduling.md."""
     max_shard_restarts: NonNegativeInt = 5
     """Consecutive restarts after which a shard that has not served for two seconds in between, or a process of the router that
     has not served at all, counts as hopeless; 0: never restart."""
@@ -180,6 +202,7 @@ class LauncherConfig(
         self._check_hosts()
         self._check_parts()
         self._check_places()
+        self._check_host_cache()
         return self
 
     def _check_parts(self) -> None:
@@ -209,6 +232,15 @@ class LauncherConfig(
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"`places` is {self.places}: --{name.replace('_', '-')} is not supported with it")
         self.check_tls("shards on other nodes")
+
+    def _check_host_cache(self) -> None:
+        if self.host_cache_bytes and (self.places != "local" or self.parts == "router"):
+            raise ValueError("`host_cache_size` is for a launcher that starts shards on its own host")
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """The size of the host cache."""
+        return size_in_bytes(self.host_cache_size)
 
     def _check_hosts(self) -> None:
         if not self.trtllm_hosts:
@@ -257,24 +289,6 @@ class LauncherConfig(
     def needs_weights(self) -> bool:
         """True if the engine reads the weights of the checkpoint."""
         return self.parts != "router" and self.engine != "echo" and self.load_format != "dummy"
-
-
-def parse_size(text: str) -> str:
-    """Check a size such as 80GiB. Raises ValueError."""
-    size_in_bytes(text)
-    return text
-
-
-def size_in_bytes(text: str) -> int:
-    """Return the bytes that a text such as 80GiB, 80G or 0.5TiB names; 0 for an empty text. Raises ValueError."""
-    if not text:
-        return 0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", text)
-    # Powers of two, the unit of GPU memory.
-    size = int(float(found[1]) * (1 << 10 * " KMGT".index(found[2] or " "))) if found else 0
-    if size <= 0:
-        raise ValueError("expected a size such as 80GiB")
-    return size
 
 
 class LauncherCheckConfig(LauncherConfig, cli_prog_name="text-generation-launcher check"):

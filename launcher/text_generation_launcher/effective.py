@@ -8,6 +8,7 @@ from pathlib import Path
 from text_generation_common.cpus import usable_cpus
 from text_generation_common.effective import DEFAULT, Effective
 from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.host_memory import HostMemory
 from text_generation_launcher.launch import check_settings, devices_for_shards, socket_folder
 from text_generation_launcher.model import local_folder
 from text_generation_launcher.plan import SECRETS, ChildSpec, LaunchContext, make_plan
@@ -29,6 +30,7 @@ async def effective_settings(config: LauncherConfig, environ: Mapping[str, str])
             folder,
             lifeline_fd=-1,
             environ=environ,
+            host_cache=HostMemory(checked.host_cache_bytes),
         )
         plan = make_plan(checked, context)
     derived = {name for name in type(config).model_fields if getattr(config, name) != getattr(checked, name)}

@@ -27,6 +27,7 @@ from text_generation_launcher.config import NO_EFFECT, LauncherConfig
 from text_generation_launcher.counts import PlanError, count_partitions, count_processes, gpus_per_shard
 from text_generation_launcher.devices import Devices, find_devices
 from text_generation_launcher.environment import describe_environment
+from text_generation_launcher.host_memory import host_memory
 from text_generation_launcher.model import resolve_adapters, resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec, make_plan
 from text_generation_launcher.replica import RunShard
@@ -103,7 +104,7 @@ async def _serve(
 
             places = RayPlaces(count_processes(config, devices), gpus_per_shard(config, devices))
             run_shard, members_file = places.run_to_end, places.members_file
-        with socket_folder(environ) as folder:
+        with socket_folder(environ) as folder, host_memory(config.host_cache_bytes) as host_cache:
             context = LaunchContext(
                 devices,
                 usable_cpus(),
@@ -113,6 +114,7 @@ async def _serve(
                 environ,
                 is_root=os.geteuid() == 0,
                 members_file=members_file,
+                host_cache=host_cache,
             )
             plan = make_plan(config, context)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)

@@ -25,6 +25,7 @@ from text_generation_launcher.counts import (
     on_devices,
 )
 from text_generation_launcher.devices import Devices, some_visible
+from text_generation_launcher.host_memory import NO_MEMORY, HostMemory
 from text_generation_proto.addresses import join_host_port
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig, device_number, shard_name
@@ -111,6 +112,7 @@ class LaunchContext:
     """True if the launcher, and so every child, runs as root."""
     members_file: Path | None = None
     """The file from which the router reads the addresses of shards on other hosts."""
+    host_cache: HostMemory = NO_MEMORY
 
 
 def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
@@ -188,13 +190,26 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
     if size > 1:
         # torch.distributed would log many stack traces after the death of a peer.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    host_cache = context.host_cache
+    if host_cache.size:
+        # Without the router, one of several may drive each replica: then they share nothing.
+        part, parts = (
+            (replica * here + number, config.num_replicas * here) if config.parts == "shards" else (number, here)
+        )
+        start, size = host_cache.part(part, parts)
+        settings |= {
+            "host_cache_fd": host_cache.descriptor,
+            "host_cache_name": f"{host_cache.name}-{replica if config.parts == 'shards' else 0}",
+            "host_cache_start": start,
+            "host_cache_bytes": size,
+        }
     shard_config = ShardConfig.of(**settings)
     spec = ShardSpec(
         name=shard_name(replica, rank, size),
         argv=child_argv("text_generation_shard", shard_config),
         config=shard_config,
         env=env,
-        inherited_fds=(context.lifeline_fd,),
+        inherited_fds=(context.lifeline_fd, *((host_cache.descriptor,) if host_cache.descriptor else ())),
         stop_timeout=config.drain_timeout + config.shutdown_timeout + STOP_MARGIN,
         replica=replica,
         rank=rank,

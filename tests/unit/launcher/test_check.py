@@ -70,7 +70,9 @@ def test_a_large_model_is_planned_for_gpus_that_are_not_there(tmp_path: Path) ->
     write_large(tmp_path)
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
-    code, found = run("--memory", "80GiB", "--num-shard", "8", str(tmp_path), "--engine", "torch")
+    code, found = run(
+        *("--memory", "80GiB", "--num-shard", "8", str(tmp_path), "--engine", "torch", "--host-cache-size", "64GiB")
+    )
     assert (code, found["served"], found["engine"], found["code"]) == (0, True, "torch", "native")
     layers = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
     embeddings = 128256 * 8192
@@ -79,6 +81,8 @@ def test_a_large_model_is_planned_for_gpus_that_are_not_there(tmp_path: Path) ->
     fitting = found["memory"]["kv_cache_left"] // found["memory"]["kv_cache_token"]
     assert fitting - 16 < found["kv_cache_tokens"] <= fitting
     assert 40 << 30 < found["memory"]["kv_cache_left"] < 80 * 2**30 - found["memory"]["weights"]
+    host = found["cache_groups"][0]["host_blocks"] * 16 * found["memory"]["kv_cache_token"]
+    assert (8 << 30) - (1 << 20) < host <= 8 << 30, "an eighth of the host cache"
     assert (found["max_total_tokens"], found["full_streams"]) == (131072, found["kv_cache_tokens"] // 131072)
     assert (found["chat_template"], found["tool_call_parser"]) == (["default"], "hermes")
     with pytest.raises(EngineError, match=r"weights of 131\.4 GiB, and there are only 80\.0 GiB"):

@@ -15,6 +15,7 @@ DECIDED_BY_THE_PLAN = (
     *("lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"),
     *("tensor_parallel", "group_address", "group_gpus", "gpus_per_node"),
     *("role", "http_worker", "worker_socket"),
+    *("host_cache_fd", "host_cache_name", "host_cache_start", "host_cache_bytes"),
 )
 """Settings of the children that are no settings of the launcher."""
 

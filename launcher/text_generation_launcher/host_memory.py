@@ -1,0 +1,49 @@
+"""The memory of the host cache: a file without a name, which the launcher holds and its shards inherit.
+
+It outlives shards and routers. The kernel frees it when the launcher and all of its children have ended, however they do.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from text_generation_common.exit_codes import CannotServe
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The memory; of a host cache that is only planned, its size."""
+
+    size: int = 0
+    descriptor: int = 0
+    name: str = ""
+    """Names its contents: those of another launcher are others."""
+
+    def part(self, number: int, parts: int) -> tuple[int, int]:
+        """Return the first byte and the bytes of one of several equal parts, in whole pages."""
+        size = self.size // parts // mmap.PAGESIZE * mmap.PAGESIZE
+        return number * size, size
+
+
+NO_MEMORY = HostMemory()
+
+
+@contextmanager
+def host_memory(size: int) -> Iterator[HostMemory]:
+    """Yield memory of `size` bytes; it is taken from the machine as it is written. Raises CannotServe if there is too little."""
+    if size > (total := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise CannotServe(f"--host-cache-size: {size / 2**30:.1f} GiB, and the machine has {total / 2**30:.1f} GiB")
+    if not size:
+        yield NO_MEMORY
+        return
+    descriptor = os.memfd_create("host cache")
+    try:
+        os.ftruncate(descriptor, size)
+        yield HostMemory(size, descriptor, secrets.token_hex(8))
+    finally:
+        os.close(descriptor)
