@@ -11,6 +11,7 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_checks import check_scheduler
 from scheduler_rig import Rig, a_policy, words
 
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -72,4 +73,4 @@ def check(reports: list[pb.StepReport]) -> None:
         except MalformedReport:
             continue
         rig.scheduler.update(0, step_output_from_pb(report, 1), 0.0)
-        rig.scheduler.check_invariants()
+        check_scheduler(rig.scheduler)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tree_keys import key
 
-from text_generation_router.scheduling.prefix_tree import Node, PrefixTree
+from text_generation_router.scheduling.prefix_node import Node
+from text_generation_router.scheduling.prefix_tree import PrefixTree
 
 # Two tokens and short runs: prefixes often meet and part.
 TOKENS = st.lists(st.integers(0, 1), max_size=14)

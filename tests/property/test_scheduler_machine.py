@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_world import SchedulerWorld
 from world_traffic import ACTIONS, DISTURBANCES, act, disturb, draw_request, draw_request_id, draw_world, play
 
-from text_generation_router.scheduling import checkpoints
+from text_generation_router.scheduling import checkpoints, copies
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,6 +27,7 @@ def many_checkpoints() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "SPACING", 48)
         patch.setattr(checkpoints, "MIN_GAIN", 16)
+        patch.setattr(copies, "MIN_LOADED_TOKENS", 16)
         yield
 
 
@@ -91,7 +92,10 @@ def test_random_events_break_no_rule() -> None:
     # The worlds were busy.
     assert all(
         counts[event] > 5
-        for event in ("preemptions", "moves", "expired", "hit tokens", "refusals", "joins", "leaves", "resumed")
+        for event in (
+            *("preemptions", "moves", "expired", "hit tokens", "refusals", "joins", "leaves", "resumed"),
+            *("stores", "loads", "failed loads"),
+        )
     ), counts
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_listener import Listener
+from scheduler_checks import check_replica
 from shard_server import ServedShard, running, serve_engine
 
 from text_generation_proto.values import Grammar, GrammarKind, Sampling, WarmUpLimits
@@ -149,4 +150,4 @@ async def audited(
             yield result
             task.cancel()
         for replica in scheduler.serving:
-            replica.check_invariants()
+            check_replica(replica)

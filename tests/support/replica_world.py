@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from checked_echo import CheckedEcho
+from host_ledger import HostBlocks
 from self_scheduling_echo import SelfSchedulingEcho
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -38,6 +39,7 @@ class ReplicaSetup:
     adapters: str = ""
     max_loras: int = 0
     further_groups: tuple[CacheGroup, ...] = ()
+    host: HostBlocks | None = None
 
 
 class ReplicaWorld:
@@ -56,7 +58,7 @@ class ReplicaWorld:
         self.engine: shard.Engine = engine or (
             SelfSchedulingEcho.build(config, setup.tokens_per_report, **faults)
             if setup.self_scheduling
-            else CheckedEcho.build(config, **faults, further_groups=setup.further_groups)
+            else CheckedEcho.build(config, **faults, further_groups=setup.further_groups, host=setup.host)
         )
         limits = shard.WarmUpLimits(setup.max_batch_prefill_tokens, setup.max_batch_size, setup.blocks * BLOCK_SIZE)
         first, *further = self.engine.warm_up(limits)
@@ -70,6 +72,8 @@ class ReplicaWorld:
             adapters=self.engine.info.adapters,
             max_loras=self.engine.info.max_loras,
             further_groups=tuple(further),
+            host_cache="" if setup.host is None else "host",
+            host_blocks=first.host_blocks,
         )
         self.sent: deque[SchedulerOutput] = deque()
         self.inbox: deque[SchedulerOutput] = deque()
@@ -116,6 +120,7 @@ class ReplicaWorld:
             prefilled=list(result.prefilled),
             step_s=self._busy_s,
             steps=max(1, self._steps),
+            copied=result.copied,
         )
 
 
@@ -127,6 +132,7 @@ def _for_shard(orders: SchedulerOutput) -> shard.Orders:
         allocations=orders.allocations,
         further_allocations=orders.further_allocations,
         prefill=orders.prefill,
+        copies=orders.copies,
     )
 
 

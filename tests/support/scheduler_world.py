@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup, ReplicaWorld
-from scheduler_checks import assert_idle
+from scheduler_checks import assert_idle, check_scheduler
 
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.request import NO_MOVES, Moves, Request, RequestId, RequestProgress
@@ -151,6 +152,12 @@ class SchedulerWorld:
         for failed in deliveries.failed:
             self._failed(failed, FailureCode.LOST)
 
+    def spoil(self, draw: Random) -> None:
+        """Damage a block of a host: its checksum is wrong."""
+        for host in {setup.host for setup in self._setups.values()} - {None}:
+            if host is not None and host.contents:
+                del host.contents[draw.choice(sorted(host.contents))]
+
     def drain(self, replica: int, draining: bool) -> None:
         self.scheduler.drain(replica, draining=draining)
 
@@ -233,6 +240,8 @@ class SchedulerWorld:
                 assert not view.tokens, "such an engine cannot start in the middle of a grammar"
             self.counts["placements"] += 1
             self.counts["hit tokens"] += placement.cached_tokens
+        for copy in orders.copies:
+            self.counts["loads" if copy.is_load else "stores"] += 1
         world.sent.append(orders)
 
     def _check_chunks(self, replica: int, prefill: tuple[tuple[int, int], ...]) -> None:
@@ -257,9 +266,11 @@ class SchedulerWorld:
             return
         if world.applied == scheduler.orders_sent:
             prompts = scheduler.prompts
-            # A prompt may wait for blocks of a group after the first that a chunk or a decoding sequence gives back.
-            busy = scheduler.occupied_slots > len(prompts) or any(
-                each.num_scheduled_tokens > each.num_computed_tokens for each in prompts
+            # A prompt may wait for blocks of a group after the first that a chunk, a decoding sequence or a store gives back.
+            busy = (
+                scheduler.copies.is_storing
+                or scheduler.occupied_slots > len(prompts)
+                or any(each.num_scheduled_tokens > each.num_computed_tokens for each in prompts)
             )
             assert (busy and scheduler.spec.further_groups) or not prompts.unscheduled, "a prompt waits for nothing"
 
@@ -278,6 +289,7 @@ class SchedulerWorld:
             self._update(replica, world.reports.popleft())
 
     def _update(self, replica: int, output: StepOutput) -> None:
+        self.counts["failed loads"] += sum(bool(copy.failed) for copy in output.copied)
         deliveries = self.scheduler.update(replica, output, self.now)
         self.history.append(deliveries)
         for request_id, start, end, reason in deliveries.tokens:
@@ -314,7 +326,7 @@ class SchedulerWorld:
 
     def _placed_by_replica(self) -> dict[int, set[RequestId]]:
         replicas = (replica for replica in self.scheduler.replicas.values() if replica is not None)
-        return {replica.replica: set(replica.placed) for replica in replicas}
+        return {replica.replica: set(replica._placed) for replica in replicas}
 
     @property
     def placed(self) -> list[RequestId]:
@@ -323,7 +335,7 @@ class SchedulerWorld:
 
     def check(self) -> None:
         """Check the rules that hold at all times."""
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         known, running = self.scheduler.requests, self.scheduler.stats().running
         assert self.live.keys() <= set(known), "a request was forgotten"
         assert len(known) <= len(self.live) + running
@@ -338,7 +350,9 @@ class SchedulerWorld:
             self.open(replica)
         self._run_until_empty(
             lambda: (
-                self.scheduler.requests or [world for world in self.replicas.values() if world and not world.is_quiet]
+                self.scheduler.requests
+                or [world for world in self.replicas.values() if world and not world.is_quiet]
+                or [each for each in self.scheduler.serving if each.copies.is_storing or each.copies.may_have_orders]
             )
         )
         self.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from host_ledger import HostBlocks
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup
 from scheduler_world import SchedulerWorld
 
@@ -42,6 +43,8 @@ def draw_world(draw: Random) -> SchedulerWorld:
         growth_tokens=draw.choice([0, 8, 40, 100]),
     )
     self_scheduling = draw.choice([False, False, False, True])
+    groups = None if self_scheduling else draw.choice([None, draw_groups(draw)])
+    host = None if groups is None else HostBlocks(*(draw.randint(3, 30) for _ in range(1 + len(groups))))
     replicas = [
         ReplicaSetup(
             blocks=draw_blocks(draw),
@@ -53,7 +56,8 @@ def draw_world(draw: Random) -> SchedulerWorld:
             max_batch_prefill_tokens=budget,
             adapters=draw.choice(["", "sql", "sql,french", "sql,french,code"]),
             max_loras=draw.choice([0, 1, 2]),
-            further_groups=() if self_scheduling else draw_groups(draw),
+            further_groups=() if self_scheduling else draw_groups(draw) if groups is None else groups,
+            host=host,
         )
         for _ in range(draw.randint(1, 3))
     ]
@@ -173,6 +177,8 @@ DISTURBANCES = [
     "add",
     "remove",
     "restart",
+    "spoil",
+    "spoil",
 ]
 
 
@@ -193,6 +199,8 @@ def disturb(world: SchedulerWorld, event: str, replica: int, draw: Random) -> No
             world.remove(replica)
         case "restart":
             world.restart(draw.choice([True, False]))
+        case "spoil":
+            world.spoil(draw)
         case "drain" | "undrain":
             world.drain(replica, event == "drain")
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from text_generation_router.scheduling.kv_cache import KVCache
 from text_generation_router.scheduling.messages import ReplicaSpec
 from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 
 
 def block_usage(caches: Iterable[KVCache]) -> dict[str, tuple[int, int]]:
@@ -23,6 +24,12 @@ def block_usage(caches: Iterable[KVCache]) -> dict[str, tuple[int, int]]:
 def kv_usage(caches: Iterable[KVCache]) -> float:
     """Return the share of KV blocks in use in the fullest group."""
     return max((used / max(1, size) for used, size in block_usage(caches).values()), default=0.0)
+
+
+def room_in_use(replica: ReplicaScheduler, policy: Policy) -> float:
+    """Return the share of the slots or of the KV blocks of a group in use, whichever is largest: 0 to 1."""
+    slots = min(replica.spec.num_slots, policy.max_batch_size)
+    return max(replica.occupied_slots / slots, kv_usage((replica.cache,)))
 
 
 class Capacity:

@@ -190,6 +190,12 @@ class PendingPrompts:
         if sequence.num_computed_tokens == sequence.prefill_length:
             self.remove(sequence)
 
+    def loaded(self, sequence: ScheduledSequence) -> None:
+        """Let the prompt of a sequence go on after its cached tokens: they were loaded."""
+        self.uncomputed -= sequence.cached_tokens - sequence.num_computed_tokens
+        sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.cached_tokens
+        self.unscheduled += sequence.unscheduled_tokens
+
     def longest_shared(self, sequence: ScheduledSequence) -> tuple[int, ScheduledSequence | None]:
         """Return the longest prefix in tokens that `sequence` shares with a pending prompt, and the owner of that prompt.
 

@@ -14,14 +14,16 @@ drafted tokens, all of these are larger by ROOM_STEPS of its longest draft: a dr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.checkpoints import StateCheckpoint, checkpoints
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, PendingPrompts
+from text_generation_router.scheduling.host_cache import HostCache
 from text_generation_router.scheduling.messages import Allocations, FurtherBlocks, ReplicaSpec
-from text_generation_router.scheduling.prefix_tree import Prefix, PrefixTree
+from text_generation_router.scheduling.prefix_node import Prefix
+from text_generation_router.scheduling.prefix_tree import PrefixTree
 from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
 from text_generation_router.scheduling.state_pool import StatePool
 from text_generation_router.scheduling.window_pool import WindowPool, number_of
@@ -35,7 +37,7 @@ ROOM_STEPS = 2
 class KVCache:
     """The KV blocks of one replica, with a prefix cache."""
 
-    def __init__(self, spec: ReplicaSpec, *, prefix_caching: bool) -> None:
+    def __init__(self, spec: ReplicaSpec, host: HostCache | None = None, *, prefix_caching: bool) -> None:
         self.num_blocks = num_blocks = spec.num_blocks
         self.block_size = block_size = spec.block_size
         groups = spec.further_groups
@@ -45,12 +47,15 @@ class KVCache:
         """The states; they come after these groups."""
         self.further_pools = self.pools if self.states is None else (*self.pools, self.states)
         self.tree = PrefixTree(block_size, self.further_pools)
+        self.host = host if prefix_caching else None
+        """None if there is no host cache."""
         self.urgent = False
         """True if a sequence needs blocks at the next step boundary."""
         self.draft_room = ROOM_STEPS * (spec.tokens_per_step - 1)
         """Positions for drafts."""
         self.low_room, self.urgent_room = LOW_ROOM + self.draft_room, URGENT_ROOM + self.draft_room
-        self._caching = prefix_caching
+        self.caching = prefix_caching
+        """False: no cached prefix is reused, and none is kept."""
         self._block_bytes = block_size * TOKEN_BYTES
         # Last in, first out: a block freed just now is likely still in the processor's caches.
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -80,38 +85,42 @@ class KVCache:
 
     def stop_caching(self) -> None:
         """Reuse no cached prefix and keep none from now on. What sequences share already stays."""
-        self._caching = False
+        self.caching = False
 
     def cached_tokens(self, sequence: ScheduledSequence) -> int:
         """Return the leading tokens of `sequence` that are cached. At least one token is left to compute."""
-        if not self._may_reuse(sequence):
-            return 0
-        return self.tree.peek(sequence.salt, self._reusable_key(sequence))
+        key = self.reusable_key(sequence)
+        tokens = self.tree.peek(sequence.salt, key)
+        if self.host is not None:
+            # Of two replicas, that without a load is the better one.
+            tokens = max(tokens, self.host.tree.peek(sequence.salt, key) * 15 // 16)
+        return tokens
 
     def find_prefix(self, sequence: ScheduledSequence) -> Prefix:
         """Return the cached prefix of `sequence`. At least one token is left to compute."""
-        key = self._reusable_key(sequence) if self._may_reuse(sequence) else b""
-        return self.tree.find(sequence.salt, key)
+        return self.tree.find(sequence.salt, self.reusable_key(sequence))
 
-    def lock_prefix(self, sequence: ScheduledSequence, prefix: Prefix) -> None:
-        """Give `sequence` the blocks of its cached prefix."""
+    def lock_prefix(self, sequence: ScheduledSequence, prefix: Prefix, loaded: int = 0) -> None:
+        """Give `sequence` the blocks of its cached prefix; `loaded`: blocks of the longer one that is to be loaded, or 0."""
         sequence.prefix_lock, sequence.blocks = lock, _ = self.tree.lock(prefix)
+        count, is_loaded = loaded or prefix.blocks, loaded > 0
+        sequence.cached_tokens = tokens = count * self.block_size
         if self.pools:
             sequence.further = [
-                pool.hold(blocks, prefix.blocks, sequence.length)
+                pool.hold(blocks, count, sequence.length, loaded=is_loaded)
                 for pool, blocks in zip(self.pools, prefix.further, strict=False)
             ]
         if self.states is not None:
-            sequence.states = self.states.start(prefix.further[-1], self._checkpoints(sequence, prefix))
+            wanted = self._checkpoints(sequence, prefix.branch)
+            sequence.states = self.states.start(prefix.further[-1], wanted, tokens * is_loaded)
         sequence.committed_blocks = prefix.blocks
-        sequence.cached_tokens = prefix.blocks * self.block_size
         sequence.own_cached_tokens = self.tree.known_blocks(lock, sequence.request.qos.tenant) * self.block_size
 
-    def _checkpoints(self, sequence: ScheduledSequence, prefix: Prefix) -> list[StateCheckpoint]:
+    def _checkpoints(self, sequence: ScheduledSequence, branch: int) -> list[StateCheckpoint]:
         request, size = sequence.request, self.block_size
-        if not self._caching or request.replayed:
+        if not self.caching or request.replayed:
             return []
-        return checkpoints(sequence.length, request.turn_end, prefix.branch * size, prefix.blocks * size, size)
+        return checkpoints(sequence.length, request.turn_end, branch * size, sequence.cached_tokens, size)
 
     def will_share(self, leader: ScheduledSequence, tokens: int) -> bool:
         """Return True if others can continue after about `tokens` tokens of `leader`, a prompt under way, once these are computed.
@@ -256,7 +265,7 @@ class KVCache:
         """Move the full blocks of the first `computed` tokens, whose KV is computed, to the prefix tree."""
         # A self-scheduling engine may have computed more than the blocks planned for it here hold.
         full, known = min(computed // self.block_size, len(sequence.blocks)), sequence.committed_blocks
-        if not self._caching or sequence.prefix_lock is None or sequence.request.replayed:
+        if not self.caching or sequence.prefix_lock is None or sequence.request.replayed:
             return
         tenant = sequence.request.qos.tenant
         if full <= known:
@@ -296,12 +305,12 @@ class KVCache:
         self._free.extend(blocks)
         assert len(self._free) <= self.num_blocks, "a block is freed once"
 
-    def _may_reuse(self, sequence: ScheduledSequence) -> bool:
+    def reusable_key(self, sequence: ScheduledSequence) -> bytes:
+        """Return the whole blocks of its key that may be reused. At least one token is left to compute."""
         # Prompt log-probabilities need the whole prompt computed. They arrive with the first new token.
         request = sequence.request
-        return self._caching and not request.replayed and (not request.logprobs.prompt or bool(sequence.generated))
-
-    def _reusable_key(self, sequence: ScheduledSequence) -> bytes:
+        if not self.caching or request.replayed or (request.logprobs.prompt and not sequence.generated):
+            return b""
         bytes_of_all_but_one = (sequence.length - 1) * TOKEN_BYTES
         size = bytes_of_all_but_one - bytes_of_all_but_one % self._block_bytes
         if len(sequence.reusable_key) != size:  # kept, as several replicas are asked
@@ -370,31 +379,3 @@ class KVCache:
         if not self._has_blocks(sequence, end, spare):
             end = min(end, sequence.capacity // self.block_size + 1)
         return end if self._has_blocks(sequence, end, 0) else 0
-
-    def check_invariants(self, sequences: Set[ScheduledSequence]) -> None:
-        """Raise AssertionError unless each block has one owner: free, tree, or one of `sequences`, all that have blocks."""
-        owned = [*self._free, *(block for node in self.tree.nodes() for block in node.blocks)]
-        locks = [sequence.prefix_lock for sequence in sequences if sequence.prefix_lock is not None]
-        for sequence in sequences:
-            assert sequence.prefix_lock is not None
-            committed, path = sequence.committed_blocks, self.tree.blocks_to(sequence.prefix_lock)
-            owned += (*sequence.duplicate_blocks, *sequence.blocks[committed:])
-            assert len(path) == committed
-            assert {*path, *sequence.duplicate_blocks} >= set(sequence.blocks[:committed])
-            computed = max(sequence.num_computed_tokens, sequence.num_kv_tokens)
-            assert committed * self.block_size <= computed, "only computed blocks are committed"
-            blocks = min([len(sequence.blocks), *(held.end for held in sequence.further)])
-            assert sequence.capacity == blocks * self.block_size
-        assert sorted(owned) == list(range(self.num_blocks)), "each block has one owner"
-        assert sequences >= set(self._growing.values())
-        assert all(each.capacity < min(each.max_length, each.length + self.low_room) for each in self._growing.values())
-        self.tree.check_invariants(locks)
-        for number, pool in enumerate(self.pools):
-            cached = (block for node in self.tree.nodes() for block in node.further[number])
-            pool.check_invariants(cached, [sequence.further[number] for sequence in sequences])
-            for sequence in sequences:
-                needed = pool.group.first_block(sequence.num_kv_tokens, self.block_size)
-                assert sequence.further[number].first <= needed
-        if self.states is not None:
-            cached = (block for node in self.tree.nodes() for block in node.further[-1])
-            self.states.check_states(cached, [each.states for each in sequences if each.states is not None])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 from text_generation_proto.cache_groups import CacheGroup
+from text_generation_proto.copies import Copy, CopyEnd
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.request import Request, RequestId, TokenId
 
@@ -44,6 +45,16 @@ class ReplicaSpec:
     """The groups of its cache after the first, which is full and has `num_blocks`."""
     tokens_per_step: int = 1
     """Most new tokens of a sequence in a step."""
+    host_cache: str = ""
+    """The name of its host cache, which is that of others too if they share it; "": there is none."""
+    host_blocks: int = 0
+    """Blocks of the first group in the host cache."""
+
+    @property
+    def host_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups of the host cache."""
+        further = (replace(group, num_blocks=group.host_blocks, host_blocks=0) for group in self.further_groups)
+        return CacheGroup(self.host_blocks), *further
 
     def holds(self, adapter: str) -> bool:
         """Return True if it computes sequences with this adapter; "" is the model alone."""
@@ -99,6 +110,8 @@ class SchedulerOutput:
     """(slot, prompt tokens to compute in the next step)."""
     join_reason: JoinReason | None = None
     """The reason why placements join running sequences; None without both."""
+    copies: tuple[Copy, ...] = ()
+    """Copies between the device and the host cache to begin."""
 
 
 @dataclass(slots=True)
@@ -119,6 +132,8 @@ class StepOutput:
     """Duration in seconds; 0 if no step was made."""
     steps: int = 1
     """Number of steps covered."""
+    copied: Sequence[CopyEnd] = ()
+    """Copies that have ended."""
 
 
 class Failed(NamedTuple):

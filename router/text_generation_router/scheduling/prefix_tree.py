@@ -12,82 +12,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from text_generation_router.scheduling.keys import common_bytes
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
+from text_generation_router.scheduling.prefix_node import Node, Prefix
 from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool, number_of
 
 _BYTES_PER_TOKEN = 4
 
 
-class Node:
-    """A run of blocks and its continuations. To callers it is an opaque lock."""
-
-    __slots__ = ("blocks", "children", "created", "further", "key", "last_used", "locks", "owners", "parent", "salt")
-
-    def __init__(
-        self,
-        parent: Node | None,
-        key: bytearray,
-        blocks: list[int],
-        further: list[list[GroupBlock]],
-        created: int,
-        salt: str = "",
-    ) -> None:
-        # None for the root of a salt, which has no block.
-        self.parent = parent
-        # A bytearray: both ends change without a copy.
-        self.key = key
-        self.blocks = blocks
-        # As many blocks of each further group, NO_BLOCK where there is none.
-        self.further = further
-        # By the bytes of the child's first block.
-        self.children: dict[bytes, Node] = {}
-        # Own locks plus one per locked child. So a lock guards the path above it, and locking stops at the first
-        # ancestor that is locked already.
-        self.locks = 0
-        self.created = created
-        # Time of the last release. A parent takes over the time of an evicted child; before that it is not a leaf, and
-        # the time is not read.
-        self.last_used = created
-        self.salt = salt
-        # The tenants that computed or reused this run. Those of a child are among those of its parent.
-        self.owners: set[str] = set()
-
-
 _Found = tuple[Node, int, Node | None, int]
 """The last node that a key covers whole, the bytes used so far, and, if it covers part of a child of that node, the child and
 the bytes covered (at least a block)."""
-
-
-@dataclass(slots=True)
-class Prefix:
-    """A cached prefix, found and not locked. Valid until the tree changes."""
-
-    salt: str
-    node: Node | None
-    """The last node that it covers whole; None if nothing is cached with its salt."""
-    child: Node | None
-    inside: int
-    """The bytes that it covers of a child of that node, which is `child` if there are any."""
-    blocks: int
-    further: Sequence[list[GroupBlock]]
-    """The last of its blocks of each further group: those that a sequence needs which continues here."""
-    branch: int = 0
-    """Blocks that the key shares with a cached one that goes on otherwise, though not all groups accept them."""
-
-    @property
-    def evictable_blocks(self) -> int:
-        """Its blocks that no sequence uses: a lock makes them unavailable."""
-        count, at = 0, self.node
-        if self.child is not None and not self.child.locks:
-            count += self.inside * len(self.child.blocks) // len(self.child.key)
-        while at is not None and not at.locks:
-            count += len(at.blocks)
-            at = at.parent
-        return count
 
 
 class PrefixTree:
@@ -125,6 +62,21 @@ class PrefixTree:
             return Prefix(salt, None, None, 0, 0, [[] for _ in self._pools])
         (node, covered, child, inside), further, branch = self._find(root, key)
         return Prefix(salt, node, child, inside, (covered + inside) // self._block_bytes, further, branch)
+
+    def match(self, salt: str, key: bytes) -> Prefix:
+        """Return the longest cached prefix of `key` in the first group alone. Change nothing."""
+        nothing: Sequence[list[GroupBlock]] = [[] for _ in self._pools]
+        if (root := self._roots.get(salt)) is None:
+            return Prefix(salt, None, None, 0, 0, nothing)
+        node, covered, child, inside = self._descend(root, key)
+        return Prefix(salt, node, child, inside, (covered + inside) // self._block_bytes, nothing)
+
+    def further(self, prefix: Prefix, group: int, count: int) -> list[GroupBlock]:
+        """Return the last `count` blocks of a further group on the path of a prefix that is not empty."""
+        assert prefix.node is not None
+        if prefix.child is not None:
+            return _last(prefix.child, prefix.inside // self._block_bytes, group, count)
+        return _last(prefix.node, len(prefix.node.blocks), group, count)
 
     def lock(self, prefix: Prefix) -> tuple[Node, list[int]]:
         """Lock `prefix`. Return its last node (the salt's root if it is empty) and its blocks."""
@@ -206,21 +158,32 @@ class PrefixTree:
         """
         taken: list[int] = []
         while len(taken) < count and (node := self._leaves.first()) is not None:
-            wanted = min(count - len(taken), len(node.blocks))
-            if self._pools:
-                for pool, run in zip(self._pools, node.further, strict=True):
-                    pool.forget(run[-wanted:])
-            if wanted < len(node.blocks):
-                for run in node.further:
-                    del run[-wanted:]
-                taken += node.blocks[-wanted:]
-                del node.blocks[-wanted:]
-                del node.key[-wanted * self._block_bytes :]
-            else:
-                taken += node.blocks
-                self._detach(node)
-        self.cached_blocks -= len(taken)
-        self.evictable_blocks -= len(taken)
+            taken += self._trim(node, min(count - len(taken), len(node.blocks)))
+        return taken
+
+    def cut(self, node: Node, first: int) -> list[int]:
+        """Remove and return the blocks of `node` from index `first` on, and those below it, but what locks guard."""
+        below, taken = [node], list[int]()
+        for each in below:
+            below += each.children.values()
+        for each in reversed(below):
+            if not each.children and not each.locks:
+                taken += self._trim(each, len(each.blocks) - (first if each is node else 0))
+        return taken
+
+    def _trim(self, leaf: Node, count: int) -> list[int]:
+        """Remove and return the last `count` blocks of an unlocked leaf, at least one."""
+        taken = leaf.blocks[-count:]
+        for pool, run in zip(self._pools, leaf.further, strict=True):
+            pool.forget(run[-count:])
+            del run[-count:]
+        del leaf.blocks[-count:]
+        if leaf.blocks:
+            del leaf.key[-count * self._block_bytes :]
+        else:
+            self._detach(leaf)
+        self.cached_blocks -= count
+        self.evictable_blocks -= count
         return taken
 
     def nodes(self) -> Iterator[Node]:

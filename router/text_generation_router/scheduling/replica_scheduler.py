@@ -5,11 +5,11 @@
     update(output)                  the results of a step
 
 One set of orders is under way at a time. Meanwhile the replica makes steps on its own, and each sequence stops at the end
-of its blocks, so this code need not keep up with the steps.
+of its blocks.
 
 KV blocks: see `kv_cache`. Blocks for growth are sent with other orders as long as they are not urgent, so that a step boundary stays free
 for the prefill of new sequences. When no block is left for a sequence without room, one is preempted: released, and
-requeued with its generated tokens as part of its prompt.
+requeued with its generated tokens as part of its prompt. Copies between device and host: see `copies`.
 
 A slot and its blocks are reused only after a report showed that the release was applied.
 
@@ -19,12 +19,13 @@ the engine, so that it is not given more than it can hold.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from itertools import repeat
 
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.chunking import ChunkSizer, PendingPrompts
+from text_generation_router.scheduling.copies import ReplicaCopies
+from text_generation_router.scheduling.host_cache import HostCache
 from text_generation_router.scheduling.kv_cache import KVCache
 from text_generation_router.scheduling.messages import (
     Deliveries,
@@ -46,11 +47,12 @@ STEPS_AHEAD = 2
 class ReplicaScheduler:
     """The sequences of one replica."""
 
-    def __init__(self, replica: int, spec: ReplicaSpec, policy: Policy) -> None:
+    def __init__(self, replica: int, spec: ReplicaSpec, policy: Policy, host: HostCache | None = None) -> None:
         self.replica = replica
         self.spec = spec
         self.reuses_prefixes = policy.prefix_caching and not spec.keeps_states
-        self.cache = KVCache(spec, prefix_caching=self.reuses_prefixes)
+        self.cache = KVCache(spec, host, prefix_caching=self.reuses_prefixes)
+        self.copies = ReplicaCopies(self.cache)
         self.prompts = PendingPrompts(spec.block_size, policy.max_batch_prefill_tokens)
         self.adapters = RunningAdapters()
         self.is_lost = False
@@ -112,21 +114,23 @@ class ReplicaScheduler:
         cache, tokens, margin = self.cache, sequence.length, self._growth_margin
         if self.spec.reserves_max_length:
             tokens, margin = sequence.max_length, 0
-        prefix = cache.find_prefix(sequence)
+        prefix, loaded = self.copies.find(sequence, cache.find_prefix(sequence))
         if not cache.has_room(sequence, prefix, tokens, margin, self.prompts):
             return False
-        cache.lock_prefix(sequence, prefix)
+        cache.lock_prefix(sequence, prefix, 0 if loaded is None else loaded.blocks)
         cached, grown = prefix.blocks, min(sequence.length + self._policy.growth_tokens, sequence.max_length)
         needed, wanted = cache.blocks_for(tokens) - cached, cache.blocks_for(grown) - cached
         cache.allocate(sequence, max(needed, wanted if wanted + margin <= cache.available else 0))
         if cache.pools:
-            sequence.capacity = (cached + 1) * self.spec.block_size
+            sequence.capacity = sequence.cached_tokens + self.spec.block_size
         sequence.state = State.PLACED
         sequence.generated_when_placed = len(sequence.generated)
         sequence.replica = self.replica
         sequence.slot = self._free_slots.pop()
         sequence.prefill_length = sequence.length
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.cached_tokens
+        if loaded is not None:
+            self.copies.load(sequence, loaded)
         self._slots[sequence.slot] = sequence
         self._placed[sequence.id] = sequence
         self.prompts.add(sequence)
@@ -138,7 +142,8 @@ class ReplicaScheduler:
     @property
     def may_have_orders(self) -> bool:
         """False if `schedule` would return None. Cheap to read."""
-        return bool(self.prompts.unscheduled or self._to_release or self.cache.urgent)
+        due = self.prompts.unscheduled or self._to_release or self.cache.urgent
+        return bool(due) or self.copies.may_have_orders
 
     def schedule(self) -> SchedulerOutput | None:
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
@@ -147,7 +152,8 @@ class ReplicaScheduler:
         spare = running + self.prompts.blocks_kept if cache.pools and self.prompts.unscheduled else running
         allocations, stalled = cache.grow(growth, spare)
         stalled += cache.starved(self.prompts)
-        if stalled and not self._placed and not any(each.blocks for each in self._to_release):
+        awaits_blocks = self._placed or self.copies.is_storing or any(each.blocks for each in self._to_release)
+        if stalled and not awaits_blocks:
             self._preempt()
         budget = self.prompts.unscheduled
         if not self.spec.self_scheduling:
@@ -162,7 +168,8 @@ class ReplicaScheduler:
             prefill.append((sequence.slot, chunk))
         if self.spec.self_scheduling:
             allocations, prefill = [[]], []
-        if not (self._to_release or placements or any(allocations) or prefill):
+        copies = self.copies.orders(2 * self._growth_margin)
+        if not (self._to_release or placements or any(allocations) or prefill or copies):
             return None
         self.orders_sent += 1
         released, self._to_release = self._to_release, []
@@ -179,6 +186,7 @@ class ReplicaScheduler:
             further_allocations=tuple(map(tuple, allocations[1:])),
             prefill=tuple(prefill),
             join_reason=join_reason,
+            copies=copies,
         )
 
     def _preempt(self) -> None:
@@ -203,7 +211,10 @@ class ReplicaScheduler:
 
     def drop(self, sequence: ScheduledSequence) -> None:
         """Cancel `sequence`, which is here. One that was never sent leaves at once; idempotent."""
-        if sequence.state is State.PLACED:
+        if sequence.loading:  # until the end of its load
+            self._leave(sequence)
+            sequence.state = State.CANCELLED
+        elif sequence.state is State.PLACED:
             self._leave(sequence)
             self._vacate(sequence, State.CANCELLED)
         elif sequence.state is State.RUNNING:
@@ -214,6 +225,7 @@ class ReplicaScheduler:
     def close(self) -> list[ScheduledSequence]:
         """Return the sequences of this replica, which is lost, oldest first."""
         self.is_lost = True
+        self.copies.close()
         return sorted((each for each in self._slots if each is not None), key=lambda sequence: sequence.arrival)
 
     def _release(self, sequence: ScheduledSequence, state: State) -> None:
@@ -237,6 +249,7 @@ class ReplicaScheduler:
             self._to_release.remove(sequence)
         if state is not State.FAILED:  # what a failed step computed is not reused
             self.cache.commit(sequence, sequence.num_kv_tokens)
+            self.copies.keep(sequence)
         self._vacate(sequence, state)
 
     def _vacate(self, sequence: ScheduledSequence, state: State) -> None:
@@ -273,10 +286,25 @@ class ReplicaScheduler:
                 self._end(sequence, State.FAILED)
                 left.append(sequence)
         assert all(self._slots[slot] is None for slot in output.finished), "a sequence finishes with a token"
+        for copy in output.copied:
+            if (loaded := self.copies.ended(copy)) is not None:
+                self._loaded(loaded, left)
         self._update_releases(output.orders_applied, left)
         if output.slots:
             self._steps_since_placement += output.steps
         return served, left
+
+    def _loaded(self, sequence: ScheduledSequence, left: list[ScheduledSequence]) -> None:
+        """Go on with a sequence whose load has ended; one whose load failed waits again."""
+        if not sequence.loading:
+            self.work -= sequence.cached_tokens - sequence.num_computed_tokens
+            self.prompts.loaded(sequence)
+            return
+        if sequence.state is State.PLACED:
+            self._leave(sequence)
+            sequence.state = State.WAITING
+        self._vacate(sequence, sequence.state)
+        left.append(sequence)
 
     def _hit(self, sequence: ScheduledSequence, tokens: int, deliveries: Deliveries) -> None:
         """Record the cached tokens that the engine reports. Hits that only other tenants produced are not shown to the client."""
@@ -362,39 +390,11 @@ class ReplicaScheduler:
         return sequence.id if sequence is not None and sequence.state is not State.CANCELLED else None
 
     @property
-    def room_in_use(self) -> float:
-        """Share of the slots or of the KV blocks of a group in use, whichever is largest: 0 to 1."""
-        slots = min(len(self._slots), self._policy.max_batch_size)
-        shares = [pool.used / max(1, pool.group.num_blocks) for pool in self.cache.further_pools]
-        return max(self.occupied_slots / slots, self.cache.used / max(1, self.cache.num_blocks), *shares)
-
-    @property
     def occupied_slots(self) -> int:
         """Slots in use, including those to be released."""
         return len(self._slots) - len(self._free_slots)
 
     @property
-    def placed(self) -> tuple[RequestId, ...]:
-        """Requests with a slot that were not sent yet."""
-        return tuple(self._placed)
-
-    @property
     def unsent_slots(self) -> set[int]:
         """Slots of sequences that were not sent yet: the replica knows nothing of them."""
-        return {sequence.slot for sequence in self._placed.values()}
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless slots, blocks, prompts and counters agree with the sequences."""
-        held = {each for each in self._slots if each is not None}
-        placed, running = ({each for each in held if each.state is state} for state in (State.PLACED, State.RUNNING))
-        assert (placed, running) == (set(self._placed.values()), set(self._running.values()))
-        assert len(running) + len(placed) <= self._policy.max_batch_size
-        assert sorted([each.slot for each in held] + self._free_slots) == list(range(self.spec.num_slots))
-        assert all(self._slots[each.slot] is each and each.replica == self.replica for each in held)
-        releasing = [each for each in (*self._to_release, *self._releasing) if each.slot >= 0]
-        assert Counter(releasing) == Counter(held - placed - running), "a slot is released once"
-        assert self.work == sum(each.remaining_work for each in placed | running)
-        assert all(each.remaining_work >= 0 for each in placed | running)
-        assert self.promised_tokens == sum(each.max_length + 1 for each in held)
-        self.prompts.check_invariants(placed | running)
-        self.cache.check_invariants(held)
+        return {sequence.slot for sequence in (*self._placed.values(), *self.copies.loading)}

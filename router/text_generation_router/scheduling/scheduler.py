@@ -35,10 +35,11 @@ from operator import attrgetter
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
-from text_generation_router.scheduling.capacity import Capacity, kv_usage
+from text_generation_router.scheduling.capacity import Capacity, kv_usage, room_in_use
 from text_generation_router.scheduling.charges import charge_first_start, count_hits
 from text_generation_router.scheduling.dispatch import Dispatcher
 from text_generation_router.scheduling.estimates import OutputLengths, Throughput, Throughputs
+from text_generation_router.scheduling.host_cache import HostCaches
 from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
@@ -89,6 +90,7 @@ class Scheduler:
         self.queue = FairQueue(policy.tenant_weights)
         self.replicas: dict[int, ReplicaScheduler | None] = {}
         """By number; None if it does not serve."""
+        self.host_caches = HostCaches()
         self._capacity = Capacity()
         self._versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""
@@ -155,10 +157,9 @@ class Scheduler:
         if sequence.state is not State.WAITING:
             replica = self.replicas[sequence.replica]
             assert replica is not None, "the sequences of a lost replica wait"
-            sent = sequence.state is not State.PLACED
             replica.drop(sequence)
             self._dispatcher.changed(replica.replica)
-            if sent:
+            if sequence.slot >= 0:  # its replica knows of it
                 return
             if not sequence.generated:  # nothing was computed
                 self.queue.charge(sequence, -sequence.charged_tokens)
@@ -211,7 +212,7 @@ class Scheduler:
         for request_id, _ in deliveries.cached:
             count_hits(self._sequences[request_id], scheduler, self.queue)
         if measured and output.step_s:
-            share = 1.0 if output.prefilled else scheduler.room_in_use
+            share = 1.0 if output.prefilled else room_in_use(scheduler, self.policy)
             self._throughputs[replica].record(now, served, output.step_s, queued=len(self.queue) > 0, share=share)
         for sequence in self.replays.forget(left):
             if sequence.state is State.WAITING:
@@ -254,6 +255,7 @@ class Scheduler:
         del self.replicas[replica]
         self.draining.discard(replica)
         del self._throughputs[replica]
+        self.host_caches.removed(replica)
         self._dispatcher.removed(replica)
         self._capacity.removed(replica)
         return self._fail_unfit(list(self.queue))
@@ -261,7 +263,7 @@ class Scheduler:
     def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
         """Let an empty replica serve. Queued requests that no replica can hold any more fail."""
         assert self.replicas[replica] is None, "a replica joins once"
-        self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy)
+        self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy, self.host_caches.of(replica, spec))
         self._capacity.joined(replica, spec)
         self.drain(replica, draining=False)
         return self._fail_unfit(list(self.queue))
@@ -385,13 +387,3 @@ class Scheduler:
             prompt_tokens=self._lost_prompt_tokens + sum(replica.prompt_tokens for replica in serving),
             hit_tokens=self._lost_hit_tokens + sum(replica.hit_tokens for replica in serving),
         )
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the state is inconsistent: blocks, slots, locks, budgets, queue, accounts. For tests."""
-        assert set(self.queue) == {each for each in self._sequences.values() if each.state is State.WAITING}
-        on_replicas = sum(replica.occupied_slots for replica in self.serving)
-        assert len(self._sequences) + len(self.replays) == len(self.queue) + on_replicas, "each waits or has one slot"
-        self._dispatcher.check_invariants()
-        self.queue.check_invariants()
-        for replica in self.serving:
-            replica.check_invariants()

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from text_generation_router.request import NO_MOVES, Moves, Request, RequestId, RequestProgress, TokenId
 from text_generation_router.scheduling.lazy_heap import Key
-from text_generation_router.scheduling.prefix_tree import Node
+from text_generation_router.scheduling.prefix_node import Node
 from text_generation_router.scheduling.state_pool import HeldStates
 from text_generation_router.scheduling.window_pool import HeldBlocks
 
@@ -94,6 +94,10 @@ class ScheduledSequence:
     """Locked node of the prefix tree at which the committed blocks end."""
     cached_tokens: int = 0
     """Leading tokens whose KV was cached at placement."""
+    loading: bool = False
+    """True while some of them are being loaded: meanwhile its prompt counts as scheduled, and those as not computed."""
+    load_failed: bool = False
+    """It loads nothing more: what could not be loaded stays on the host while others hold it."""
     own_cached_tokens: int = 0
     """Cached tokens that its own tenant computed or reused before."""
     engine_cached_tokens: int = 0
@@ -213,6 +217,7 @@ class ScheduledSequence:
         self.states = None
         self.duplicate_blocks = []
         self.prefix_lock = None
+        self.loading = False
         self.committed_blocks = self.cached_tokens = self.own_cached_tokens = self.capacity = 0
         self.prefill_length = self.num_scheduled_tokens = self.num_computed_tokens = 0
         self.state = state

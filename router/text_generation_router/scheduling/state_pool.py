@@ -21,7 +21,7 @@ from itertools import chain
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.scheduling.checkpoints import StateCheckpoint
 from text_generation_router.scheduling.lazy_heap import LazyHeap
-from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, HeldBlocks, WindowPool
+from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, WindowPool
 
 
 @dataclass(slots=True)
@@ -77,13 +77,18 @@ class StatePool(WindowPool):
         """Return True if there is a block for a sequence that continues from `prefix`, its checkpoint or none."""
         return self.available > sum(1 for block in prefix if not block.holders)
 
-    def start(self, prefix: Sequence[GroupBlock], wanted: list[StateCheckpoint]) -> HeldStates:
-        """Return what a sequence holds that continues from `prefix`, its checkpoint or none."""
+    def start(self, prefix: Sequence[GroupBlock], wanted: list[StateCheckpoint], loaded: int = 0) -> HeldStates:
+        """Return what a sequence holds that continues from `prefix`, its checkpoint or none.
+
+        `loaded`: the position of one that is loaded, to a block of its own; 0: none is.
+        """
+        if loaded:
+            prefix = (self._take(),)
+            prefix[0].position = loaded
+        else:
+            self.keep(prefix)
         for block in prefix:
             block.uses += 1
-            if not block.holders:
-                del block.order[block]
-            block.holders += 1
         return HeldStates(self._take(), prefix, wanted)
 
     def chunk_scheduled(self, held: HeldStates, end: int) -> tuple[int, ...]:
@@ -143,8 +148,3 @@ class StatePool(WindowPool):
             self._ranked.discard(first)
             self._recent.move_to_end(first, last=False)
         super()._evict()
-
-    def check_states(self, cached: Iterable[GroupBlock], held: Iterable[HeldStates]) -> None:
-        """Do as `check_invariants`."""
-        blocks = [list(each.blocks) for each in held]
-        self.check_invariants(cached, [HeldBlocks(0, len(each), each) for each in blocks])

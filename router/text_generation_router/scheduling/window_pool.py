@@ -88,6 +88,11 @@ class WindowPool:
         return len(self._free) + len(self._behind) + len(self._recent)
 
     @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
     def used(self) -> int:
         return self.group.num_blocks - self.available
 
@@ -110,22 +115,28 @@ class WindowPool:
                 first, count = max(0, index - self.most_reused), index
         return count
 
-    def hold(self, prefix: list[GroupBlock], count: int, prompt: int) -> HeldBlocks:
+    def hold(self, prefix: list[GroupBlock], count: int, prompt: int, *, loaded: bool = False) -> HeldBlocks:
         """Return what a sequence holds that continues after `count` blocks to the end of its `prompt`: one more, to start with.
 
-        `prefix`: the last ones of them, `most_reused` or all.
+        `prefix`: the last ones of them, `most_reused` or all; none if they are `loaded`, to blocks of its own.
         """
         first, prompt_end = count - len(prefix), self.group.first_block(prompt, self._block_size)
+        if loaded:
+            first = self.group.first_block(count * self._block_size, self._block_size)
         needed_until = (first + 1) * self._block_size + (self.group.window or 0) - 1
-        held = HeldBlocks(first, count, prefix, needed_until, count, prompt_end)
-        for block in prefix:
+        held = HeldBlocks(first, first + len(prefix), prefix, needed_until, count, prompt_end)
+        self.keep(prefix)
+        self.extend(held, count + 1)
+        return held
+
+    def keep(self, blocks: Iterable[GroupBlock]) -> None:
+        """Count one more holder of cached blocks."""
+        for block in blocks:
             if block.holders:
                 block.holders += 1
             else:
                 del block.order[block]
                 block.holders = 1
-        self.extend(held, count + 1)
-        return held
 
     def extend(self, held: HeldBlocks, end: int) -> tuple[int, ...]:
         """Take blocks for positions up to block `end`, evicting others if needed; return their numbers."""
@@ -195,8 +206,17 @@ class WindowPool:
                 block.order = order
                 order[block] = None
 
+    def lose(self, blocks: Iterable[GroupBlock]) -> None:
+        """Let positions of the tree lack cached blocks, but for those that are held."""
+        for block in blocks:
+            if not block.holders and block.number >= 0:
+                del block.order[block]
+                self._lack(block)
+
     def _evict(self) -> None:
-        block, _ = (self._behind or self._recent).popitem(last=False)
+        self._lack((self._behind or self._recent).popitem(last=False)[0])
+
+    def _lack(self, block: GroupBlock) -> None:
         self._free.append(GroupBlock(block.number))
         block.number = -1
 

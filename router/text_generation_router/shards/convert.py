@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 
 from text_generation_proto import convert
+from text_generation_proto.copies import CopyEnd
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, GrammarKind, Stopping, TraceContext
 from text_generation_router.request import LogprobJson, TenantId, TopToken
@@ -62,6 +63,7 @@ def orders_to_pb(
     for slot, tokens in orders.prefill:
         message.prefill_slots.append(slot)
         message.prefill_tokens.append(tokens)
+    message.copies.extend(map(convert.copy_to_pb, orders.copies))
     return message
 
 
@@ -175,6 +177,7 @@ def step_output_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
         cached=list(zip(report.cached_slots, report.cached_tokens, strict=True)) if report.cached_slots else (),
         step_s=report.step_ns / 1e9 if steps else 0.0,
         steps=max(1, steps),
+        copied=[CopyEnd(copied.number, tuple(copied.failed)) for copied in report.copied],
     )
 
 

@@ -49,9 +49,11 @@ class ReplicaInfo:
             scores_generated=self.info.scores_generated,
             tokens_per_step=max(1, self.info.max_tokens_per_step),
             further_groups=tuple(
-                CacheGroup(group.num_blocks, group.window or None, is_state=group.state)
+                CacheGroup(group.num_blocks, group.window or None, is_state=group.state, host_blocks=group.host_blocks)
                 for group in self.pool.further_groups
             ),
+            host_cache=self.pool.host_cache,
+            host_blocks=self.pool.host_blocks,
         )
 
     @property

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from host_ledger import HostBlocks, HostLedger
 from kv_ledger import KVLedger, StateLedger, WindowLedger
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -41,6 +42,9 @@ class CheckedEcho(EchoEngine):
     """A step never ends when a sequence would repeat this token, unless it has new tokens from another replica."""
     further_groups: tuple[CacheGroup, ...] = ()
     """The groups of its KV cache after the first."""
+    host: HostBlocks | None = None
+    """The host cache."""
+    _host_ledger: HostLedger = field(init=False)
     _ledger: KVLedger = field(init=False)
     _further_ledgers: list[WindowLedger | StateLedger] = field(init=False, default_factory=list)
     _step_fails: bool = field(init=False, default=False)
@@ -58,6 +62,9 @@ class CheckedEcho(EchoEngine):
 
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         self.table.groups = (*super().warm_up(limits), *self.further_groups)
+        if self.host is not None:
+            groups = zip(self.table.groups, self.host.numbers, strict=True)
+            self.table.groups = tuple(replace(group, host_blocks=number) for group, number in groups)
         self._reset_ledgers()
         return self.table.groups
 
@@ -68,6 +75,7 @@ class CheckedEcho(EchoEngine):
             StateLedger(group) if group.is_state else WindowLedger(number, group, BLOCK_SIZE)
             for number, group in numbered
         ]
+        self._host_ledger = HostLedger(self.host or HostBlocks(), (self._ledger, *self._further_ledgers))
 
     def _check_further(self) -> None:
         for ledger in self._further_ledgers:
@@ -84,6 +92,8 @@ class CheckedEcho(EchoEngine):
         further = orders.further_allocations
         failed += super().apply(Orders(orders.number, prefill=orders.prefill, further_allocations=further))
         self._check_further()
+        for copy in orders.copies:
+            self._host_ledger.begin(copy)
         return failed
 
     def _place_checked(self, new: NewSequence) -> list[Failure]:
@@ -120,6 +130,9 @@ class CheckedEcho(EchoEngine):
             super().apply(Orders(0, release=tuple(held)))
             result.failed += [Failure(slot, FailureCode.STEP, "the step failed") for slot in held]
             result.prefilled = []
+        if copied := self._host_ledger.ended():
+            result = result or StepResult()
+            result.copied = copied
         return result
 
     def sample(self, sequences: list[Sequence], masks: dict[int, Mask]) -> SamplerOutput:

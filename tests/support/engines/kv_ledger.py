@@ -87,6 +87,19 @@ class KVLedger:
             del self._writers[block]
         self._readers -= Counter(holder.blocks[:first])
 
+    def read(self, block: int) -> object:
+        """Return the contents of a block."""
+        if (writer := self._writers.get(block)) is not None:
+            self._record(writer)
+        return self._contents[block].tolist(), self._adapters.get(block, "")
+
+    def write(self, block: int, content: object) -> None:
+        """Set the contents of a block that no sequence holds; None: it holds nothing."""
+        assert self.allocation_problem((block,)) is None
+        tokens, adapter = content if isinstance(content, tuple) else (0, "")
+        self._contents[block] = tokens
+        self._adapters[block] = adapter
+
     def _cached_problem(self, new: NewSequence) -> str | None:
         if not (computed := new.computed_tokens):
             return None
@@ -143,6 +156,15 @@ class StateLedger:
                 return f"slot {sequence.slot} needs the state after {length} tokens, block {sequence.state_read} has another"
         return None
 
+    def read(self, block: int) -> object:
+        """Return the contents of a block."""
+        return self._contents[block]
+
+    def write(self, block: int, content: object) -> None:
+        """Set the contents of a block; None: it holds nothing."""
+        assert isinstance(content, int | None)
+        self._contents[block] = content or 0
+
 
 class WindowLedger:
     """The contents of the blocks of a window group, position by position: the hash of the text up to each.
@@ -175,6 +197,16 @@ class WindowLedger:
                 if self._contents[self._place(sequence, position)] != text[position]:
                     return f"slot {sequence.slot} needs position {position}, and block {block} holds another text"
         return None
+
+    def read(self, block: int) -> object:
+        """Return the contents of a block."""
+        return self._contents[block * self._size : (block + 1) * self._size]
+
+    def write(self, block: int, content: object) -> None:
+        """Set the contents of a block; None: it holds nothing."""
+        self._contents[block * self._size : (block + 1) * self._size] = (
+            content if isinstance(content, list) else [0] * self._size
+        )
 
     def _place(self, sequence: HeldSequence, position: int) -> int:
         return sequence.tables[self._number][position // self._size] * self._size + position % self._size

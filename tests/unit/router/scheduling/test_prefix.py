@@ -132,10 +132,10 @@ def test_a_request_waits_for_the_shared_tokens_not_for_the_whole_prompt() -> Non
     second = rig.submit(words(1, 160) + words(2, 30), new=5)
     for chunk in (144, 16):
         rig.scheduler.dispatch()
-        assert rig.replica().placed == ()
+        assert tuple(rig.replica()._placed) == ()
         rig.apply(0, StepOutput(orders.number, prefilled=[(orders.placements[0].slot, chunk)]))
     rig.scheduler.dispatch()
-    assert rig.replica().placed == (second,)
+    assert tuple(rig.replica()._placed) == (second,)
 
 
 def test_others_overtake_a_request_that_waits_for_a_prefix() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tree_keys import SALT, cache, find, key
 
-from text_generation_router.scheduling.prefix_tree import Node, PrefixTree
+from text_generation_router.scheduling.prefix_node import Node
+from text_generation_router.scheduling.prefix_tree import PrefixTree
 
 
 @pytest.mark.parametrize("shared", [1, 2, 3, 31, 32, 33, 63, 64, 99, 100])

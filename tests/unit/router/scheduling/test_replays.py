@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scheduler_checks import check_scheduler
 from scheduler_rig import a_policy, words
 
 from text_generation_proto.values import FinishReason, LogprobOptions
@@ -51,7 +52,7 @@ def test_a_replay_counts_for_nobody_and_leaves_no_prefix() -> None:
     (placement,) = orders.placements
     assert (placement.cached_tokens, placement.request.replayed) == (0, 10)
     slot = placement.slot
-    it.check_invariants()
+    check_scheduler(it)
     assert not it.requests
     done = StepOutput(
         1, [slot], token_ids=[7], finished={slot: FinishReason.LENGTH}, prefilled=[(slot, 20)], step_s=0.5
@@ -62,7 +63,7 @@ def test_a_replay_counts_for_nobody_and_leaves_no_prefix() -> None:
     after = it.stats(1.0)
     assert (after.busy_ratio, after.cached_blocks, after.prompt_tokens) == (0.0, 0, 0)
     assert (after.running, after.kv_usage) == (before.running, before.kv_usage)
-    it.check_invariants()
+    check_scheduler(it)
 
 
 def test_a_replay_reuses_no_prefix_and_no_request_waits_for_its_own() -> None:
@@ -95,7 +96,7 @@ def test_a_cancelled_replay_frees_its_room(sent: bool) -> None:
         assert it.replays.start(replay(-2), 0) is None
         assert it.schedule(0) is not None
         it.update(0, StepOutput(2), 0.2)
-    it.check_invariants()
+    check_scheduler(it)
     assert it.stats().kv_usage == 0
     assert it.replays.start(replay(-2), 0) == 0
 
@@ -128,7 +129,7 @@ def test_a_replay_is_the_first_to_be_preempted_and_is_not_requeued() -> None:
     assert not len(it.replays)
     assert it.stats().preemptions == 0
     assert len(it.queue) == 0
-    it.check_invariants()
+    check_scheduler(it)
 
 
 def test_a_replay_computes_few_tokens_at_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_checks import assert_idle
+from scheduler_checks import assert_idle, check_scheduler
 from scheduler_rig import BLOCK, Rig, a_policy
 
 from text_generation_proto.values import FinishReason
@@ -129,7 +129,7 @@ def test_a_self_scheduling_engine_gets_whole_prompts_and_no_blocks() -> None:
     for _ in range(150):
         rig.apply(0, StepOutput(orders.number, [slot], [], [7]))
         assert rig.scheduler.schedule(0) is None
-        rig.scheduler.check_invariants()
+        check_scheduler(rig.scheduler)
 
 
 def test_a_self_scheduling_engine_gets_two_steps_of_prompts_ahead() -> None:
@@ -156,5 +156,5 @@ def test_a_request_waits_until_its_maximum_length_can_be_reserved() -> None:
     rig.receive(rig.scheduler.open(0, ReplicaSpec(8, 10, BLOCK, self_scheduling=True, reserves_max_length=True)))
     first, second = rig.submit(10, new=100), rig.submit(10, new=100)
     rig.scheduler.dispatch()
-    assert [request for request in (first, second) if RequestId(request) in rig.replica().placed] == [first]
+    assert [request for request in (first, second) if RequestId(request) in rig.replica()._placed] == [first]
     assert len(rig.scheduler.queue) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scheduler_checks import check_scheduler
 from scheduler_rig import BLOCK, Rig, a_policy, words
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -58,7 +59,7 @@ def test_of_a_chat_the_last_checkpoint_stays_longest_and_of_branches_all() -> No
     for number in range(10, 12):
         rig.hit(words(number, BLOCK + 1))
     assert rig.hit((*words(2, BLOCK), 7)) == BLOCK
-    rig.scheduler.check_invariants()
+    check_scheduler(rig.scheduler)
 
 
 def test_a_shared_prompt_is_computed_once_where_a_checkpoint_can_still_be_left() -> None:

@@ -17,6 +17,7 @@ from engine_driver import Driver
 from full_grid import full
 from native_families import native_configs
 from replica_world import ReplicaSetup, ReplicaWorld
+from scheduler_checks import check_scheduler
 from tiny_transformers import SHAPE, random_model, save
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -126,7 +127,7 @@ class World:
             for request_id, start, end, _ in deliveries.tokens:
                 self.turns[request_id].tokens += output.token_ids[start:end]
                 self.turns[request_id].logprobs += logprobs[start:end]
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
 
     def lose(self) -> None:
         """Lose the replica; all its requests move to its next session."""

@@ -13,6 +13,7 @@ import torch
 from full_grid import full
 from reference_kernels import reference_engine
 from replica_world import ReplicaSetup, ReplicaWorld
+from scheduler_checks import check_scheduler
 from tiny_transformers import SHAPE, random_model, save
 from torch import Tensor
 from transformers import Gemma2Config, MistralConfig, PretrainedConfig, PreTrainedModel
@@ -78,7 +79,7 @@ class World:
             assert not deliveries.failed
             for request_id, start, end, _ in deliveries.tokens:
                 self.tokens[request_id] += output.token_ids[start:end]
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
 
     @torch.inference_mode()
     def poison(self) -> None:

@@ -1,0 +1,337 @@
+"""ReplicaCopies: the copies between a replica and the host cache: loads for its new sequences, stores of what it has computed.
+
+A sequence whose prefix is on the host is placed with blocks of its own for what its device lacks, and its load is ordered at once. It
+waits until a report shows the end of the load; others run. Its blocks then enter the tree of the replica, as if they were computed.
+
+The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, each of a bounded number of blocks,
+from the beginning of the prefix. A store guards the path of the prefix on the device, so none begins while blocks are scarce. It names
+the blocks of the first group that the host lacks, and those of the further groups with which a request could continue at one of the
+`ends`: the end of the prompt, that of the answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
+from text_generation_router.scheduling.host_cache import HostCache
+from text_generation_router.scheduling.kv_cache import KVCache
+from text_generation_router.scheduling.prefix_node import Node, Prefix
+from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
+from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, HeldBlocks, number_of
+from text_generation_router.scheduling.worth import MIN_LOADED_TOKENS, worth_storing
+
+MOST_WAITING = 256
+"""Prefixes that wait for their store; the oldest are dropped."""
+MOST_STORED = 512
+"""Blocks of the first group in a store, and an eighth of those of the device at most."""
+
+
+@dataclass(slots=True, eq=False)
+class Prefixed:
+    """A prefix that waits for its store."""
+
+    salt: str
+    key: bytes
+    tenant: str
+    ends: tuple[int, ...]
+    """The blocks before each position where a request may continue."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A load under way."""
+
+    sequence: ScheduledSequence
+    prefix: Prefix
+    """That on the host."""
+    node: Node
+    """Its locked node there."""
+    copy: Copy
+
+
+@dataclass(slots=True, eq=False)
+class Store:
+    """A store under way."""
+
+    waiting: Prefixed
+    number: int
+    device: Node
+    """The locked node at its end on the device."""
+    sources: list[list[GroupBlock]]
+    """The blocks of the further groups there."""
+    host: Node
+    """The locked node at which the run begins on the host."""
+    known: Node
+    """That up to which the host has blocks of the first group."""
+    key: bytes
+    """That of the run."""
+    blocks: list[int]
+    """The blocks of the run on the host; those up to `known` are in its tree."""
+    new: int
+    """The number of the others."""
+    further: list[list[GroupBlock]]
+    """Likewise those of the further groups; NO_BLOCK where none is stored."""
+
+
+class ReplicaCopies:
+    """The copies of one replica; none without a host cache."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._block_bytes = cache.block_size * TOKEN_BYTES
+        self._most_stored = max(1, min(MOST_STORED, cache.num_blocks // 8))
+        self._numbers = count(1)
+        self._waiting: deque[Prefixed] = deque(maxlen=MOST_WAITING)
+        self._loads: dict[int, Load] = {}
+        self._store: Store | None = None
+        self._ordered: list[Copy] = []
+        """Loads that were not sent."""
+
+    @property
+    def _host(self) -> HostCache:
+        """The host cache, where there is one."""
+        assert self._cache.host is not None
+        return self._cache.host
+
+    @property
+    def may_have_orders(self) -> bool:
+        """True if `orders` may return copies."""
+        return bool(self._ordered or (self._waiting and self._store is None))
+
+    @property
+    def is_storing(self) -> bool:
+        return self._store is not None
+
+    @property
+    def loading(self) -> Iterator[ScheduledSequence]:
+        """The sequences that wait for their loads, or waited when they were cancelled."""
+        return (load.sequence for load in self._loads.values())
+
+    def orders(self, spare: int) -> tuple[Copy, ...]:
+        """Return the copies to begin. Stores leave `spare` blocks of the device available."""
+        ordered, self._ordered = self._ordered, []
+        while self._waiting and self._store is None:
+            if not self._has_spare(self._waiting[0], spare):
+                break
+            if (copy := self._begin_store(self._waiting[0])) is not None:
+                ordered.append(copy)
+            else:
+                self._waiting.popleft()
+        return tuple(ordered)
+
+    def ended(self, end: CopyEnd) -> ScheduledSequence | None:
+        """Record the end of a copy. Return the sequence whose load it was: `loading` no more, unless that failed."""
+        if (load := self._loads.pop(end.number, None)) is not None:
+            self._end_load(load, end.failed)
+            return load.sequence
+        if self._store is not None and self._store.number == end.number:
+            self._end_store(self._store, failed=bool(end.failed))
+        return None
+
+    def close(self) -> None:
+        """Give the host's blocks back: the replica is lost."""
+        for load in self._loads.values():
+            self._release(load)
+        if self._store is not None:
+            self._end_store(self._store, failed=True)
+
+    # ----------------------------------------------------------------------------------------------------------- loads
+
+    def find(self, sequence: ScheduledSequence, prefix: Prefix) -> tuple[Prefix, Prefix | None]:
+        """Return the part on the device of a longer prefix on the host, and that one; `prefix`, the device's, if there is none."""
+        cache, size = self._cache, self._cache.block_size
+        if cache.host is None or sequence.load_failed:
+            return prefix, None
+        key = cache.reusable_key(sequence)
+        found = self._host.tree.find(sequence.salt, key)
+        # There are states for the checkpoint and for its own.
+        has_states = cache.states is None or cache.states.available > 1
+        if (found.blocks - prefix.blocks) * size < MIN_LOADED_TOKENS or not has_states:
+            return prefix, None
+        # What is loaded of the other groups enters the device's tree with blocks of the first one.
+        firsts = (pool.group.first_block(found.blocks * size, size) for pool in cache.further_pools)
+        kept = min([found.blocks, *firsts])
+        return cache.tree.match(sequence.salt, key[: kept * self._block_bytes]), found
+
+    def load(self, sequence: ScheduledSequence, found: Prefix) -> None:
+        """Order the load of a prefix for `sequence`, which has the blocks for it."""
+        host, first, end = self._host, sequence.committed_blocks, found.blocks
+        node, blocks = host.tree.lock(found)
+        groups = [_copied(host, 0, sequence.blocks[first:end], blocks[first:end], new=False)]
+        own = [held.blocks[: end - held.first] for held in sequence.further]
+        if sequence.states is not None:
+            own.append(list(sequence.states.source))
+        for number, (to, source) in enumerate(zip(own, found.further, strict=True), 1):
+            host.pools[number - 1].keep(source)
+            for block in source:
+                block.uses += 1
+            groups.append(_copied(host, number, _numbers(to), _numbers(source), new=False))
+        copy = Copy(next(self._numbers), is_load=True, groups=tuple(groups))
+        self._loads[copy.number] = Load(sequence, found, node, copy)
+        self._ordered.append(copy)
+        tenant = sequence.request.qos.tenant
+        known = host.tree.known_blocks(node, tenant) * self._cache.block_size
+        sequence.own_cached_tokens = max(sequence.own_cached_tokens, known)
+        host.tree.claim(node, tenant)
+        sequence.loading = True
+        sequence.num_computed_tokens = first * self._cache.block_size
+        sequence.num_scheduled_tokens = sequence.prefill_length
+
+    def _end_load(self, load: Load, failed: Sequence[int]) -> None:
+        sequence, host = load.sequence, self._host
+        self._release(load)
+        if failed:
+            host.failed += len(failed)
+            sequence.load_failed = True
+            self._forget(load, failed)
+            return
+        host.loaded += load.copy.num_blocks
+        if sequence.state is not State.PLACED:  # it was cancelled
+            return
+        if (states := sequence.states) is not None:
+            # The checkpoint enters the tree with its position, as one that the sequence left there.
+            (states.kept[load.prefix.blocks - 1],) = states.source
+        self._cache.commit(sequence, sequence.cached_tokens)
+        if states is not None:
+            states.kept.clear()
+        sequence.loading = False
+
+    def _release(self, load: Load) -> None:
+        self._host.tree.release(load.node)
+        for pool, blocks in zip(self._host.pools, load.prefix.further, strict=True):
+            pool.release(HeldBlocks(blocks=blocks))
+
+    def _forget(self, load: Load, failed: Sequence[int]) -> None:
+        """Forget the blocks that cannot be loaded, and the prefixes that need them."""
+        index = 0
+        for number, group in enumerate(load.copy.groups):
+            wrong = [each - index for each in failed if 0 <= each - index < len(group.host)]
+            index += len(group.host)
+            if number and wrong:
+                blocks = load.prefix.further[number - 1]
+                self._host.pools[number - 1].lose([blocks[each] for each in wrong])
+            elif wrong:
+                self._host.forget(load.node, len(group.host) - 1 - min(wrong))
+
+    # ---------------------------------------------------------------------------------------------------------- stores
+
+    def keep(self, sequence: ScheduledSequence) -> None:
+        """Let the prefix of a sequence that ends be stored, if that is worth it."""
+        cache, request, count = self._cache, sequence.request, sequence.committed_blocks
+        if cache.host is None or not (cache.caching and count and not request.replayed):
+            return
+        if not worth_storing(sequence, has_room=self._host.free >= count):
+            return
+        length = len(request.prompt)
+        prompt_end = min(request.turn_end or length, length - 1) // cache.block_size
+        key = sequence.key[: count * self._block_bytes]
+        self._waiting.append(Prefixed(sequence.salt, key, request.qos.tenant, (prompt_end, count)))
+
+    def _has_spare(self, waiting: Prefixed, spare: int) -> bool:
+        on_device = self._cache.tree.match(waiting.salt, waiting.key)
+        return self._cache.available - on_device.evictable_blocks >= spare
+
+    def _begin_store(self, waiting: Prefixed) -> Copy | None:
+        """Return the next store of a prefix; None if nothing is left to store, or there is no room for it."""
+        cache, host, size = self._cache, self._host, self._block_bytes
+        known = host.tree.match(waiting.salt, waiting.key)
+        end = min(cache.tree.match(waiting.salt, waiting.key).blocks, known.blocks + self._most_stored)
+        if end == 0 or end < known.blocks:
+            return None
+        on_device = cache.tree.match(waiting.salt, waiting.key[: end * size])
+        wanted = self._wanted(waiting, on_device, known) if host.pools else []
+        first = min([known.blocks, *(position for positions in wanted for position in positions)])
+        known_lock, on_host = host.tree.lock(known)
+        if (new := min(end - known.blocks, host.available)) < end - known.blocks:
+            # Only whole prefixes of what fits: the further groups are left to a later store.
+            end, wanted, first = known.blocks + new, [{} for _ in host.pools], known.blocks
+            on_device = cache.tree.match(waiting.salt, waiting.key[: end * size])
+        if not new and not any(wanted):
+            host.tree.release(known_lock)
+            return None
+        lock, on_path = cache.tree.lock(on_device)
+        taken = host.take(new)
+        groups = [_copied(host, 0, on_path[known.blocks :], taken, new=True)]
+        further = []
+        for number, (positions, pool) in enumerate(zip(wanted, host.pools, strict=True), 1):
+            cache.further_pools[number - 1].keep(positions.values())
+            held = HeldBlocks()
+            pool.extend(held, len(positions))
+            run = [NO_BLOCK] * (end - first)
+            for (position, source), block in zip(positions.items(), held.blocks, strict=True):
+                block.position, block.uses = source.position, source.uses
+                run[position - first] = block
+            further.append(run)
+            groups.append(_copied(host, number, _numbers(positions.values()), _numbers(held.blocks), new=True))
+        base, _ = host.tree.lock(host.tree.match(waiting.salt, waiting.key[: first * size]))
+        number = next(self._numbers)
+        self._store = Store(
+            waiting,
+            number,
+            lock,
+            [list(positions.values()) for positions in wanted],
+            base,
+            known_lock,
+            waiting.key[first * size : end * size],
+            on_host[first:] + taken,
+            new,
+            further,
+        )
+        return Copy(number, is_load=False, groups=tuple(groups))
+
+    def _wanted(self, waiting: Prefixed, on_device: Prefix, known: Prefix) -> list[dict[int, GroupBlock]]:
+        """Return the blocks of the further groups to store of a prefix on the device, by position; {} where there is no room."""
+        size, end = self._cache.block_size, on_device.blocks
+        wanted = []
+        for number, pool in enumerate(self._host.pools):
+            needed = {
+                position
+                for at in waiting.ends
+                if at <= end
+                for position in range(pool.group.first_block(at * size, size), at)
+            }
+            first = min([known.blocks, *needed])
+            run = self._cache.tree.further(on_device, number, end - first)
+            stored = self._host.tree.further(known, number, known.blocks - first) if known.blocks > first else []
+            lacking = {
+                first + index: block
+                for index, block in enumerate(run)
+                if block.number >= 0
+                and (first + index in needed or block.uses)
+                and (index >= len(stored) or stored[index].number < 0)
+            }
+            wanted.append(lacking if len(lacking) <= pool.available else {})
+        return wanted
+
+    def _end_store(self, store: Store, *, failed: bool) -> None:
+        cache, host, self._store = self._cache, self._host, None
+        cache.tree.release(store.device)
+        for pool, blocks in zip(cache.further_pools, store.sources, strict=True):
+            pool.release(HeldBlocks(blocks=blocks))
+        unused, end = store.blocks[-store.new :] if store.new else [], store.host
+        if not failed:
+            end, present = host.tree.extend(
+                store.host, store.key, store.blocks, store.waiting.tenant, store.further if host.pools else ()
+            )
+            unused = unused[: max(0, present - (len(store.blocks) - store.new))]
+            host.tree.claim(end, store.waiting.tenant)
+            host.stored += store.new + sum(map(len, store.sources))
+        elif self._waiting and self._waiting[0] is store.waiting:
+            self._waiting.popleft()
+        host.give(unused)
+        for pool, run in zip(host.pools, store.further, strict=True):
+            pool.release(HeldBlocks(blocks=[block for block in run if block is not NO_BLOCK]))
+        host.tree.release(end)
+        host.tree.release(store.known)
+
+
+def _copied(host: HostCache, group: int, device: Sequence[int], blocks: Sequence[int], *, new: bool) -> CopiedBlocks:
+    return CopiedBlocks(tuple(device), tuple(blocks), host.tags(group, blocks, new=new))
+
+
+def _numbers(blocks: Iterable[GroupBlock]) -> list[int]:
+    return [number_of(block) for block in blocks]

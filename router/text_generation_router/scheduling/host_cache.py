@@ -1,0 +1,100 @@
+"""HostCache: the prefixes that lie in the memory of a host. All replicas of the host share them, and they outlive replicas.
+
+To its places a prefix is the same: a host cache has a prefix tree and pools of groups as a replica has, over the host's blocks, and
+each evicts by the same order. A prefix enters when a report shows that it was stored; a replica loads it for a sequence: see
+`copies`. A block has a tag, the number of its store, so that no load takes another one for it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+from text_generation_router.scheduling.messages import ReplicaSpec
+from text_generation_router.scheduling.prefix_node import Node
+from text_generation_router.scheduling.prefix_tree import PrefixTree
+from text_generation_router.scheduling.state_pool import StatePool
+from text_generation_router.scheduling.window_pool import WindowPool
+
+
+class HostCache:
+    """The blocks of one host."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.groups = spec.host_groups
+        first, *further = self.groups
+        self.pools = tuple((StatePool if group.is_state else WindowPool)(group, spec.block_size) for group in further)
+        self.tree = PrefixTree(spec.block_size, self.pools)
+        self.stored = self.loaded = self.failed = 0
+        """Blocks of all groups so far; `failed`: those with a wrong checksum."""
+        self._free = list(range(first.num_blocks - 1, -1, -1))
+        self._tags = [array("I", bytes(4 * group.num_blocks)) for group in self.groups]
+        self._numbers = count(1)
+
+    @property
+    def available(self) -> int:
+        """Blocks of the first group that can be taken: free and evictable ones."""
+        return len(self._free) + self.tree.evictable_blocks
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The blocks of each group that hold something."""
+        return self.groups[0].num_blocks - self.free, *(pool.group.num_blocks - pool.free for pool in self.pools)
+
+    def take(self, count: int) -> list[int]:
+        """Take blocks of the first group, evicting others if needed. They must be available."""
+        if (missing := count - len(self._free)) > 0:
+            self._free += self.tree.evict(missing)
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, blocks: Iterable[int]) -> None:
+        """Free blocks of the first group."""
+        self._free += blocks
+
+    def tags(self, group: int, blocks: Sequence[int], *, new: bool) -> tuple[int, ...]:
+        """Return the tags of blocks; `new`: give them new ones, as they are stored."""
+        if new:
+            for block in blocks:
+                self._tags[group][block] = next(self._numbers) & 0xFFFFFFFF
+        return tuple([self._tags[group][block] for block in blocks])
+
+    def forget(self, node: Node, behind: int) -> None:
+        """Forget the prefixes that have the block `behind` ones before the end of `node`, but those in use."""
+        while behind >= len(node.blocks):
+            behind -= len(node.blocks)
+            assert node.parent is not None, "the block is on the path to the node"
+            node = node.parent
+        self.give(self.tree.cut(node, len(node.blocks) - 1 - behind))
+
+
+class HostCaches:
+    """The host caches of all replicas, by name."""
+
+    def __init__(self) -> None:
+        self._caches: dict[str, HostCache] = {}
+        self._names: dict[int, str] = {}
+        """The name of the cache of each replica that has one, serving or lost."""
+
+    def __iter__(self) -> Iterator[HostCache]:
+        return iter(self._caches.values())
+
+    def of(self, replica: int, spec: ReplicaSpec) -> HostCache | None:
+        """Return the host cache of a replica that joins; None if it has none."""
+        if self._names.get(replica, "") != spec.host_cache:
+            self.removed(replica)
+        if not spec.host_cache:
+            return None
+        self._names[replica] = spec.host_cache
+        cache = self._caches.setdefault(spec.host_cache, HostCache(spec))
+        return cache if cache.groups == spec.host_groups else None
+
+    def removed(self, replica: int) -> None:
+        """Forget a replica, and a cache that no other has."""
+        name = self._names.pop(replica, None)
+        if name is not None and name not in self._names.values():
+            del self._caches[name]

@@ -1,0 +1,71 @@
+"""The nodes of a prefix tree, and a prefix that is found there: see `prefix_tree`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from text_generation_router.scheduling.window_pool import GroupBlock
+
+
+class Node:
+    """A run of blocks and its continuations. To callers it is an opaque lock."""
+
+    __slots__ = ("blocks", "children", "created", "further", "key", "last_used", "locks", "owners", "parent", "salt")
+
+    def __init__(
+        self,
+        parent: Node | None,
+        key: bytearray,
+        blocks: list[int],
+        further: list[list[GroupBlock]],
+        created: int,
+        salt: str = "",
+    ) -> None:
+        # None for the root of a salt, which has no block.
+        self.parent = parent
+        # A bytearray: both ends change without a copy.
+        self.key = key
+        self.blocks = blocks
+        # As many blocks of each further group, NO_BLOCK where there is none.
+        self.further = further
+        # By the bytes of the child's first block.
+        self.children: dict[bytes, Node] = {}
+        # Own locks plus one per locked child. So a lock guards the path above it, and locking stops at the first
+        # ancestor that is locked already.
+        self.locks = 0
+        self.created = created
+        # Time of the last release. A parent takes over the time of an evicted child; before that it is not a leaf, and
+        # the time is not read.
+        self.last_used = created
+        self.salt = salt
+        # The tenants that computed or reused this run. Those of a child are among those of its parent.
+        self.owners: set[str] = set()
+
+
+@dataclass(slots=True)
+class Prefix:
+    """A cached prefix, found and not locked. Valid until the tree changes."""
+
+    salt: str
+    node: Node | None
+    """The last node that it covers whole; None if nothing is cached with its salt."""
+    child: Node | None
+    inside: int
+    """The bytes that it covers of a child of that node, which is `child` if there are any."""
+    blocks: int
+    further: Sequence[list[GroupBlock]]
+    """The last of its blocks of each further group: those that a sequence needs which continues here."""
+    branch: int = 0
+    """Blocks that the key shares with a cached one that goes on otherwise, though not all groups accept them."""
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Its blocks that no sequence uses: a lock makes them unavailable."""
+        count, at = 0, self.node
+        if self.child is not None and not self.child.locks:
+            count += self.inside * len(self.child.blocks) // len(self.child.key)
+        while at is not None and not at.locks:
+            count += len(at.blocks)
+            at = at.parent
+        return count

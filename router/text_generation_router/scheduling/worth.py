@@ -1,0 +1,19 @@
+"""The prefixes that are worth their place in the host cache.
+
+Stores are made ahead, when a sequence ends, so that a block is there when its device evicts it or dies. While the cache has free
+blocks, each prefix is stored. Once a store evicts another one, only prefixes of sessions are: those of a named job, and those that
+continue a cached prefix.
+"""
+
+from __future__ import annotations
+
+from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
+from text_generation_router.scheduling.sequence import ScheduledSequence
+
+MIN_LOADED_TOKENS = MIN_SHARED_TOKENS
+"""Tokens by which a prefix on the host is longer than that on the device, so that it is loaded; fewer are computed."""
+
+
+def worth_storing(sequence: ScheduledSequence, *, has_room: bool) -> bool:
+    """Return True if the prefix of a sequence that ends is worth storing; `has_room`: nothing is evicted for it."""
+    return has_room or bool(sequence.job) or sequence.cached_tokens >= MIN_SHARED_TOKENS

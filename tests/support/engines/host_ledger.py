@@ -1,0 +1,75 @@
+"""HostLedger: the contents of the blocks of a host, and the copies of one engine without a model.
+
+A copy is as bad as it may be: from its begin its target holds nothing, and its source is read when it ends, some steps later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from text_generation_proto.copies import Copy, CopyEnd
+
+STEPS = (0, 3, 1)
+"""Further steps that a copy takes, by its number."""
+
+
+class Ledger(Protocol):
+    """The blocks of a group on a device."""
+
+    def read(self, block: int) -> object: ...
+
+    def write(self, block: int, content: object) -> None: ...
+
+
+class HostBlocks:
+    """The blocks of a host: (tag, content) by group and number. Engines share them."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+        """Blocks of each group."""
+        self.contents: dict[tuple[int, int], tuple[int, object]] = {}
+
+
+@dataclass
+class HostLedger:
+    """The copies under way."""
+
+    host: HostBlocks
+    ledgers: Sequence[Ledger]
+    _under_way: list[tuple[int, Copy]] = field(default_factory=list)
+
+    def begin(self, copy: Copy) -> None:
+        assert copy.number not in {each.number for _, each in self._under_way}
+        assert copy.num_blocks
+        self._under_way.append((STEPS[copy.number % len(STEPS)], copy))
+        for group, (device, host, tags) in enumerate(copy.groups):
+            assert len(device) == len(host) == len(tags)
+            assert all(0 <= block < self.host.numbers[group] for block in host)
+            for to, source in zip(device, host, strict=True):
+                if copy.is_load:
+                    self.ledgers[group].write(to, None)
+                else:
+                    self.host.contents.pop((group, source), None)
+
+    def ended(self) -> list[CopyEnd]:
+        """End the copies whose time has come."""
+        now = [copy for steps, copy in self._under_way if not steps]
+        self._under_way = [(steps - 1, copy) for steps, copy in self._under_way if steps]
+        return [CopyEnd(copy.number, self._end(copy)) for copy in now]
+
+    def _end(self, copy: Copy) -> tuple[int, ...]:
+        failed, index = [], -1
+        for group, columns in enumerate(copy.groups):
+            for device, host, tag in zip(*columns, strict=True):
+                index += 1
+                if not copy.is_load:
+                    self.host.contents[group, host] = tag, self.ledgers[group].read(device)
+                    continue
+                stored, content = self.host.contents.get((group, host), (None, None))
+                if stored == tag:
+                    self.ledgers[group].write(device, content)
+                else:
+                    failed.append(index)
+        return tuple(failed)
