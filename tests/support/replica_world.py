@@ -72,7 +72,7 @@ class ReplicaWorld:
             adapters=self.engine.info.adapters,
             max_loras=self.engine.info.max_loras,
             further_groups=tuple(further),
-            host_cache="" if setup.host is None else "host",
+            host_cache="host" if first.host_blocks else "",
             host_blocks=first.host_blocks,
         )
         self.sent: deque[SchedulerOutput] = deque()

@@ -1,0 +1,191 @@
+"""Sessions that outgrow the device's cache, driven by the router's scheduler: loaded prefixes give what computing everything gives.
+
+Two replicas share the memory of a host. Sequences are preempted, replicas die, and bytes of the memory change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from full_grid import full
+from native_families import LATENT, native_configs
+from replica_world import ReplicaSetup, ReplicaWorld
+from scheduler_checks import check_scheduler
+from tiny_transformers import SHAPE, random_model, save
+from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, YoutuConfig
+
+from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.host_cache import HostCache
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+
+LONG = SHAPE | {"max_position_embeddings": 512}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "full": LlamaConfig(**LONG),
+    "window": Gemma2Config(**LONG, sliding_window=40, query_pre_attn_scalar=16),
+    "latent": YoutuConfig(**LONG | LATENT),
+    "state": native_configs(LONG, head_dim=16, wide_head_dim=24)["qwen3_5_text"],
+}
+HOST_BYTES = 4 << 20
+AT_ONCE = 3
+BLOCK = 16
+MARKER = (300, 301)
+Engines = tuple[int, list[TorchEngine]]
+"""The file of the host cache, and the engines that share it."""
+
+
+@pytest.fixture(scope="module", params=["full", "window", full("latent"), "state"])
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder = save(random_model(CONFIGS[request.param]), tmp_path_factory.mktemp("checkpoint"))
+    file = os.memfd_create("host")
+    os.ftruncate(file, HOST_BYTES)
+    config = ShardConfig(
+        model_path=folder,
+        device="cpu",
+        max_batch_size=AT_ONCE,
+        dtype="float32",
+        speculate="0",
+        host_cache_fd=file,
+        host_cache_name="host",
+        host_cache_bytes=HOST_BYTES,
+    )
+    built = [build_engine(config) for _ in range(2)]
+    assert all(isinstance(engine, TorchEngine) for engine in built)
+    yield file, built  # type: ignore[misc]
+    for engine in built:
+        engine.close()
+    os.close(file)
+
+
+class World:
+    """A scheduler with two replicas of small pools, and the answers to its requests."""
+
+    def __init__(self, engines: Engines, blocks: int = 30, replicas: int = 2, *, with_host: bool = True) -> None:
+        self.engines = engines[1][:replicas]
+        self.setup = ReplicaSetup(blocks, AT_ONCE, max_batch_size=AT_ONCE)
+        self.with_host = with_host
+        self.scheduler = Scheduler(Policy(64, AT_ONCE), replicas)
+        self.answers: dict[RequestId, list[int]] = {}
+        self.computed: dict[RequestId, int] = {}
+        """Tokens that were not cached when each request was placed last."""
+        self.replicas = [self.open(number) for number in range(replicas)]
+
+    def open(self, number: int) -> ReplicaWorld:
+        replica = ReplicaWorld(self.setup, self.engines[number])
+        if not self.with_host:
+            object.__setattr__(replica.spec, "host_cache", "")
+        self.scheduler.open(number, replica.spec)
+        return replica
+
+    def kill(self, number: int) -> None:
+        """Let a shard die and come back with an empty device."""
+        self.scheduler.lose(number)
+        self.replicas[number] = self.open(number)
+
+    @property
+    def host(self) -> HostCache:
+        (host,) = self.scheduler.host_caches
+        return host
+
+    def submit(self, prompt: tuple[int, ...], new: int) -> RequestId:
+        request = Request(
+            RequestId(len(self.answers)), prompt, new, ignore_eos=True, turn_end=len(prompt) - len(MARKER)
+        )
+        self.answers[request.id] = []
+        self.scheduler.submit(request, 0.0)
+        return request.id
+
+    def step(self) -> None:
+        self.scheduler.dispatch()
+        for number, replica in enumerate(self.replicas):
+            if (orders := self.scheduler.schedule(number)) is not None:
+                replica.sent.append(orders)
+                for each in orders.placements:
+                    known = len(each.request.prompt) + len(each.generated)
+                    self.computed[each.request.id] = known - each.cached_tokens
+            replica.orders_arrive()
+            replica.boundary_and_step()
+            for thread in self.engines[number]._executor.host._threads.values():
+                thread.submit(lambda: None).result()  # copies end by the next step
+            while replica.reports:
+                output = replica.reports.popleft()
+                deliveries = self.scheduler.update(number, output, 0.0)
+                assert not deliveries.failed
+                for request_id, start, end, _ in deliveries.tokens:
+                    self.answers[request_id] += output.token_ids[start:end]
+        check_scheduler(self.scheduler)
+
+    def run(self) -> None:
+        """Step until there is nothing to compute and to copy."""
+        scheduler = self.scheduler
+        while scheduler.requests or any(each.copies.is_storing or each.may_have_orders for each in scheduler.serving):
+            self.step()
+
+
+def play(world: World, sessions: int, seed: int, *, file: int | None = None) -> list[list[int]]:
+    """Play sessions of four turns, round by round, with deaths of shards; return all answers. With `file`, spoil half of it."""
+    draw = Random(seed)
+    texts = [tuple(draw.randrange(300) for _ in range(draw.randint(60, 130))) for _ in range(sessions)]
+    for turn in range(4):
+        requests = [world.submit((*text, *MARKER), draw.choice([1, 9, 30])) for text in texts]
+        for _ in range(draw.randint(5, 25)):
+            world.step()
+        world.kill(turn % len(world.replicas))
+        world.run()
+        for index, request in enumerate(requests):
+            new = tuple(draw.randrange(300) for _ in range(draw.randint(1, 30)))
+            texts[index] += (*MARKER, *world.answers[request], *new)
+        if file is not None and turn == 1:
+            os.pwrite(file, bytes(HOST_BYTES // 2), 0)
+    return list(world.answers.values())
+
+
+def test_texts_are_the_same_with_a_host_cache(engines: Engines) -> None:
+    plain = World(engines, with_host=False)
+    expected = play(plain, 6, 1)
+    world = World(engines)
+    assert play(world, 6, 1) == expected
+    assert world.host.stored > 50
+    assert world.host.loaded > 50
+    assert not world.host.failed
+    stats, without = world.scheduler.stats(), plain.scheduler.stats()
+    assert stats.hit_tokens > 1.2 * without.hit_tokens
+    spoilt = World(engines)
+    assert play(spoilt, 6, 1, file=engines[0]) == expected
+    assert spoilt.host.failed
+
+
+def test_a_shard_that_died_comes_back_to_a_warm_cache(engines: Engines) -> None:
+    world, draw = World(engines, 60, 1), Random(3)
+    text = tuple(draw.randrange(300) for _ in range(150))
+    for _ in range(3):
+        request = world.submit((*text, *MARKER), 20)
+        world.run()
+        new = tuple(draw.randrange(300) for _ in range(25))
+        before, text = len(text), (*text, *MARKER, *world.answers[request], *new)
+        world.kill(0)
+        again = world.submit((*text, *MARKER), 5)
+        world.run()
+        # Of a state there is a checkpoint before the answer.
+        assert world.computed[again] <= len(text) + len(MARKER) - before + BLOCK
+
+
+def test_sequences_under_way_when_their_shard_dies_go_on(engines: Engines) -> None:
+    world = World(engines, 60, 1)
+    text = tuple(range(150))
+    world.submit((*text, *MARKER), 4)
+    world.run()
+    world.kill(0)
+    late = world.submit((*text, 7, *MARKER), 4)
+    world.step()
+    assert list(world.scheduler.serving[0].copies.loading), "its load is under way"
+    world.kill(0)
+    world.run()
+    assert len(world.answers[late]) == 4
+    assert world.computed[late] <= 4 + BLOCK
