@@ -1,0 +1,50 @@
+"""The host cache of a launcher: kill -9 of a shard loses nothing that was stored, and of the launcher leaves no memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+from byte_tokenizer import write_tokenizer
+from stack import Stack, running, still_running
+from tiny_transformers import SHAPE, random_model, save
+from transformers import LlamaConfig
+
+pytestmark = pytest.mark.system
+
+BLOCK = 16
+
+
+async def ask(session: aiohttp.ClientSession, stack: Stack, text: str) -> tuple[str, int]:
+    """Return the answer to a text, and its tokens that were not cached."""
+    body = {"inputs": text, "parameters": {"max_new_tokens": 20, "ignore_eos_token": True}}
+    async with session.post(f"{stack.url}/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        computed = int(response.headers["x-prompt-tokens"]) - int(response.headers["x-cached-tokens"])
+        return str((await response.json())["generated_text"]), computed
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+async def test_a_killed_shard_comes_back_to_a_warm_cache(
+    session: aiohttp.ClientSession, tmp_path: Path, ranks: str
+) -> None:
+    shape = SHAPE | {"vocab_size": 264, "max_position_embeddings": 1024}
+    model = Path(save(random_model(LlamaConfig(**shape)), tmp_path / "model"))
+    write_tokenizer(model)
+    flags = ("--num-shard", ranks, "--device", "cpu", "--dtype", "float32", "--max-batch-total-tokens", "1024")
+    text, new = "".join(map(chr, range(33, 127))) * 5, " and 20 characters more"
+    with running(model, *flags, "--host-cache-size", "8MiB", engine="torch") as stack:
+        answer, computed = await ask(session, stack, text)
+        assert computed > len(text) - BLOCK
+        again, _ = await ask(session, stack, text + new)
+        next(
+            each for each in stack.children() if f"/shard-0{'-1' if ranks == '2' else ''}" in " ".join(each.cmdline())
+        ).kill()
+        stack.wait_for("shard joined again", "router")
+        after, computed = await ask(session, stack, text + new)
+        assert (after, computed <= len(new) + BLOCK) == (again, True), computed
+        assert (await ask(session, stack, text))[0] == answer
+        children = stack.children()
+        stack.kill("launcher")
+        assert not still_running(children, 10.0), "who maps the memory has ended"
