@@ -4,7 +4,8 @@ python -m text_generation_bench.scheduler [--profile]
 
 * A decision (`apply` of a step, `dispatch`, `decide`) with 256 running and 1,000 queued requests, 10 tenants and shared
   prefixes. The budget is 100 µs.
-* The same with 1 running request and an empty queue, with 8 replicas, with window groups of 128 and 1,024 tokens, and with states.
+* The same with 1 running request and an empty queue, with 8 replicas, with window groups of 128 and 1,024 tokens, with states, and with a
+  host cache.
 * A prefix hit (peek, acquire, release) of 1,000 and of 8,000 tokens in a tree of 200,000 tokens.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import dataclasses
 import gc
 import pstats
 import random
@@ -20,6 +22,7 @@ from array import array
 from collections.abc import Callable
 
 from text_generation_proto.cache_groups import CacheGroup
+from text_generation_proto.copies import CopyEnd
 from text_generation_proto.values import FinishReason
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.messages import ReplicaSpec, SchedulerOutput, StepOutput
@@ -44,6 +47,7 @@ class SchedulerLoad:
         target_itl_s: float | None = None,
         windows: tuple[int, ...] = (),
         states: int = 0,
+        host: bool = False,
     ) -> None:
         policy = Policy(4096, running, target_itl_s=target_itl_s)
         self._scheduler = Scheduler(policy, replicas)
@@ -58,10 +62,13 @@ class SchedulerLoad:
         self._orders: list[SchedulerOutput | None] = [None] * replicas
         self._number = [0] * replicas
         for replica in range(replicas):
-            groups = tuple(CacheGroup(running * 100, window) for window in windows)
+            groups = tuple(CacheGroup(running * 100, window, host_blocks=running * 400) for window in windows)
             if states:
-                groups += (CacheGroup(states, is_state=True),)
-            self._scheduler.open(replica, ReplicaSpec(running + 64, running * 100, BLOCK, further_groups=groups))
+                groups += (CacheGroup(states, is_state=True, host_blocks=states * 4),)
+            spec = ReplicaSpec(running + 64, running * 100, BLOCK, further_groups=groups)
+            if host:
+                spec = dataclasses.replace(spec, host_cache="host", host_blocks=running * 400)
+            self._scheduler.open(replica, spec)
         for _ in range(replicas * running + queued):
             self._submit()
 
@@ -112,7 +119,9 @@ class SchedulerLoad:
             if new_tokens[slot] == 0:
                 finished[slot] = FinishReason.LENGTH
                 del new_tokens[slot], prefill[slot]
-        return StepOutput(self._number[replica], slots, (), [7] * len(slots), finished, prefilled=chunks, step_s=0.02)
+        output = StepOutput(self._number[replica], slots, (), [7] * len(slots), finished, prefilled=chunks, step_s=0.02)
+        output.copied = [CopyEnd(copy.number) for copy in orders.copies] if orders is not None else ()
+        return output
 
 
 def report(name: str, seconds: list[float]) -> None:
@@ -184,6 +193,14 @@ def main() -> None:
         ),
         lambda: decisions(
             "the same with states", SchedulerLoad(running=256, queued=1000, replicas=1, states=1024), 2000
+        ),
+        lambda: decisions(
+            "the same with a host cache", SchedulerLoad(running=256, queued=1000, replicas=1, host=True), 2000
+        ),
+        lambda: decisions(
+            "the same with states and a host cache",
+            SchedulerLoad(running=256, queued=1000, replicas=1, states=1024, host=True),
+            2000,
         ),
         lambda: decisions("the same with 8 replicas", SchedulerLoad(running=256, queued=1000, replicas=8), 300),
         lambda: hits(1_000),

@@ -94,7 +94,7 @@ def check_host(host: HostCache, copies: list[ReplicaCopies]) -> None:
     owned = [*host._free, *(block for node in host.tree.nodes() for block in node.blocks)]
     owned += [block for store in stores for block in store.blocks[len(store.blocks) - store.new :]]
     assert sorted(owned) == list(range(host.groups[0].num_blocks)), "each block has one owner"
-    locks = [node for store in stores for node in (store.host, store.known)]
+    locks = [node for store in stores for node in {store.host, store.known}]
     host.tree.check_invariants(locks + [load.node for load in loads])
     for number, pool in enumerate(host.pools):
         cached = (block for node in host.tree.nodes() for block in node.further[number])

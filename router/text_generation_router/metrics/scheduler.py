@@ -31,6 +31,8 @@ _GAUGES: list[tuple[str, str, str]] = [
     ("trtllm_kv_cache_max_blocks", "KV blocks in total, of the first group", "num_blocks"),
     ("text_generation_kv_cache_usage_ratio", "Share of the KV cache in use, of its fullest group, 0 to 1", "kv_usage"),
     ("text_generation_prefix_cache_blocks", "KV blocks in the prefix cache, in use or not", "cached_blocks"),
+    ("text_generation_host_cache_blocks", "KV blocks of the host cache, of the first group", "host_blocks"),
+    ("text_generation_host_cache_used_blocks", "Those that hold a prefix", "host_blocks_used"),
     ("text_generation_queued_tokens", "Estimated tokens of queued work", "queued_tokens"),
     (
         "text_generation_queue_seconds",
@@ -60,6 +62,13 @@ _COUNTERS: list[tuple[str, str, str]] = [
         "prompt_tokens",
     ),
     ("text_generation_prefix_cache_hits_tokens_total", "Prompt tokens found in the prefix cache", "hit_tokens"),
+    ("text_generation_host_cache_stored_blocks_total", "Blocks copied from devices to the host cache", "host_stored"),
+    ("text_generation_host_cache_loaded_blocks_total", "Blocks copied from the host cache to devices", "host_loaded"),
+    (
+        "text_generation_host_cache_failed_blocks_total",
+        "Blocks of the host cache that could not be loaded, as their checksum was wrong, and were computed again",
+        "host_failed",
+    ),
     ("text_generation_requests_expired_total", "Requests whose deadline passed, in the queue or later", "expirations"),
     (
         "text_generation_sequences_cancelled_total",

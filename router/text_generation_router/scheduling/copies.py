@@ -66,7 +66,7 @@ class Store:
     host: Node
     """The locked node at which the run begins on the host."""
     known: Node
-    """That up to which the host has blocks of the first group."""
+    """That up to which the host has blocks of the first group: the same one, or another below it."""
     key: bytes
     """That of the run."""
     blocks: list[int]
@@ -75,6 +75,8 @@ class Store:
     """The number of the others."""
     further: list[list[GroupBlock]]
     """Likewise those of the further groups; NO_BLOCK where none is stored."""
+    ends: bool
+    """It is the last one of the prefix."""
 
 
 class ReplicaCopies:
@@ -115,9 +117,11 @@ class ReplicaCopies:
         """Return the copies to begin. Stores leave `spare` blocks of the device available."""
         ordered, self._ordered = self._ordered, []
         while self._waiting and self._store is None:
-            if not self._has_spare(self._waiting[0], spare):
+            waiting = self._waiting[0]
+            on_device = self._cache.tree.match(waiting.salt, waiting.key)
+            if self._cache.available - on_device.evictable_blocks < spare:
                 break
-            if (copy := self._begin_store(self._waiting[0])) is not None:
+            if (copy := self._begin_store(waiting, on_device)) is not None:
                 ordered.append(copy)
             else:
                 self._waiting.popleft()
@@ -185,11 +189,11 @@ class ReplicaCopies:
         sequence, host = load.sequence, self._host
         self._release(load)
         if failed:
-            host.failed += len(failed)
+            host.counts.failed += len(failed)
             sequence.load_failed = True
             self._forget(load, failed)
             return
-        host.loaded += load.copy.num_blocks
+        host.counts.loaded += load.copy.num_blocks
         if sequence.state is not State.PLACED:  # it was cancelled
             return
         if (states := sequence.states) is not None:
@@ -231,18 +235,15 @@ class ReplicaCopies:
         key = sequence.key[: count * self._block_bytes]
         self._waiting.append(Prefixed(sequence.salt, key, request.qos.tenant, (prompt_end, count)))
 
-    def _has_spare(self, waiting: Prefixed, spare: int) -> bool:
-        on_device = self._cache.tree.match(waiting.salt, waiting.key)
-        return self._cache.available - on_device.evictable_blocks >= spare
-
-    def _begin_store(self, waiting: Prefixed) -> Copy | None:
+    def _begin_store(self, waiting: Prefixed, on_device: Prefix) -> Copy | None:
         """Return the next store of a prefix; None if nothing is left to store, or there is no room for it."""
         cache, host, size = self._cache, self._host, self._block_bytes
         known = host.tree.match(waiting.salt, waiting.key)
-        end = min(cache.tree.match(waiting.salt, waiting.key).blocks, known.blocks + self._most_stored)
+        end = min(on_device.blocks, known.blocks + self._most_stored)
         if end == 0 or end < known.blocks:
             return None
-        on_device = cache.tree.match(waiting.salt, waiting.key[: end * size])
+        if end < on_device.blocks:
+            on_device = cache.tree.match(waiting.salt, waiting.key[: end * size])
         wanted = self._wanted(waiting, on_device, known) if host.pools else []
         first = min([known.blocks, *(position for positions in wanted for position in positions)])
         known_lock, on_host = host.tree.lock(known)
@@ -267,7 +268,9 @@ class ReplicaCopies:
                 run[position - first] = block
             further.append(run)
             groups.append(_copied(host, number, _numbers(positions.values()), _numbers(held.blocks), new=True))
-        base, _ = host.tree.lock(host.tree.match(waiting.salt, waiting.key[: first * size]))
+        base = known_lock
+        if first < known.blocks:
+            base, _ = host.tree.lock(host.tree.match(waiting.salt, waiting.key[: first * size]))
         number = next(self._numbers)
         self._store = Store(
             waiting,
@@ -280,6 +283,7 @@ class ReplicaCopies:
             on_host[first:] + taken,
             new,
             further,
+            ends=end * size == len(waiting.key),
         )
         return Copy(number, is_load=False, groups=tuple(groups))
 
@@ -319,14 +323,16 @@ class ReplicaCopies:
             )
             unused = unused[: max(0, present - (len(store.blocks) - store.new))]
             host.tree.claim(end, store.waiting.tenant)
-            host.stored += store.new + sum(map(len, store.sources))
-        elif self._waiting and self._waiting[0] is store.waiting:
+            host.counts.stored += store.new + sum(map(len, store.sources))
+        is_over = failed or store.ends
+        if is_over and self._waiting and self._waiting[0] is store.waiting:
             self._waiting.popleft()
         host.give(unused)
         for pool, run in zip(host.pools, store.further, strict=True):
             pool.release(HeldBlocks(blocks=[block for block in run if block is not NO_BLOCK]))
+        if store.known is not store.host:
+            host.tree.release(store.known)
         host.tree.release(end)
-        host.tree.release(store.known)
 
 
 def _copied(host: HostCache, group: int, device: Sequence[int], blocks: Sequence[int], *, new: bool) -> CopiedBlocks:

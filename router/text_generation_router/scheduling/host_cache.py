@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from text_generation_router.scheduling.messages import ReplicaSpec
@@ -18,16 +19,25 @@ from text_generation_router.scheduling.state_pool import StatePool
 from text_generation_router.scheduling.window_pool import WindowPool
 
 
+@dataclass(slots=True)
+class HostCounts:
+    """Blocks of all groups so far."""
+
+    stored: int = 0
+    loaded: int = 0
+    failed: int = 0
+    """Those that could not be loaded: mostly their checksum was wrong."""
+
+
 class HostCache:
     """The blocks of one host."""
 
-    def __init__(self, spec: ReplicaSpec) -> None:
+    def __init__(self, spec: ReplicaSpec, counts: HostCounts) -> None:
+        self.counts = counts
         self.groups = spec.host_groups
         first, *further = self.groups
         self.pools = tuple((StatePool if group.is_state else WindowPool)(group, spec.block_size) for group in further)
         self.tree = PrefixTree(spec.block_size, self.pools)
-        self.stored = self.loaded = self.failed = 0
-        """Blocks of all groups so far; `failed`: those with a wrong checksum."""
         self._free = list(range(first.num_blocks - 1, -1, -1))
         self._tags = [array("I", bytes(4 * group.num_blocks)) for group in self.groups]
         self._numbers = count(1)
@@ -39,12 +49,8 @@ class HostCache:
 
     @property
     def free(self) -> int:
+        """Blocks of the first group that hold nothing."""
         return len(self._free)
-
-    @property
-    def used(self) -> tuple[int, ...]:
-        """The blocks of each group that hold something."""
-        return self.groups[0].num_blocks - self.free, *(pool.group.num_blocks - pool.free for pool in self.pools)
 
     def take(self, count: int) -> list[int]:
         """Take blocks of the first group, evicting others if needed. They must be available."""
@@ -76,6 +82,7 @@ class HostCaches:
     """The host caches of all replicas, by name."""
 
     def __init__(self) -> None:
+        self.counts = HostCounts()
         self._caches: dict[str, HostCache] = {}
         self._names: dict[int, str] = {}
         """The name of the cache of each replica that has one, serving or lost."""
@@ -90,7 +97,7 @@ class HostCaches:
         if not spec.host_cache:
             return None
         self._names[replica] = spec.host_cache
-        cache = self._caches.setdefault(spec.host_cache, HostCache(spec))
+        cache = self._caches.setdefault(spec.host_cache, HostCache(spec, self.counts))
         return cache if cache.groups == spec.host_groups else None
 
     def removed(self, replica: int) -> None:

@@ -72,6 +72,11 @@ class SchedulerStats:
     moves: int
     prompt_tokens: int
     hit_tokens: int
+    host_blocks: int
+    host_blocks_used: int
+    host_stored: int
+    host_loaded: int
+    host_failed: int
 
     @property
     def num_tokens(self) -> int:
@@ -386,4 +391,9 @@ class Scheduler:
             moves=self._moves,
             prompt_tokens=self._lost_prompt_tokens + sum(replica.prompt_tokens for replica in serving),
             hit_tokens=self._lost_hit_tokens + sum(replica.hit_tokens for replica in serving),
+            host_blocks=sum(host.groups[0].num_blocks for host in self.host_caches),
+            host_blocks_used=sum(host.groups[0].num_blocks - host.free for host in self.host_caches),
+            host_stored=self.host_caches.counts.stored,
+            host_loaded=self.host_caches.counts.loaded,
+            host_failed=self.host_caches.counts.failed,
         )

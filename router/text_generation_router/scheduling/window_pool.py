@@ -88,11 +88,6 @@ class WindowPool:
         return len(self._free) + len(self._behind) + len(self._recent)
 
     @property
-    def free(self) -> int:
-        """Blocks that hold nothing."""
-        return len(self._free)
-
-    @property
     def used(self) -> int:
         return self.group.num_blocks - self.available
 
