@@ -160,6 +160,10 @@ class SchedulerWorld:
 
     def drain(self, replica: int, draining: bool) -> None:
         self.scheduler.drain(replica, draining=draining)
+        if draining and self.scheduler.replicas[replica] is not None:
+            running = self.scheduler.stats().running
+            self.scheduler.evacuate(replica)
+            self.counts["evacuated"] += any(each.cache.host for each in self.scheduler.available) and running > 0
 
     def submit(self, request: Request) -> None:
         """Submit a request, unless it is refused."""

@@ -39,6 +39,8 @@ class Prefixed:
     tenant: str
     ends: tuple[int, ...]
     """The blocks before each position where a request may continue."""
+    moved: ScheduledSequence | None
+    """The sequence that waits for the store, to go on elsewhere."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +89,9 @@ class ReplicaCopies:
         self._block_bytes = cache.block_size * TOKEN_BYTES
         self._most_stored = max(1, min(MOST_STORED, cache.num_blocks // 8))
         self._numbers = count(1)
-        self._waiting: deque[Prefixed] = deque(maxlen=MOST_WAITING)
+        self.moving: set[ScheduledSequence] = set()
+        """Sequences that are to be stored as they leave."""
+        self._waiting: deque[Prefixed] = deque()
         self._loads: dict[int, Load] = {}
         self._store: Store | None = None
         self._ordered: list[Copy] = []
@@ -124,7 +128,7 @@ class ReplicaCopies:
             if (copy := self._begin_store(waiting, on_device)) is not None:
                 ordered.append(copy)
             else:
-                self._waiting.popleft()
+                self._drop(waiting)
         return tuple(ordered)
 
     def ended(self, end: CopyEnd) -> ScheduledSequence | None:
@@ -142,6 +146,8 @@ class ReplicaCopies:
             self._release(load)
         if self._store is not None:
             self._end_store(self._store, failed=True)
+        for waiting in list(self._waiting):
+            self._drop(waiting)
 
     # ----------------------------------------------------------------------------------------------------------- loads
 
@@ -154,7 +160,8 @@ class ReplicaCopies:
         found = self._host.tree.find(sequence.salt, key)
         # There are states for the checkpoint and for its own.
         has_states = cache.states is None or cache.states.available > 1
-        if (found.blocks - prefix.blocks) * size < MIN_LOADED_TOKENS or not has_states:
+        least = size if sequence.requeued else MIN_LOADED_TOKENS
+        if (found.blocks - prefix.blocks) * size < least or not has_states:
             return prefix, None
         # What is loaded of the other groups enters the device's tree with blocks of the first one.
         firsts = (pool.group.first_block(found.blocks * size, size) for pool in cache.further_pools)
@@ -226,14 +233,23 @@ class ReplicaCopies:
     def keep(self, sequence: ScheduledSequence) -> None:
         """Let the prefix of a sequence that ends be stored, if that is worth it."""
         cache, request, count = self._cache, sequence.request, sequence.committed_blocks
+        is_moving = sequence in self.moving
+        self.moving.discard(sequence)
         if cache.host is None or not (cache.caching and count and not request.replayed):
             return
-        if not worth_storing(sequence, has_room=self._host.free >= count):
+        if not is_moving and not worth_storing(sequence, has_room=self._host.free >= count):
             return
         length = len(request.prompt)
         prompt_end = min(request.turn_end or length, length - 1) // cache.block_size
         key = sequence.key[: count * self._block_bytes]
-        self._waiting.append(Prefixed(sequence.salt, key, request.qos.tenant, (prompt_end, count)))
+        ends = (prompt_end, count)
+        if is_moving and sequence.state is State.PREEMPTED:
+            cache.host.moving.add(sequence)
+            self._waiting.appendleft(Prefixed(sequence.salt, key, request.qos.tenant, ends, sequence))
+        else:
+            self._waiting.append(Prefixed(sequence.salt, key, request.qos.tenant, ends, None))
+        if len(self._waiting) > MOST_WAITING:
+            self._drop(next(each for each in self._waiting if self._store is None or each is not self._store.waiting))
 
     def _begin_store(self, waiting: Prefixed, on_device: Prefix) -> Copy | None:
         """Return the next store of a prefix; None if nothing is left to store, or there is no room for it."""
@@ -287,6 +303,12 @@ class ReplicaCopies:
         )
         return Copy(number, is_load=False, groups=tuple(groups))
 
+    def _drop(self, waiting: Prefixed) -> None:
+        """Store nothing more of a prefix."""
+        self._waiting.remove(waiting)
+        if waiting.moved is not None:
+            self._host.moving.discard(waiting.moved)
+
     def _wanted(self, waiting: Prefixed, on_device: Prefix, known: Prefix) -> list[dict[int, GroupBlock]]:
         """Return the blocks of the further groups to store of a prefix on the device, by position; {} where there is no room."""
         size, end = self._cache.block_size, on_device.blocks
@@ -324,9 +346,8 @@ class ReplicaCopies:
             unused = unused[: max(0, present - (len(store.blocks) - store.new))]
             host.tree.claim(end, store.waiting.tenant)
             host.counts.stored += store.new + sum(map(len, store.sources))
-        is_over = failed or store.ends
-        if is_over and self._waiting and self._waiting[0] is store.waiting:
-            self._waiting.popleft()
+        if failed or store.ends:
+            self._drop(store.waiting)
         host.give(unused)
         for pool, run in zip(host.pools, store.further, strict=True):
             pool.release(HeldBlocks(blocks=[block for block in run if block is not NO_BLOCK]))

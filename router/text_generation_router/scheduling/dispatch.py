@@ -29,7 +29,7 @@ from text_generation_router.scheduling.sequence import ScheduledSequence
 
 Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
 """The reason to skip a sequence: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
-leader, until `replica` has prefill room."""
+leader, until `replica` has prefill room; if that is the sequence itself, until it is stored on the host."""
 
 
 MAX_SKIPPED = 16
@@ -43,6 +43,8 @@ def _still_holds(reason: Reason) -> bool:
         return False
     if leader is None:
         return not replica.has_prefill_room
+    if (host := replica.cache.host) is not None and leader in host.moving:
+        return True
     return leader in replica.prompts and leader.num_computed_tokens < tokens
 
 
@@ -184,6 +186,8 @@ class Dispatcher:
         ranked, better = self._rank(sequence)
         if better is not None:
             return ranked, (better, None, 0)
+        if ranked and (host := ranked[0].cache.host) is not None and sequence in host.moving:
+            return ranked, (ranked[0], sequence, 0)
         if ranked and sequence.moves.is_suspect:
             first, suspect = ranked[0], ranked[0].prompts.suspect
             ranked = [replica for replica in ranked if replica.prompts.suspect is None]

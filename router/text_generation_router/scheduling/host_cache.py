@@ -15,6 +15,7 @@ from itertools import count
 from text_generation_router.scheduling.messages import ReplicaSpec
 from text_generation_router.scheduling.prefix_node import Node
 from text_generation_router.scheduling.prefix_tree import PrefixTree
+from text_generation_router.scheduling.sequence import ScheduledSequence
 from text_generation_router.scheduling.state_pool import StatePool
 from text_generation_router.scheduling.window_pool import WindowPool
 
@@ -38,6 +39,8 @@ class HostCache:
         first, *further = self.groups
         self.pools = tuple((StatePool if group.is_state else WindowPool)(group, spec.block_size) for group in further)
         self.tree = PrefixTree(spec.block_size, self.pools)
+        self.moving: set[ScheduledSequence] = set()
+        """Queued sequences whose blocks are being stored, so that they go on at another replica."""
         self._free = list(range(first.num_blocks - 1, -1, -1))
         self._tags = [array("I", bytes(4 * group.num_blocks)) for group in self.groups]
         self._numbers = count(1)

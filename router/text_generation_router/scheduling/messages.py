@@ -155,3 +155,41 @@ class Deliveries:
     """Running requests that lost their replica. They continue on another one, unless they are among `failed`."""
     cached: list[tuple[RequestId, int]] = field(default_factory=list)
     """(request, cached prompt tokens of which its client may learn)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
+
+    waiting: int
+    queued_tokens: int
+    queue_seconds: float
+    busy_ratio: float
+    running: int
+    promised_tokens: int
+    kv_usage: float
+    used_tokens: int
+    cached_blocks: int
+    num_blocks: int
+    block_size: int
+    num_replicas: int
+    serving_replicas: int
+    preemptions: int
+    cancellations: int
+    expirations: int
+    moves: int
+    prompt_tokens: int
+    hit_tokens: int
+    host_blocks: int
+    host_blocks_used: int
+    host_stored: int
+    host_loaded: int
+    host_failed: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / max(1, self.prompt_tokens)

@@ -4,14 +4,11 @@
     schedule() -> SchedulerOutput   orders for the next step boundary
     update(output)                  the results of a step
 
-One set of orders is under way at a time. Meanwhile the replica makes steps on its own, and each sequence stops at the end
-of its blocks.
+One set of orders is under way at a time. Meanwhile the replica makes steps on its own; sequences stop at the end of their blocks.
 
-KV blocks: see `kv_cache`. Blocks for growth are sent with other orders as long as they are not urgent, so that a step boundary stays free
-for the prefill of new sequences. When no block is left for a sequence without room, one is preempted: released, and
-requeued with its generated tokens as part of its prompt. Copies between device and host: see `copies`.
-
-A slot and its blocks are reused only after a report showed that the release was applied.
+KV blocks: see `kv_cache`. When no block is left for a sequence without room, one is preempted: released, and requeued with its
+generated tokens as part of its prompt. Copies between device and host: see `copies`. A slot and its blocks are reused only after a
+report showed that the release was applied.
 
 A self-scheduling engine gets placements and releases only. Chunks and blocks are planned here all the same, as a model of
 the engine, so that it is not given more than it can hold.
@@ -123,12 +120,7 @@ class ReplicaScheduler:
         cache.allocate(sequence, max(needed, wanted if wanted + margin <= cache.available else 0))
         if cache.pools:
             sequence.capacity = sequence.cached_tokens + self.spec.block_size
-        sequence.state = State.PLACED
-        sequence.generated_when_placed = len(sequence.generated)
-        sequence.replica = self.replica
-        sequence.slot = self._free_slots.pop()
-        sequence.prefill_length = sequence.length
-        sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.cached_tokens
+        sequence.enter_replica(self.replica, self._free_slots.pop())
         if loaded is not None:
             self.copies.load(sequence, loaded)
         self._slots[sequence.slot] = sequence
@@ -222,6 +214,22 @@ class ReplicaScheduler:
         else:
             sequence.state = State.CANCELLED
 
+    def evacuate(self) -> list[ScheduledSequence]:
+        """Preempt all sequences, so that they go on elsewhere once they are stored. Return those that wait at once."""
+        for sequence in list(self._running.values()):
+            self._release(sequence, State.PREEMPTED)
+            self.copies.moving.add(sequence)
+        left = [sequence for sequence in self._placed.values() if not sequence.loading]
+        for sequence in left:
+            self._leave(sequence)
+            self._vacate(sequence, State.WAITING)
+        return left
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it has no sequences and nothing to store."""
+        return not (self.occupied_slots or self.copies.is_storing or self.copies.may_have_orders)
+
     def close(self) -> list[ScheduledSequence]:
         """Return the sequences of this replica, which is lost, oldest first."""
         self.is_lost = True
@@ -275,7 +283,7 @@ class ReplicaScheduler:
             self._chunk_sizer.update(prefill_tokens, len(output.slots), output.step_s / output.steps, output.steps)
         for slot, tokens in output.cached:
             if (hit := self._slots[slot]) is not None and not hit.generated_when_placed:
-                self._hit(hit, tokens, deliveries)
+                deliveries.cached.append((hit.id, hit.hit(tokens)))
         if output.prefilled or (self.prompts and self.spec.self_scheduling):
             served = self._update_prefills(output)
         served += self._update_tokens(output, deliveries, left)
@@ -305,14 +313,6 @@ class ReplicaScheduler:
             sequence.state = State.WAITING
         self._vacate(sequence, sequence.state)
         left.append(sequence)
-
-    def _hit(self, sequence: ScheduledSequence, tokens: int, deliveries: Deliveries) -> None:
-        """Record the cached tokens that the engine reports. Hits that only other tenants produced are not shown to the client."""
-        sequence.engine_cached_tokens = min(tokens, len(sequence.request.prompt))
-        told = sequence.engine_cached_tokens
-        if sequence.own_cached_tokens < sequence.cached_tokens:
-            told = min(told, sequence.own_cached_tokens)
-        deliveries.cached.append((sequence.id, told))
 
     def _update_prefills(self, output: StepOutput) -> int:
         served = 0

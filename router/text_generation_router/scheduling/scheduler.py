@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
@@ -41,50 +40,19 @@ from text_generation_router.scheduling.dispatch import Dispatcher
 from text_generation_router.scheduling.estimates import OutputLengths, Throughput, Throughputs
 from text_generation_router.scheduling.host_cache import HostCaches
 from text_generation_router.scheduling.lazy_heap import LazyHeap
-from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
+from text_generation_router.scheduling.messages import (
+    Deliveries,
+    Failed,
+    ReplicaSpec,
+    SchedulerOutput,
+    SchedulerStats,
+    StepOutput,
+)
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replays import Replays
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
-
-    waiting: int
-    queued_tokens: int
-    queue_seconds: float
-    busy_ratio: float
-    running: int
-    promised_tokens: int
-    kv_usage: float
-    used_tokens: int
-    cached_blocks: int
-    num_blocks: int
-    block_size: int
-    num_replicas: int
-    serving_replicas: int
-    preemptions: int
-    cancellations: int
-    expirations: int
-    moves: int
-    prompt_tokens: int
-    hit_tokens: int
-    host_blocks: int
-    host_blocks_used: int
-    host_stored: int
-    host_loaded: int
-    host_failed: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / max(1, self.prompt_tokens)
 
 
 class Scheduler:
@@ -321,6 +289,15 @@ class Scheduler:
         (self.draining.add if draining else self.draining.discard)(replica)
         self._dispatcher.changed(replica)
         self._dispatcher.unskip_all()
+
+    def evacuate(self, replica: int) -> None:
+        """Move the running sequences of a draining replica to others of its host: their blocks are stored, and loaded there."""
+        source = self.replicas[replica]
+        if source is None or source.cache.host is None:
+            return
+        if any(each.cache.host is source.cache.host for each in self.available):
+            for sequence in self.replays.forget(source.evacuate()):
+                self._requeue(sequence)
 
     def _work(self, sequence: ScheduledSequence) -> int:
         """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""

@@ -209,6 +209,22 @@ class ScheduledSequence:
             return "lost its shard; a constrained answer cannot go on elsewhere"
         return None
 
+    def hit(self, tokens: int) -> int:
+        """Record the cached tokens that an engine reports; return those of which the client learns.
+
+        Hits that only other tenants produced are not shown.
+        """
+        self.engine_cached_tokens = told = min(tokens, len(self.request.prompt))
+        return min(told, self.own_cached_tokens) if self.own_cached_tokens < self.cached_tokens else told
+
+    def enter_replica(self, replica: int, slot: int) -> None:
+        """Take a slot. What is cached needs no prefill."""
+        self.state = State.PLACED
+        self.generated_when_placed = len(self.generated)
+        self.replica, self.slot = replica, slot
+        self.prefill_length = self.length
+        self.num_scheduled_tokens = self.num_computed_tokens = self.cached_tokens
+
     def leave_replica(self, state: State) -> None:
         """Forget slot, blocks and prefill progress; keep the generated tokens."""
         self.replica = self.slot = -1

@@ -11,7 +11,8 @@ from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 MIN_LOADED_TOKENS = MIN_SHARED_TOKENS
-"""Tokens by which a prefix on the host is longer than that on the device, so that it is loaded; fewer are computed."""
+"""Tokens by which a prefix on the host is longer than that on the device, so that it is loaded; fewer are computed, unless the
+sequence went on elsewhere before."""
 
 
 def worth_storing(sequence: ScheduledSequence, *, has_room: bool) -> bool:

@@ -140,7 +140,7 @@ class ShardMember:
                 others = any(each is not replica for each in scheduler.available)
                 if others:
                     self.connection.want(wanted=False)
-                if not (replica.occupied_slots if others else scheduler.requests or self._awaits_shard()):
+                if not (not replica.is_empty if others else scheduler.requests or self._awaits_shard()):
                     break
                 if others and time.monotonic() >= end:
                     break

@@ -232,6 +232,9 @@ class ReplicaConnection:
                 unwanted=self._unwanted,
             )
             self._context.scheduler.drain(self._number, draining=not good)
+            if self._stopping or self._unwanted:
+                self._context.scheduler.evacuate(self._number)
+                self._changed.set()
             self._context.dispatch()
 
     async def _send(self, call: RunCall) -> None:
@@ -321,7 +324,7 @@ class ReplicaConnection:
         if report.draining:
             self._stopping = True
             self._apply_health()
-            if (left := scheduler.replicas[self._number]) is not None and not left.occupied_slots:
+            if (left := scheduler.replicas[self._number]) is not None and left.is_empty:
                 self.stopped = True
                 raise ShardStopped("it has no sequences left")
         if scheduler.may_have_orders(self._number):

@@ -176,6 +176,30 @@ def test_a_shard_that_died_comes_back_to_a_warm_cache(engines: Engines) -> None:
         assert world.computed[again] <= len(text) + len(MARKER) - before + BLOCK
 
 
+def test_a_sequence_moves_without_computing_again(engines: Engines) -> None:
+    draw = Random(4)
+    prompt = (*(draw.randrange(300) for _ in range(150)), *MARKER)
+    texts = []
+    for moves in (0, 3):
+        world = World(engines, 60)
+        request = world.submit(prompt, 90)
+        replica = 0
+        for number in range(moves):
+            while len(world.answers[request]) < 20 * number + 20:
+                world.step()
+            (replica,) = (each.replica for each in world.scheduler.serving if each.occupied_slots)
+            world.scheduler.drain(replica)
+            world.scheduler.evacuate(replica)
+            while not world.scheduler.replicas[1 - replica]._running:
+                world.step()
+            world.scheduler.drain(replica, draining=False)
+            if world.scheduler.serving[0].cache.states is None:
+                assert world.computed[request] <= BLOCK
+        world.run()
+        texts.append(world.answers[request])
+    assert texts[0] == texts[1]
+
+
 def test_sequences_under_way_when_their_shard_dies_go_on(engines: Engines) -> None:
     world = World(engines, 60, 1)
     text = tuple(range(150))
