@@ -19,13 +19,20 @@ POOL = TokenPool(2)
 COST_MODEL = CostModel(0.01, 0.0005, 0.0005, 1e-6, 1e-7, 4, 512, 8, 32, 0.03, 24)
 
 machines = st.builds(
-    lambda slots, blocks, budget, growth: replace(
-        COST_MODEL, slots=slots, kv_tokens=8 * blocks, prefill_budget=budget, growth_tokens=growth
+    lambda slots, blocks, budget, growth, host: replace(
+        COST_MODEL,
+        slots=slots,
+        kv_tokens=8 * blocks,
+        prefill_budget=budget,
+        growth_tokens=growth,
+        host_tokens=8 * host,
+        copied_token_s=1e-4,
     ),
     st.integers(1, 6),
     st.integers(24, 64),
     st.integers(1, 64),
     st.integers(8, 64),
+    st.sampled_from([0, 20, 200]),
 )
 
 

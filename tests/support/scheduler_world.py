@@ -153,10 +153,11 @@ class SchedulerWorld:
             self._failed(failed, FailureCode.LOST)
 
     def spoil(self, draw: Random) -> None:
-        """Damage a block of a host: its checksum is wrong."""
+        """Damage half of the blocks of hosts: their checksums are wrong."""
         for host in {setup.host for setup in self._setups.values()} - {None}:
-            if host is not None and host.contents:
-                del host.contents[draw.choice(sorted(host.contents))]
+            for block in sorted(host.contents) if host is not None else ():
+                if draw.random() < 0.5:
+                    del host.contents[block]
 
     def drain(self, replica: int, draining: bool) -> None:
         self.scheduler.drain(replica, draining=draining)

@@ -18,6 +18,9 @@ from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
+HOST_SHARE = 4.0
+"""KV caches of all replicas that the host cache of `host-cache` holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
@@ -73,6 +76,8 @@ class PolicyVariant:
     scheduler: Callable[[Policy, int], Scheduler] = Scheduler
     scaling: Sequence[Rule] = ()
     """Rules by which replicas are started and stopped."""
+    host_share: float = 0.0
+    """Size of the host cache, in KV caches of all replicas; 0: there is none."""
 
 
 class _TgiCache(KVCache):
@@ -150,6 +155,10 @@ def _tgi(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
     return PolicyVariant(policy, blind=True, scheduler=TgiScheduler)
 
 
+def _with_host(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
+    return replace(_ours(model, max_queued_tokens), host_share=HOST_SHARE)
+
+
 def _scaled(*rules: Rule) -> Callable[[CostModel, int | None], PolicyVariant]:
     return lambda model, max_queued_tokens: replace(_ours(model, max_queued_tokens), scaling=rules)
 
@@ -157,6 +166,7 @@ def _scaled(*rules: Rule) -> Callable[[CostModel, int | None], PolicyVariant]:
 POLICIES: Mapping[str, Callable[[CostModel, int | None], PolicyVariant]] = MappingProxyType(
     {
         "ours": _ours,
+        "host-cache": _with_host,
         "no-reuse": _ours_with(prefix_caching=False),
         "no-target": _ours_with(target_itl_s=None),
         "fcfs": _fcfs,

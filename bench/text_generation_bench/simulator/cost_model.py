@@ -41,6 +41,10 @@ class CostModel:
     """Free tokens that an allocation of KV blocks restores."""
     states: int = 0
     """Blocks of the group of states; 0: the model has none."""
+    host_tokens: int = 0
+    """Size of the host cache, in tokens; 0: there is none."""
+    copied_token_s: float = 0.0
+    """Time to copy the KV of a token between device and host."""
     orders_delay_s: float = 0.0003
     """Time from the decision until the replica has the orders."""
 
@@ -85,6 +89,7 @@ MACHINES: Mapping[str, CostModel] = MappingProxyType(
             prefill_budget=512,
             target_itl_s=0.15,
             growth_tokens=40,
+            copied_token_s=10e-6,
         ),
         # An 8B model in bf16 on an H200. A context token is 128 KiB to read at about 4.3 TB/s; a pair is 2 · 2 · 4096 · 32
         # operations at about 500 TFLOP/s; 16 GB of weights leave room for 850 000 tokens of KV cache.
@@ -100,6 +105,7 @@ MACHINES: Mapping[str, CostModel] = MappingProxyType(
             prefill_budget=8192,
             target_itl_s=0.04,
             growth_tokens=256,
+            copied_token_s=3.3e-6,  # at 40 GB/s
         ),
     }
 )

@@ -89,6 +89,8 @@ def run_experiment(experiment: Experiment) -> ExperimentResult:
         )
     )
     variant = POLICIES[experiment.policy](cost_model, load.max_queued_tokens)
+    host_tokens = int(variant.host_share * cost_model.kv_tokens * experiment.replicas)
+    cost_model = replace(cost_model, host_tokens=host_tokens)
     simulator = Simulator(
         SimConfig(
             cost_model=cost_model,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.shard import RuleViolation, SimSequence, SimulatedShard, StepSpan
 from text_generation_bench.simulator.traces import Arrival
+from text_generation_proto.copies import Copy, CopyEnd
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.messages import SchedulerOutput
 from text_generation_router.scheduling.policy import Policy
@@ -16,6 +17,10 @@ def check_orders(orders: SchedulerOutput, policy: Policy) -> None:
     """Check that orders keep the prefill budget. Raises RuleViolation."""
     if (tokens := sum([chunk for _, chunk in orders.prefill])) > policy.max_batch_prefill_tokens:
         raise RuleViolation(f"{tokens} prompt tokens are ordered for one step")
+
+
+HostContents = dict[int, list[int]]
+"""The content of each block of a host cache."""
 
 
 class KvAudit:
@@ -68,6 +73,16 @@ class KvAudit:
         for sequence in span.decoding:
             computed = self._computed(sequence)
             self._write(sequence, computed, computed + steps)
+
+    def copied(self, copies: Sequence[Copy], host: HostContents) -> None:
+        """Copy the contents of blocks as copies that ended did."""
+        for copy in copies:
+            for device, block in zip(copy.groups[0].device, copy.groups[0].host, strict=True):
+                places = range(device * self._block_size, (device + 1) * self._block_size)
+                if copy.is_load:
+                    self._kv.update(zip(places, host[block], strict=True))
+                else:
+                    host[block] = [self._kv[place] for place in places]
 
     def _write(self, sequence: SimSequence, start: int, end: int) -> None:
         if end > len(sequence.blocks) * self._block_size:
@@ -152,3 +167,10 @@ class SimulatedReplica:
         self.version = 0
         """Version of the event that ends the span; older versions are ignored."""
         self.step_seconds = (0.0, 0.0)
+
+    def end_copies(self, now: float, host: HostContents) -> list[CopyEnd]:
+        """Return the copies that have ended since the last call."""
+        copied = self.shard.copied(now)
+        if self.audit is not None:
+            self.audit.copied(copied, host)
+        return [CopyEnd(copy.number) for copy in copied]

@@ -344,7 +344,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             replicas=2,
             seconds=7200.0,
             kv_share=1 / 4,
-            policies=("ours", "fcfs"),
+            policies=("ours", "fcfs", "host-cache"),
         ),
         "users": Scenario(
             "as many users as slots, all busy: half of them with one agent, half with 16 sub-agents",

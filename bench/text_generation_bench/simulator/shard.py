@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.traces import Arrival
+from text_generation_proto.copies import Copy
 from text_generation_proto.values import FinishReason
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.kv_cache import URGENT_ROOM
@@ -128,14 +129,36 @@ class SimulatedShard:
         self._chunks: list[tuple[SimSequence, int]] = []
         self.orders_applied = 0
         self.span: StepSpan | None = None
+        self._copies: list[tuple[float, Copy]] = []
+        """The copies under way, and when each ends."""
+        self._copying_until = {True: 0.0, False: 0.0}
+        """The time at which the loads, and the stores, under way have ended."""
 
     def clear(self) -> None:
         """Start a new session without sequences."""
         self._decoding.clear()
         self._prefilling.clear()
         self._chunks = []
+        self._copies = []
         self.orders_applied = 0
         self.span = None
+
+    def begin_copies(self, orders: SchedulerOutput, now: float) -> float | None:
+        """Begin the copies of orders; return when the last of them ends, None without any."""
+        if not orders.copies:
+            return None
+        model, ends = self._cost_model, self._copying_until
+        for copy in orders.copies:
+            seconds = len(copy.groups[0].host) * model.block_size * model.copied_token_s
+            ends[copy.is_load] = max(now, ends[copy.is_load]) + seconds
+            self._copies.append((ends[copy.is_load], copy))
+        return max(ends[copy.is_load] for copy in orders.copies)
+
+    def copied(self, now: float) -> list[Copy]:
+        """Return the copies that have ended since the last call."""
+        ended = [copy for end, copy in self._copies if end <= now]
+        self._copies = [each for each in self._copies if each[0] > now]
+        return ended
 
     def __len__(self) -> int:
         return len(self._prefilling) + len(self._decoding)

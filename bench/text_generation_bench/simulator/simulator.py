@@ -19,7 +19,7 @@ from time import perf_counter
 from text_generation_bench.simulator.autoscaling import SYNC_S, Autoscaler
 from text_generation_bench.simulator.config import SimConfig
 from text_generation_bench.simulator.measures import FairnessMeter, IdealPrefixCache
-from text_generation_bench.simulator.replica import KvAudit, SimulatedReplica, check_orders
+from text_generation_bench.simulator.replica import HostContents, KvAudit, SimulatedReplica, check_orders
 from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard
 from text_generation_bench.simulator.statistics import LiveRequest, SchedulerTimings, Statistics
 from text_generation_bench.simulator.traces import NO_TENANT, Arrival, Trace
@@ -43,7 +43,12 @@ class Simulator:
         self._cost_model = cost_model = config.cost_model
         states = (CacheGroup(cost_model.states, is_state=True),) if cost_model.states else ()
         blocks, size = cost_model.kv_tokens // cost_model.block_size, cost_model.block_size
-        self._spec = ReplicaSpec(cost_model.slots, blocks, size, further_groups=states)
+        host = cost_model.host_tokens // size
+        name = "host" if host else ""
+        self._spec = ReplicaSpec(
+            cost_model.slots, blocks, size, further_groups=states, host_cache=name, host_blocks=host
+        )
+        self._host: HostContents = {}
         self.scheduler = config.scheduler(config.policy, config.replicas)
         self.statistics = Statistics(config.targets)
         self.timings = SchedulerTimings()
@@ -296,10 +301,21 @@ class Simulator:
         orders, replica.orders = replica.orders, None
         assert orders is not None, "no orders to apply"
         replica.shard.apply(orders, replica.arrivals)
+        if (end := replica.shard.begin_copies(orders, self.now)) is not None:
+            self._push(end, self._end_copies, replica, replica.session)
         if len(replica.shard) > self.config.policy.max_batch_size:
             raise RuleViolation(f"{len(replica.shard)} sequences run on a replica")
         if replica.audit is not None:
             replica.audit.admitted(orders, replica.shard)
+
+    def _end_copies(self, replica: SimulatedReplica, session: int) -> None:
+        """Let a replica report its copies at the next boundary, at once without a step."""
+        if session == replica.session and replica.shard.span is not None:
+            self._cut(replica, self.now)
+        elif session == replica.session:
+            self._apply(replica, StepOutput(replica.shard.orders_applied))
+            self._dispatch()
+            self._wake(replica)
 
     def _catch_up(self, replica: SimulatedReplica) -> None:
         """Report the ended steps of a span that continues."""
@@ -331,6 +347,7 @@ class Simulator:
 
     def _apply(self, replica: SimulatedReplica, outcome: StepOutput) -> Deliveries:
         since = perf_counter()
+        outcome.copied = replica.end_copies(self.now, self._host)
         deliveries = self.scheduler.update(replica.index, outcome, self.now)
         replica.acknowledged = outcome.orders_applied
         self.timings.apply.add(since)

@@ -31,8 +31,6 @@ _GAUGES: list[tuple[str, str, str]] = [
     ("trtllm_kv_cache_max_blocks", "KV blocks in total, of the first group", "num_blocks"),
     ("text_generation_kv_cache_usage_ratio", "Share of the KV cache in use, of its fullest group, 0 to 1", "kv_usage"),
     ("text_generation_prefix_cache_blocks", "KV blocks in the prefix cache, in use or not", "cached_blocks"),
-    ("text_generation_host_cache_blocks", "KV blocks of the host cache, of the first group", "host_blocks"),
-    ("text_generation_host_cache_used_blocks", "Those that hold a prefix", "host_blocks_used"),
     ("text_generation_queued_tokens", "Estimated tokens of queued work", "queued_tokens"),
     (
         "text_generation_queue_seconds",
@@ -62,13 +60,6 @@ _COUNTERS: list[tuple[str, str, str]] = [
         "prompt_tokens",
     ),
     ("text_generation_prefix_cache_hits_tokens_total", "Prompt tokens found in the prefix cache", "hit_tokens"),
-    ("text_generation_host_cache_stored_blocks_total", "Blocks copied from devices to the host cache", "host_stored"),
-    ("text_generation_host_cache_loaded_blocks_total", "Blocks copied from the host cache to devices", "host_loaded"),
-    (
-        "text_generation_host_cache_failed_blocks_total",
-        "Blocks of the host cache that could not be loaded, as their checksum was wrong, and were computed again",
-        "host_failed",
-    ),
     ("text_generation_requests_expired_total", "Requests whose deadline passed, in the queue or later", "expirations"),
     (
         "text_generation_sequences_cancelled_total",
@@ -79,6 +70,28 @@ _COUNTERS: list[tuple[str, str, str]] = [
         "text_generation_request_moves_total",
         "Running requests that lost their shard, or the scheduler process, and went on",
         "moves",
+    ),
+]
+_HOST: list[tuple[str, str, str, str]] = [
+    ("text_generation_host_cache_blocks", "KV blocks of the host cache, of the first group", "gauge", "blocks"),
+    ("text_generation_host_cache_used_blocks", "Those that hold a prefix", "gauge", "used_blocks"),
+    (
+        "text_generation_host_cache_stored_blocks_total",
+        "Blocks copied from devices to the host cache, of all groups",
+        "counter",
+        "counts.stored",
+    ),
+    (
+        "text_generation_host_cache_loaded_blocks_total",
+        "Blocks copied from the host cache to devices, of all groups",
+        "counter",
+        "counts.loaded",
+    ),
+    (
+        "text_generation_host_cache_failed_blocks_total",
+        "Blocks of the host cache whose checksum was wrong; their tokens were computed again",
+        "counter",
+        "counts.failed",
     ),
 ]
 _GROUPS = (
@@ -119,6 +132,8 @@ class SchedulerMetrics:
         for kind, rows in (("gauge", _GAUGES + _REPLICAS), ("counter", _COUNTERS)):
             for name, documentation, field in rows:
                 yield reading_text(name, documentation, kind, getattr(stats, field))
+        for name, documentation, kind, field in _HOST:
+            yield reading_text(name, documentation, kind, attrgetter(field)(self._scheduler.host_caches))
         groups = block_usage(replica.cache for replica in self._scheduler.serving)
         for (name, documentation), number in zip(_GROUPS, (0, 1), strict=True):
             yield head_text(name, documentation, "gauge")

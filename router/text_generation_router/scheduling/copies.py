@@ -31,7 +31,7 @@ MOST_STORED = 512
 
 
 @dataclass(slots=True, eq=False)
-class Prefixed:
+class WaitingPrefix:
     """A prefix that waits for its store."""
 
     salt: str
@@ -44,7 +44,7 @@ class Prefixed:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class PrefixLoad:
     """A load under way."""
 
     sequence: ScheduledSequence
@@ -56,10 +56,10 @@ class Load:
 
 
 @dataclass(slots=True, eq=False)
-class Store:
+class PrefixStore:
     """A store under way."""
 
-    waiting: Prefixed
+    waiting: WaitingPrefix
     number: int
     device: Node
     """The locked node at its end on the device."""
@@ -91,9 +91,9 @@ class ReplicaCopies:
         self._numbers = count(1)
         self.moving: set[ScheduledSequence] = set()
         """Sequences that are to be stored as they leave."""
-        self._waiting: deque[Prefixed] = deque()
-        self._loads: dict[int, Load] = {}
-        self._store: Store | None = None
+        self._waiting: deque[WaitingPrefix] = deque()
+        self._loads: dict[int, PrefixLoad] = {}
+        self._store: PrefixStore | None = None
         self._ordered: list[Copy] = []
         """Loads that were not sent."""
 
@@ -182,7 +182,7 @@ class ReplicaCopies:
                 block.uses += 1
             groups.append(_copied(host, number, _numbers(to), _numbers(source), new=False))
         copy = Copy(next(self._numbers), is_load=True, groups=tuple(groups))
-        self._loads[copy.number] = Load(sequence, found, node, copy)
+        self._loads[copy.number] = PrefixLoad(sequence, found, node, copy)
         self._ordered.append(copy)
         tenant = sequence.request.qos.tenant
         known = host.tree.known_blocks(node, tenant) * self._cache.block_size
@@ -192,7 +192,7 @@ class ReplicaCopies:
         sequence.num_computed_tokens = first * self._cache.block_size
         sequence.num_scheduled_tokens = sequence.prefill_length
 
-    def _end_load(self, load: Load, failed: Sequence[int]) -> None:
+    def _end_load(self, load: PrefixLoad, failed: Sequence[int]) -> None:
         sequence, host = load.sequence, self._host
         self._release(load)
         if failed:
@@ -211,12 +211,12 @@ class ReplicaCopies:
             states.kept.clear()
         sequence.loading = False
 
-    def _release(self, load: Load) -> None:
+    def _release(self, load: PrefixLoad) -> None:
         self._host.tree.release(load.node)
         for pool, blocks in zip(self._host.pools, load.prefix.further, strict=True):
             pool.release(HeldBlocks(blocks=blocks))
 
-    def _forget(self, load: Load, failed: Sequence[int]) -> None:
+    def _forget(self, load: PrefixLoad, failed: Sequence[int]) -> None:
         """Forget the blocks that cannot be loaded, and the prefixes that need them."""
         index = 0
         for number, group in enumerate(load.copy.groups):
@@ -245,13 +245,13 @@ class ReplicaCopies:
         ends = (prompt_end, count)
         if is_moving and sequence.state is State.PREEMPTED:
             cache.host.moving.add(sequence)
-            self._waiting.appendleft(Prefixed(sequence.salt, key, request.qos.tenant, ends, sequence))
+            self._waiting.appendleft(WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, sequence))
         else:
-            self._waiting.append(Prefixed(sequence.salt, key, request.qos.tenant, ends, None))
+            self._waiting.append(WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, None))
         if len(self._waiting) > MOST_WAITING:
             self._drop(next(each for each in self._waiting if self._store is None or each is not self._store.waiting))
 
-    def _begin_store(self, waiting: Prefixed, on_device: Prefix) -> Copy | None:
+    def _begin_store(self, waiting: WaitingPrefix, on_device: Prefix) -> Copy | None:
         """Return the next store of a prefix; None if nothing is left to store, or there is no room for it."""
         cache, host, size = self._cache, self._host, self._block_bytes
         known = host.tree.match(waiting.salt, waiting.key)
@@ -288,7 +288,7 @@ class ReplicaCopies:
         if first < known.blocks:
             base, _ = host.tree.lock(host.tree.match(waiting.salt, waiting.key[: first * size]))
         number = next(self._numbers)
-        self._store = Store(
+        self._store = PrefixStore(
             waiting,
             number,
             lock,
@@ -303,13 +303,13 @@ class ReplicaCopies:
         )
         return Copy(number, is_load=False, groups=tuple(groups))
 
-    def _drop(self, waiting: Prefixed) -> None:
-        """Store nothing more of a prefix."""
+    def _drop(self, waiting: WaitingPrefix) -> None:
+        """PrefixStore nothing more of a prefix."""
         self._waiting.remove(waiting)
         if waiting.moved is not None:
             self._host.moving.discard(waiting.moved)
 
-    def _wanted(self, waiting: Prefixed, on_device: Prefix, known: Prefix) -> list[dict[int, GroupBlock]]:
+    def _wanted(self, waiting: WaitingPrefix, on_device: Prefix, known: Prefix) -> list[dict[int, GroupBlock]]:
         """Return the blocks of the further groups to store of a prefix on the device, by position; {} where there is no room."""
         size, end = self._cache.block_size, on_device.blocks
         wanted = []
@@ -333,7 +333,7 @@ class ReplicaCopies:
             wanted.append(lacking if len(lacking) <= pool.available else {})
         return wanted
 
-    def _end_store(self, store: Store, *, failed: bool) -> None:
+    def _end_store(self, store: PrefixStore, *, failed: bool) -> None:
         cache, host, self._store = self._cache, self._host, None
         cache.tree.release(store.device)
         for pool, blocks in zip(cache.further_pools, store.sources, strict=True):

@@ -27,7 +27,7 @@ class HostCounts:
     stored: int = 0
     loaded: int = 0
     failed: int = 0
-    """Those that could not be loaded: mostly their checksum was wrong."""
+    """They could not be loaded: mostly their checksum was wrong."""
 
 
 class HostCache:
@@ -92,6 +92,16 @@ class HostCaches:
 
     def __iter__(self) -> Iterator[HostCache]:
         return iter(self._caches.values())
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the first group."""
+        return sum(each.groups[0].num_blocks for each in self)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks of the first group that hold a prefix, or are being written."""
+        return self.blocks - sum(each.free for each in self)
 
     def of(self, replica: int, spec: ReplicaSpec) -> HostCache | None:
         """Return the host cache of a replica that joins; None if it has none."""

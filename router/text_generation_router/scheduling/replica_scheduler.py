@@ -6,12 +6,10 @@
 
 One set of orders is under way at a time. Meanwhile the replica makes steps on its own; sequences stop at the end of their blocks.
 
-KV blocks: see `kv_cache`. When no block is left for a sequence without room, one is preempted: released, and requeued with its
-generated tokens as part of its prompt. Copies between device and host: see `copies`. A slot and its blocks are reused only after a
-report showed that the release was applied.
+KV blocks: see `kv_cache`; their copies: `copies`. Where none is left for a sequence without room, one is preempted: requeued with
+its new tokens as part of its prompt. A slot and its blocks are reused only after a report showed that the release was applied.
 
-A self-scheduling engine gets placements and releases only. Chunks and blocks are planned here all the same, as a model of
-the engine, so that it is not given more than it can hold.
+A self-scheduling engine gets placements and releases only. Chunks and blocks are planned here all the same, as a model of it.
 """
 
 from __future__ import annotations
@@ -134,8 +132,7 @@ class ReplicaScheduler:
     @property
     def may_have_orders(self) -> bool:
         """False if `schedule` would return None. Cheap to read."""
-        due = self.prompts.unscheduled or self._to_release or self.cache.urgent
-        return bool(due) or self.copies.may_have_orders
+        return bool(self.prompts.unscheduled or self._to_release or self.cache.urgent or self.copies.may_have_orders)
 
     def schedule(self) -> SchedulerOutput | None:
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
@@ -144,8 +141,7 @@ class ReplicaScheduler:
         spare = running + self.prompts.blocks_kept if cache.pools and self.prompts.unscheduled else running
         allocations, stalled = cache.grow(growth, spare)
         stalled += cache.starved(self.prompts)
-        awaits_blocks = self._placed or self.copies.is_storing or any(each.blocks for each in self._to_release)
-        if stalled and not awaits_blocks:
+        if stalled and not self._awaits_blocks:
             self._preempt()
         budget = self.prompts.unscheduled
         if not self.spec.self_scheduling:
@@ -164,15 +160,14 @@ class ReplicaScheduler:
         if not (self._to_release or placements or any(allocations) or prefill or copies):
             return None
         self.orders_sent += 1
-        released, self._to_release = self._to_release, []
-        self._releasing = released
+        self._releasing, self._to_release = self._to_release, []
         join_reason = None
         if placements:
             steps, self._steps_since_placement = self._steps_since_placement, 0
             join_reason = self._policy.join_reason(running=running, steps_since_placement=steps)
         return SchedulerOutput(
             number=self.orders_sent,
-            release=tuple(sequence.slot for sequence in released),
+            release=tuple(sequence.slot for sequence in self._releasing),
             placements=tuple(placements),
             allocations=tuple(allocations[0]),
             further_allocations=tuple(map(tuple, allocations[1:])),
@@ -180,6 +175,11 @@ class ReplicaScheduler:
             join_reason=join_reason,
             copies=copies,
         )
+
+    @property
+    def _awaits_blocks(self) -> bool:
+        placed = [sequence for sequence in self._placed.values() if not sequence.loading]
+        return bool(placed) or self.copies.is_storing or any(sequence.blocks for sequence in self._to_release)
 
     def _preempt(self) -> None:
         if victim := choose_victim(self._running.values(), self_scheduling=self.spec.self_scheduling):
@@ -190,14 +190,14 @@ class ReplicaScheduler:
         del self._placed[sequence.id]
         sequence.state = State.RUNNING
         self._running[sequence.id] = sequence
-        own_blocks = self.spec.self_scheduling
+        own = self.spec.self_scheduling
         return Placement(
             slot=sequence.slot,
             request=sequence.request,
             generated=tuple(sequence.generated),
-            blocks=() if own_blocks else tuple(sequence.blocks),
-            cached_tokens=0 if own_blocks else sequence.cached_tokens,
-            own_cached_tokens=0 if own_blocks else sequence.own_cached_tokens,
+            blocks=() if own else tuple(sequence.blocks),
+            cached_tokens=0 if own else sequence.cached_tokens,
+            own_cached_tokens=0 if own else sequence.own_cached_tokens,
             further_blocks=self.cache.further_blocks(sequence),
         )
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
@@ -40,19 +41,45 @@ from text_generation_router.scheduling.dispatch import Dispatcher
 from text_generation_router.scheduling.estimates import OutputLengths, Throughput, Throughputs
 from text_generation_router.scheduling.host_cache import HostCaches
 from text_generation_router.scheduling.lazy_heap import LazyHeap
-from text_generation_router.scheduling.messages import (
-    Deliveries,
-    Failed,
-    ReplicaSpec,
-    SchedulerOutput,
-    SchedulerStats,
-    StepOutput,
-)
+from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replays import Replays
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
+
+    waiting: int
+    queued_tokens: int
+    queue_seconds: float
+    busy_ratio: float
+    running: int
+    promised_tokens: int
+    kv_usage: float
+    used_tokens: int
+    cached_blocks: int
+    num_blocks: int
+    block_size: int
+    num_replicas: int
+    serving_replicas: int
+    preemptions: int
+    cancellations: int
+    expirations: int
+    moves: int
+    prompt_tokens: int
+    hit_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / max(1, self.prompt_tokens)
 
 
 class Scheduler:
@@ -368,9 +395,4 @@ class Scheduler:
             moves=self._moves,
             prompt_tokens=self._lost_prompt_tokens + sum(replica.prompt_tokens for replica in serving),
             hit_tokens=self._lost_hit_tokens + sum(replica.hit_tokens for replica in serving),
-            host_blocks=sum(host.groups[0].num_blocks for host in self.host_caches),
-            host_blocks_used=sum(host.groups[0].num_blocks - host.free for host in self.host_caches),
-            host_stored=self.host_caches.counts.stored,
-            host_loaded=self.host_caches.counts.loaded,
-            host_failed=self.host_caches.counts.failed,
         )

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import mmap
-import os
 from pathlib import Path
 
 import pytest
 from launch_plans import config, context, parsed, plan, router_of, shards_of
 
-from text_generation_common.exit_codes import CannotServe
-from text_generation_launcher.checks import check_engine, check_ports
+from text_generation_launcher.checks import check_ports
 from text_generation_launcher.counts import PlanError, compute_type, count_partitions, count_shards
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.host_memory import HostMemory, host_memory
 from text_generation_launcher.model import hub_tokens
 from text_generation_router.config import RouterConfig, listen_host
 
@@ -385,33 +381,3 @@ def test_parts_are_planned_apart() -> None:
     assert (router_of(router).shards, router_of(router).peers) == ("dns://shards:5000", "dns://routers:3000")
     assert router.router[0].env["SHARD_TOKEN"] == "hush"
     assert not config(**SPLIT | {"engine": "torch"}, parts="router", shards="a:1").needs_weights
-
-
-# ---------------------------------------------------------------------------------------------------------- host cache
-
-
-def test_ranks_have_parts_of_the_host_cache_that_replicas_share() -> None:
-    page, memory = mmap.PAGESIZE, HostMemory(9 * mmap.PAGESIZE + 5, 11, "m")
-    on = context(4, host_cache=memory)
-    planned = plan(on, num_replicas=2, num_shard=2, host_cache_size="36KiB")
-    parts = [(each.host_cache_name, each.host_cache_start, each.host_cache_bytes) for each in shards_of(planned)]
-    assert parts == [("m-0", 0, 4 * page), ("m-0", 4 * page, 4 * page)] * 2
-    assert all(each.host_cache_fd == 11 for each in shards_of(planned))
-    assert all(11 in shard.inherited_fds for shard in planned.shards)
-    apart = plan(on, num_replicas=2, num_shard=2, parts="shards", shard_token="hush", shard_tcp_port=5000)
-    parts = [(each.host_cache_name, each.host_cache_start, each.host_cache_bytes) for each in shards_of(apart)]
-    assert parts == [(f"m-{number // 2}", number * 2 * page, 2 * page) for number in range(4)], "routers share nothing"
-    assert not any(each.host_cache_bytes for each in shards_of(plan(4)))
-
-
-def test_the_memory_of_the_host_cache_ends_with_its_holder() -> None:
-    with host_memory(1 << 20) as memory:
-        assert os.fstat(memory.descriptor).st_size == 1 << 20
-        with host_memory(1 << 20) as other:
-            assert other.name != memory.name
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(memory.descriptor)
-    with pytest.raises(CannotServe, match=r"the machine has"), host_memory(1 << 60):
-        pass
-    with pytest.raises(PlanError, match="for the torch engine"):
-        check_engine(config(engine="echo", host_cache_size="1GiB"), {})

@@ -67,6 +67,11 @@ def test_values_are_those_of_the_scheduler() -> None:
         "text_generation_prefix_cache_queries_tokens_total": 2 * 4,
         "text_generation_prefix_cache_hits_tokens_total": 0,
         "text_generation_prefix_cache_blocks": 0,
+        "text_generation_host_cache_blocks": 0,
+        "text_generation_host_cache_used_blocks": 0,
+        "text_generation_host_cache_stored_blocks_total": 0,
+        "text_generation_host_cache_loaded_blocks_total": 0,
+        "text_generation_host_cache_failed_blocks_total": 0,
         "text_generation_queued_tokens": 4 + 5,
         "text_generation_queue_seconds": 0,  # no throughput was measured yet
         "text_generation_busy_ratio": 0,

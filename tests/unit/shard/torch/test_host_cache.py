@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
-from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES, HostCache
+from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES, HostCopies
 
 CPU = torch.device("cpu")
 SIZE = 4 * mmap.PAGESIZE
@@ -37,7 +37,7 @@ def parts(seed: int) -> list[list[Tensor]]:
     ]
 
 
-def copied(cache: HostCache, is_load: bool, *groups: CopiedBlocks) -> CopyEnd:
+def copied(cache: HostCopies, is_load: bool, *groups: CopiedBlocks) -> CopyEnd:
     ended = threading.Event()
     cache.begin(Copy(7, is_load, groups), ended.set)
     assert ended.wait(10)
@@ -51,12 +51,12 @@ FULL, OTHER = CopiedBlocks((5, 0), (19, 2), (11, 12)), CopiedBlocks((7,), (1,), 
 
 def test_another_shard_loads_what_was_stored(descriptor: int) -> None:
     before, after = parts(1), parts(2)
-    cache = HostCache(descriptor, SIZE, SIZE, CPU)
+    cache = HostCopies(descriptor, SIZE, SIZE, CPU)
     cache.allocate(BLOCKS, before)
     assert not copied(cache, False, FULL, OTHER).failed
     cache.close()
     untouched = [[part.clone() for part in group] for group in after]
-    other = HostCache(descriptor, SIZE, SIZE, CPU)
+    other = HostCopies(descriptor, SIZE, SIZE, CPU)
     other.allocate(BLOCKS, after)
     assert not copied(other, True, CopiedBlocks((1, 3), FULL.host, FULL.tags), CopiedBlocks((0,), (1,), (13,))).failed
     for group, to, source in ((0, (1, 3), (5, 0)), (1, (0,), (7,))):
@@ -69,7 +69,7 @@ def test_another_shard_loads_what_was_stored(descriptor: int) -> None:
 
 @pytest.mark.parametrize("harm", ["a byte of a block", "a byte of its checksum", "another tag"])
 def test_a_load_of_another_block_fails(descriptor: int, harm: str) -> None:
-    cache = HostCache(descriptor, 0, SIZE, CPU)
+    cache = HostCopies(descriptor, 0, SIZE, CPU)
     cache.allocate(BLOCKS, parts(1))
     copied(cache, False, FULL, OTHER)
     tags = [13]
@@ -90,7 +90,7 @@ def test_a_load_of_another_block_fails(descriptor: int, harm: str) -> None:
     "blocks", [CopiedBlocks((8,), (0,), (0,)), CopiedBlocks((0,), (20,), (0,)), CopiedBlocks((0,), (0,), ())]
 )
 def test_a_copy_of_blocks_that_do_not_exist_fails(descriptor: int, blocks: CopiedBlocks) -> None:
-    cache = HostCache(descriptor, 0, SIZE, CPU)
+    cache = HostCopies(descriptor, 0, SIZE, CPU)
     cache.allocate(BLOCKS, parts(1))
     before = Path(f"/proc/self/fd/{descriptor}").read_bytes()
     assert copied(cache, False, blocks).failed == (0,)

@@ -13,7 +13,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, Fp8Cache, LayerShape
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
-from text_generation_shard.engines.torch.device.host_cache import HostCache
+from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory, keep_freed_memory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
@@ -125,7 +125,7 @@ class EngineBuilder:
         """Return the engine of rank 0, or of a follower."""
         config, host = self._config, None
         if config.host_cache_bytes and not self.info.keeps_states:
-            host = HostCache(config.host_cache_fd, config.host_cache_start, config.host_cache_bytes, self.device)
+            host = HostCopies(config.host_cache_fd, config.host_cache_start, config.host_cache_bytes, self.device)
         if config.rank > 0:
             execute = TPWorker(runner, self._memory, self.device, self.adapters, host).execute
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)

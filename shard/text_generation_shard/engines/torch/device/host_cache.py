@@ -39,7 +39,7 @@ CHECKING_THREADS = 8
 log = structlog.get_logger()
 
 
-class HostCache:
+class HostCopies:
     """The blocks of one rank, and the copies under way."""
 
     def __init__(self, descriptor: int, start: int, size: int, device: torch.device) -> None:

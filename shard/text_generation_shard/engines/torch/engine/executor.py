@@ -25,7 +25,7 @@ from text_generation_shard.engines.torch.batch.step_plan import (
     table_updates,
 )
 from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers, upload
-from text_generation_shard.engines.torch.device.host_cache import HostCache
+from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.images import ImageSteps, shift_of
 from text_generation_shard.engines.torch.engine.runner import Runner
@@ -78,7 +78,7 @@ class Executor:
         self.runs_ahead = runs_ahead
         self.images: ImageSteps | None = None
         """None if the model takes no images."""
-        self.host: HostCache | None = None
+        self.host: HostCopies | None = None
         """None if there is no host cache."""
         self._unconfirmed: list[CopyEnd] = []
         """Copies that have ended here, and not yet on all ranks."""

@@ -13,7 +13,7 @@ from text_generation_proto.copies import CopiedBlocks, Copy
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.device.copies import PinnedBuffers
-from text_generation_shard.engines.torch.device.host_cache import HostCache
+from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
@@ -56,7 +56,7 @@ class TPWorker:
         memory: DeviceMemory,
         device: torch.device,
         adapters: AdapterStore | None,
-        host: HostCache | None,
+        host: HostCopies | None,
     ) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._runner = runner
@@ -114,7 +114,7 @@ class TPWorker:
                 raise ValueError(f"unknown command {kind}")
         return None
 
-    def _execute_copies(self, host: HostCache, kind: int, payload: memoryview) -> int | None:
+    def _execute_copies(self, host: HostCopies, kind: int, payload: memoryview) -> int | None:
         match kind:
             case WorkerCommand.ALLOCATE_HOST:
                 host.allocate(np.frombuffer(payload, dtype=np.int64).tolist(), self._runner.block_parts())
