@@ -108,13 +108,13 @@ class TPWorker:
                 self._runner.logits(self._hidden[first:end])
             case WorkerCommand.ADAPTER if self._adapters is not None:
                 return self._adapters.change(*json.loads(bytes(payload)))
-            case _ if self._host is not None:
-                return self._execute_copies(self._host, kind, payload)
             case _:
-                raise ValueError(f"unknown command {kind}")
+                return self._execute_copies(kind, payload)
         return None
 
-    def _execute_copies(self, host: HostCopies, kind: int, payload: memoryview) -> int | None:
+    def _execute_copies(self, kind: int, payload: memoryview) -> int | None:
+        if (host := self._host) is None:
+            raise ValueError(f"unknown command {kind}")
         match kind:
             case WorkerCommand.ALLOCATE_HOST:
                 host.allocate(np.frombuffer(payload, dtype=np.int64).tolist(), self._runner.block_parts())
