@@ -18,6 +18,7 @@ from text_generation_shard.engines.torch.kernels.scan import scan
 from text_generation_shard.engines.torch.layers import recurrence as plain
 
 SLOTS = 256
+DRAFTS = 3
 DECODE_ROWS = (1, 32, 128, 256)
 PROMPTS = ((512,), (8192,), (512,) * 16)
 TAPS = 4
@@ -70,25 +71,30 @@ class Inputs:
 
     shape: Shape
     tokens: int
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         shape = self.shape
         self.x = randn(self.tokens, shape.channels)
         self.steps, self.betas = randn(self.tokens, shape.heads), randn(self.tokens, shape.heads)
-        self.history = randn(SLOTS + 1, TAPS - 1, shape.channels)
+        self.history = randn(SLOTS + 1, TAPS - 1 + self.drafts, shape.channels)
         self.states = torch.randn(SLOTS + 1, shape.heads, shape.key_width, shape.value_width, device=DEVICE)
         self.recurrence = shape.recurrence()
+        places = 2 * self.drafts + 1 if self.drafts else 0
+        self.drafted = randn(SLOTS + 1, places, self.recurrence.draft_width)
         self.convolution = Convolution(randn(TAPS, shape.channels), None, activates=True)
 
     def scan(self, rows: StateRows) -> Tensor:
         betas = self.betas if self.shape.delta else None
-        return scan(self.x, self.steps, betas, self.recurrence, self.states, rows)
+        return scan(self.x, self.steps, betas, self.recurrence, self.states, self.drafted, rows)
 
 
-def decode_rows(rows: int, first: int = 0) -> StateRows:
-    """Return rows that continue sequences with states from `first` on."""
-    slots = [(first + row) % SLOTS for row in range(rows)]
-    return StateRows(rows, ints(slots), ints([7] * rows))
+def decode_rows(rows: int, first: int = 0, drafts: int = 0) -> StateRows:
+    """Return rows with drafts that continue sequences with states from `first` on; half of the last drafts were right."""
+    places = range(1 + drafts)
+    slots = [(first + row) % SLOTS for row in range(rows) for _ in places]
+    positions = [7 + place for _ in range(rows) for place in places]
+    return StateRows(len(slots), ints(slots), ints(positions), ints([drafts // 2] * len(slots)))
 
 
 def chunk_rows(lengths: tuple[int, ...], start: int = 64) -> StateRows:
@@ -100,7 +106,8 @@ def chunk_rows(lengths: tuple[int, ...], start: int = 64) -> StateRows:
         positions += range(start, start + length)
         ends.append(ends[-1] + length)
     blocks = ints(list(range(len(lengths))))
-    return StateRows(0, ints([]), ints(positions), tuple(chunks), ints(ends), blocks, blocks)
+    behind = ints([0] * len(positions))
+    return StateRows(0, ints([]), ints(positions), behind, tuple(chunks), ints(ends), blocks, blocks)
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -116,7 +123,8 @@ def check(shape: Shape, rows: StateRows, name: str) -> bool:
     errors = {"convolve": error(convolve(inputs.x, inputs.convolution, inputs.history, rows), expected)}
     errors["its state"] = error(inputs.history, exact_history)
     betas = inputs.betas.double() if shape.delta else None
-    expected = plain.scan(inputs.x.double(), inputs.steps.double(), betas, inputs.recurrence, exact_states, rows)
+    x, steps = inputs.x.double(), inputs.steps.double()
+    expected = plain.scan(x, steps, betas, inputs.recurrence, exact_states, inputs.drafted, rows)
     errors["scan"] = error(inputs.scan(rows), expected)
     errors["its states"] = error(inputs.states, exact_states)
     width = shape.value_width if shape.delta else shape.heads * shape.value_width
@@ -145,6 +153,10 @@ def states(table: Table) -> None:
             table.row(
                 f"{shape.name}: recurrent step", count, timed([partial(inputs.scan, rows) for rows in some]), nbytes
             )
+            table.row("  convolution", count, timed(convolutions(inputs, some)), 2 * count * inputs.history[0].nbytes)
+            inputs = Inputs(shape, (1 + DRAFTS) * count, DRAFTS)
+            some = [decode_rows(count, count * launch, DRAFTS) for launch in range(LAUNCHES)]
+            table.row(f"  with {DRAFTS} drafts", count, timed([partial(inputs.scan, rows) for rows in some]), nbytes)
             table.row("  convolution", count, timed(convolutions(inputs, some)), 2 * count * inputs.history[0].nbytes)
             table.row("  gated norm", count, timed(norms(shape, count)), 6 * count * shape.heads * shape.value_width)
         for lengths in PROMPTS:

@@ -6,7 +6,6 @@ The kernels compute in the dtype of their inputs, including float64, but at leas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
-from text_generation_shard.engines.torch.build.prepare import engine_info
+from text_generation_shard.engines.torch.build.prepare import engine_info, with_states_of
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
@@ -362,7 +361,7 @@ def reference_decoder(
 
 def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> TorchEngine:
     """Return the engine of a GPU for a native model, on a CPU."""
-    model = read_model_config(Path(config.model_path))
+    model = with_states_of(config, read_model_config(Path(config.model_path)), CPU)
     info = engine_info(config, model, CPU, grammars)
     dtype = getattr(torch, info.dtype)
     with torch.inference_mode():
@@ -385,6 +384,4 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
             budget, bidirectional = config.max_batch_image_tokens, runner.bidirectional_images
             executor.images = ImageSteps(encoder, budget, executor.is_device_broken, bidirectional=bidirectional)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
-        if weights.state_bytes:
-            info = replace(info, max_tokens_per_step=0)
         return TorchEngine(info, executor, grammars, trace, Drafter.of(info, runs_ahead=True))

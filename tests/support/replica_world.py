@@ -74,6 +74,7 @@ class ReplicaWorld:
             further_groups=tuple(further),
             host_cache="host" if first.host_blocks else "",
             host_blocks=first.host_blocks,
+            tokens_per_step=max(1, self.engine.info.max_tokens_per_step),
         )
         self.sent: deque[SchedulerOutput] = deque()
         self.inbox: deque[SchedulerOutput] = deque()

@@ -22,7 +22,7 @@ class ScriptedDrafts(Drafter):
         self, texts: Sequences[Sequences[int]], vocab_size: int, seed: int = 0, *, predicted: float = 0.5
     ) -> None:
         super().__init__(8, 1 << 30, runs_ahead=True)
-        self._texts = [list(text) for text in texts]
+        self._texts = texts
         self._vocab_size = vocab_size
         self._draw = random.Random(seed)
         self._predicted = predicted
@@ -42,7 +42,7 @@ class ScriptedDrafts(Drafter):
             return None
         if sequence.prediction and self._draw.random() < self._predicted:
             return self._lookup.drafts(sequence, most)
-        going_on = (text[count:] for text in self._texts if text[:count] == sequence.tokens)
+        going_on = (text[count:] for text in self._texts if [*text[:count]] == sequence.tokens)
         right = next(going_on, [self._draw.randrange(self._vocab_size) for _ in range(most)])[:most]
         errors = self._draw.choice((0.0, 0.1, 0.5))
         draw = self._draw

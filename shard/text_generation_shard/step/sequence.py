@@ -69,6 +69,8 @@ class Sequence:
     """The block of its state after its computed tokens, if the cache has a group of states."""
     state_write: int = 0
     """The block to which the next chunk writes, and then each step."""
+    state_behind: int = 0
+    """Its last computed tokens that are not in its state: drafts that were right. The next step adds them."""
     states_ahead: list[tuple[int, int]] = field(default_factory=list)
     """Later blocks of its state, each with the position of the first token that writes to it: chunks may wait."""
     synced: list[int] = field(default_factory=lambda: [0])
@@ -362,4 +364,5 @@ def take_tokens(row: StepRow, first: int, output: SamplerOutput) -> tuple[int, F
         if token_id != draft:
             break
     sequence.computed = row.start + taken
+    sequence.state_behind = taken - 1
     return taken, None

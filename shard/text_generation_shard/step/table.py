@@ -217,7 +217,7 @@ class SequenceTable:
             self._persistent.begin(rows.persistent)
         for row in rows.others:
             row.sequence.computed += row.length
-            row.sequence.state_read = row.sequence.state_write
+            row.sequence.state_read, row.sequence.state_behind = row.sequence.state_write, 0
 
     def advance(self, rows: StepRows, output: SamplerOutput) -> StepResult:
         """Record a step. `output` has a token for each persistent row, then for each other row with `samples`, in order."""

@@ -14,6 +14,8 @@ import pytest
 import torch
 from byte_tokenizer import END, write_tokenizer
 from engine_driver import Driver, Stream
+from full_grid import full
+from native_families import native_configs
 from reference_kernels import reference_engine
 from scripted_drafts import ScriptedDrafts, draft_by
 from tiny_transformers import SHAPE, random_model, save
@@ -40,12 +42,13 @@ GRAMMARS = [
 ]
 SMALLER = SHAPE | {"initializer_range": 0.15}
 """Logits so small that their rounding is below 1e-5."""
-TOLERANCES = {"full": 1e-5, "window": 1e-3, "fp8": 1e-3}
+TOLERANCES = {"window": 1e-3, "fp8": 1e-3, "qwen3_5_text": 3e-5}
 """Other chunks of a prompt alone change log-probabilities as much."""
 CONFIGS: dict[str, PretrainedConfig] = {
     "full": LlamaConfig(**SMALLER),
     "window": Gemma2Config(**SMALLER, sliding_window=20, query_pre_attn_scalar=16),
 }
+STATES = native_configs(SMALLER, head_dim=16, wide_head_dim=24)
 
 
 @dataclass
@@ -190,7 +193,10 @@ def build(folder: Path, *, reference: bool = False, kv_cache_dtype: str = "auto"
     return reference_engine(config, load_grammars(str(folder), (END,))) if reference else build_engine(config)
 
 
-@pytest.fixture(scope="module", params=["full", "window", "fp8"])
+@pytest.fixture(
+    scope="module",
+    params=["full", "window", "fp8", "qwen3_5_text", "nemotron_h", "lfm2", full("falcon_h1"), full("olmo_hybrid")],
+)
 def cache(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind
@@ -199,7 +205,7 @@ def cache(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=["CPU", "device"])
 def engine(cache: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("model")
-    save(random_model(CONFIGS["window" if cache == "window" else "full"]), folder)
+    save(random_model((CONFIGS | STATES).get(cache, CONFIGS["full"])), folder)
     write_tokenizer(folder)
     dtype = "fp8_e5m2" if cache == "fp8" else "auto"
     return build(folder, reference=request.param == "device", kv_cache_dtype=dtype)
@@ -233,9 +239,9 @@ def with_and_without(driver: Driver, seed: int, kind: str) -> tuple[Traffic, Tra
 @pytest.mark.parametrize("seed", range(-(-REQUESTS // AT_ONCE // 12)))
 def test_drafts_change_nothing(driver: Driver, cache: str, kind: str, seed: int) -> None:
     plain, drafted = with_and_without(driver, seed, kind)
-    drafted.check_equal(plain, TOLERANCES[cache])
+    drafted.check_equal(plain, TOLERANCES.get(cache, 1e-5))
     assert drafted.accepted[OWN] > 10
-    assert drafted.accepted[PREDICTION] > 0
+    assert drafted.accepted[PREDICTION] > 0 or kind == "greedy"
 
 
 def test_slow_masks_of_drafts_count_as_those_of_their_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

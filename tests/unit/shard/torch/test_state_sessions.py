@@ -1,6 +1,7 @@
 """Sessions of chats over models with states, driven by the router's scheduler: reused prefixes give what computing everything gives.
 
-Sessions have forks and templates that drop reasoning; pools are small, so that checkpoints are evicted and sequences preempted.
+Sessions have forks and templates that drop reasoning; pools are small, so that checkpoints are evicted and sequences preempted. They
+are played again with drafts, of which any number is right.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from full_grid import full
 from native_families import native_configs
 from replica_world import ReplicaSetup, ReplicaWorld
 from scheduler_checks import check_scheduler
+from scripted_drafts import ScriptedDrafts, draft_by
 from tiny_transformers import SHAPE, random_model, save
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -46,8 +48,10 @@ NEAR = 1e-4
 @pytest.fixture(scope="module", params=["qwen3_5_text", full("nemotron_h"), full("lfm2")])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     folder = save(random_model(CONFIGS[request.param]), tmp_path_factory.mktemp("checkpoint"))
-    engine = build_engine(ShardConfig(model_path=folder, device="cpu", max_batch_size=AT_ONCE, dtype="float32"))
+    config = ShardConfig(model_path=folder, device="cpu", max_batch_size=AT_ONCE, dtype="float32", speculate="8")
+    engine = build_engine(config)
     assert isinstance(engine, TorchEngine)
+    draft_by(engine, None)
     return engine
 
 
@@ -96,6 +100,7 @@ class World:
         self.turns: list[Turn] = []
         self.resumed: list[int] = []
         """Cached tokens of sequences that went on after a preemption or a move."""
+        self.steps = 0
         self.open()
 
     def open(self) -> None:
@@ -109,6 +114,7 @@ class World:
         return self.turns[-1]
 
     def step(self) -> None:
+        self.steps += 1
         self.scheduler.dispatch()
         if (orders := self.scheduler.schedule(0)) is not None:
             self.replica.sent.append(orders)
@@ -154,16 +160,19 @@ def session(world: World, draw: Random, text: tuple[int, ...], turns: int) -> It
         yield
 
 
-def check(world: World) -> None:
-    """Check all answers: computed again, each prompt whole and without reuse."""
-    engine = world.engine
+def check(*worlds: World) -> None:
+    """Check all answers: computed again, each prompt whole, without reuse and drafts."""
+    engine = worlds[0].engine
+    same: dict[tuple[tuple[int, ...], int], list[Turn]] = {}
+    for turn in (turn for world in worlds for turn in world.turns):
+        same.setdefault((turn.prompt, turn.new), []).append(turn)
+    requests = list(same)
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     logprobs, expected, inexact = list[float](), list[float](), list[tuple[Turn, list[float]]]()
-    for first in range(0, len(world.turns), AT_ONCE):
-        turns = world.turns[first : first + AT_ONCE]
-        streams = [driver.admit(turn.prompt, turn.new) for turn in turns]
+    for some in (requests[first : first + AT_ONCE] for first in range(0, len(requests), AT_ONCE)):
+        streams = [driver.admit(prompt, new) for prompt, new in some]
         driver.run()
-        for turn, stream in zip(turns, streams, strict=True):
+        for turn, stream in ((turn, each) for key, each in zip(some, streams, strict=True) for turn in same[key]):
             assert stream.finish is FinishReason.LENGTH
             assert turn.tokens == stream.tokens
             logprobs += turn.logprobs
@@ -183,8 +192,8 @@ def farthest(logprobs: list[float], others: list[float]) -> float:
     return max(abs(own - other) for own, other in zip(logprobs, others, strict=True))
 
 
-@pytest.mark.parametrize(("blocks", "states"), [pytest.param(36, 7, id="small"), full(200, 16)])
-def test_random_sessions_get_the_same_with_reused_prefixes(engine: TorchEngine, blocks: int, states: int) -> None:
+def play(engine: TorchEngine, blocks: int, states: int, steps: int) -> World:
+    """Play random sessions to their end; lose the replica after so many steps again and again."""
     draw = Random(blocks)
     world = World(engine, blocks, states)
     systems = [tuple(draw.randrange(300) for _ in range(length)) for length in (5, 50)]
@@ -198,24 +207,43 @@ def test_random_sessions_get_the_same_with_reused_prefixes(engine: TorchEngine, 
         if not playing and not waiting:
             break
         world.step()
-        if step % 150 == 149:
+        if step % steps == steps - 1:
             world.lose()
     stats = world.scheduler.stats()
     assert not world.scheduler.requests
     assert stats.hit_tokens > 0.2 * stats.prompt_tokens
     assert stats.moves
-    check(world)
+    return world
+
+
+@pytest.mark.parametrize(("blocks", "states"), [pytest.param(36, 7, id="small"), full(200, 16)])
+def test_random_sessions_get_the_same_with_reused_prefixes_and_drafts(
+    engine: TorchEngine, blocks: int, states: int
+) -> None:
+    plain = play(engine, blocks, states, 150)
+    texts = [(*turn.prompt, *turn.tokens) for turn in plain.turns]
+    draft_by(engine, ScriptedDrafts(texts, 300))
+    drafted = play(engine, blocks, states, 40)
+    draft_by(engine, None)
+    assert sorted(texts) == sorted((*turn.prompt, *turn.tokens) for turn in drafted.turns)
+    assert drafted.steps < 0.8 * plain.steps
+    check(plain, drafted)
 
 
 def test_preempted_sequences_go_on_from_a_checkpoint(engine: TorchEngine) -> None:
-    draw, world = Random(7), World(engine, 28, 9)
-    for _ in range(AT_ONCE):
-        world.submit((*(draw.randrange(300) for _ in range(50)), *MARKER), 100)
-    while world.scheduler.requests:
-        world.step()
-    assert world.scheduler.stats().preemptions
-    assert all(cached >= 48 for cached in world.resumed)
-    check(world)
+    texts: list[tuple[int, ...]] = []
+    for drafter in (None, ScriptedDrafts(texts, 300)):
+        draft_by(engine, drafter)
+        draw, world = Random(7), World(engine, 28, 9)
+        for _ in range(AT_ONCE):
+            world.submit((*(draw.randrange(300) for _ in range(50)), *MARKER), 100)
+        while world.scheduler.requests:
+            world.step()
+        draft_by(engine, None)
+        assert world.scheduler.stats().preemptions
+        assert all(cached >= 48 for cached in world.resumed)
+        check(world)
+        texts += [(*turn.prompt, *turn.tokens) for turn in world.turns]
 
 
 def test_a_turn_computes_its_new_tokens_and_at_most_one_block(engine: TorchEngine) -> None:

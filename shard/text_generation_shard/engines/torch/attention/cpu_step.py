@@ -124,10 +124,11 @@ class CpuStep(PlainStep):
     def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
         if self._rows is None:
             plan = self._batch.plan
-            slots, positions = (torch.from_numpy(plan.column(name)) for name in ("slots", "positions"))
+            names = "slots", "positions", "behind"
+            slots, positions, behind = (torch.from_numpy(plan.column(name)) for name in names)
             decoding = plan.num_decoding
             blocks = self._slot_states[slots[:decoding].long()]
-            self._rows = StateRows(decoding, blocks, positions, state_chunks(plan), places=self._batch.places)
+            self._rows = StateRows(decoding, blocks, positions, behind, state_chunks(plan), places=self._batch.places)
         return mix(self._rows, projected, out)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

@@ -52,7 +52,7 @@ class StepContext:
 
 
 class DeviceStep(Step):
-    """Implements `Step`. `columns` int32 [3, tokens]: ids, positions and slots; see `step_plan`.
+    """Implements `Step`. `columns` int32 [4, tokens]: ids, positions, slots and tokens behind; see `step_plan`.
 
     The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`, whose columns on
     the device are `planned`. `adapted`: a token has a LoRA adapter.
@@ -76,7 +76,7 @@ class DeviceStep(Step):
         self._context = context
         self._plan = plan
         self._num_decoding = num_decoding
-        self._ids, self.positions, self._slots = columns.unbind()
+        self._ids, self.positions, self._slots, self._behind = columns.unbind()
         self.rotary_positions = self.positions
         self._rotary_positions = None
         if images is not None and images.positions is not None:
@@ -116,7 +116,7 @@ class DeviceStep(Step):
             chunks = () if self._plan is None else state_chunks(self._plan)
             blocks = self._context.slot_states.index_select(0, self._slots[: self._num_decoding])
             planned = (self._planned.get(name) for name in ("query_indptr", "state_reads", "state_writes"))
-            self._rows = StateRows(self._num_decoding, blocks, self.positions, chunks, *planned)
+            self._rows = StateRows(self._num_decoding, blocks, self.positions, self._behind, chunks, *planned)
         return mix(self._rows, projected, out)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -25,16 +26,38 @@ class StateChunk:
     length: int
 
 
+Places = Tensor | slice
+
+
 @dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """Decode rows and the places of their tokens."""
+
+    blocks: Tensor
+    """int64 [rows], like the following: those of the first tokens."""
+    positions: Tensor
+    behind: Tensor
+    most_behind: int
+    tokens: list[tuple[Places, Places, Places]]
+    """For the first token, the first draft and so on: the token of each row, or its last one; which rows have it; these tokens."""
+
+
+@dataclass(frozen=True, eq=False)
 class StateRows:
-    """The tokens of a step in the order of its plan: one of each decode row, then those of the chunks."""
+    """The tokens of a step in the order of its plan: one of each decode row and its drafts, then those of the chunks.
+
+    Decode rows update their states by their first token. The block of a state keeps what its layer needs to add the drafts
+    behind it; the next step adds those that were right before its first token.
+    """
 
     decoding: int
-    """Number of decode rows."""
+    """Number of tokens of decode rows."""
     blocks: Tensor
-    """int32 [decode rows]: the block of the state of each."""
+    """int32 [decoding]: the block of the state of each."""
     positions: Tensor
     """int32 [tokens]."""
+    behind: Tensor
+    """int32 [tokens]: for the first token of a decode row, the tokens before it that are not in its state."""
     chunks: tuple[StateChunk, ...] = ()
     ends: Tensor | None = None
     """int32 [chunks + 1]: the first token of each chunk, and the end of the last, after the decode rows."""
@@ -51,6 +74,23 @@ class StateRows:
     def in_step_order(self, values: Tensor) -> Tensor:
         """Return `values` [tokens, …] of the plan in the order of the step."""
         return values if self.places is None else values[self.places]
+
+    @cached_property
+    def decode_rows(self) -> DecodeRows:
+        """The decode rows, for operations in plain torch."""
+        is_first = torch.ones_like(self.blocks, dtype=torch.bool)
+        is_first[1:] = self.blocks[1:] != self.blocks[:-1]
+        firsts = is_first.nonzero().flatten()
+        lengths = torch.diff(firsts, append=firsts.new_tensor([self.decoding]))
+        blocks, positions, behind = (each[firsts].long() for each in (self.blocks, self.positions, self.behind))
+        numbers = blocks, positions, behind, int(behind.max())
+        if len(firsts) == self.decoding:
+            every = slice(0, self.decoding)
+            return DecodeRows(*numbers, [(every, every, every)])
+        has_token = [lengths > place for place in range(int(lengths.max()))]
+        tokens = [firsts + lengths.clamp(max=place + 1) - 1 for place in range(len(has_token))]
+        own = [each[has] for each, has in zip(tokens, has_token, strict=True)]
+        return DecodeRows(*numbers, list(zip(tokens, has_token, own, strict=True)))
 
     @property
     def longest_chunk(self) -> int:

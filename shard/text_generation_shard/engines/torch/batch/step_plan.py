@@ -1,11 +1,10 @@
 """The plan of a step, as one int32 array: built on the host, broadcast to every rank and copied to the device unchanged.
 
-    header | ids | positions | slots | sampling | cells | blocks | pages | query indptr | page indptr | last pages
+    header | ids | positions | slots | behind | sampling | cells | blocks | pages | query indptr | page indptr | last pages
         | state reads | state writes
 
-The tokens of decode rows come first, one each and its drafts, then the tokens of prompt chunks. `sampling` holds the indices of the
-tokens
-whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
+The tokens of decode rows come first, one each and its drafts, then the tokens of prompt chunks. `behind` has the drafts of a row that
+were right and are not in its state. `sampling` holds the indices of the tokens whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
 are updated: `cells` are indices into the flattened tables of all groups, `blocks` the new values. The columns from `pages` to
 `last pages` are the inputs of FlashInfer's planner for the chunks, the last two the blocks of their states. `pages` and
 `page_indptr` have a part for each group; that of a window group begins
@@ -35,6 +34,7 @@ COLUMNS = (
     "ids",
     "positions",
     "slots",
+    "behind",
     "sampling",
     "cells",
     "blocks",
@@ -45,6 +45,8 @@ COLUMNS = (
     "state_reads",
     "state_writes",
 )
+TOKEN_COLUMNS = 4
+"""The first columns have a number for each token."""
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 HEADER = 8
 """Length of the header."""
@@ -73,7 +75,7 @@ class PlanSizes:
         at = HEADER
         bounds = []
         pages = self.pages, ends, (self.groups - 1) * aligned(ends) + ends, *(self.chunks,) * 3
-        for length in (*(self.tokens,) * 3, self.sampling, *(self.updates,) * 2, *pages):
+        for length in (*(self.tokens,) * TOKEN_COLUMNS, self.sampling, *(self.updates,) * 2, *pages):
             bounds.append((at, at + length))
             at += aligned(length)
         return bounds
@@ -150,6 +152,7 @@ class StepPlan:
         plan.column("ids")[:] = LAST_SAMPLED
         plan.column("positions")[:] = 0
         plan.column("slots")[:] = padding.slot
+        plan.column("behind")[:] = 0
         plan.column("cells")[:], plan.column("blocks")[:] = padding.update
         return plan
 
@@ -224,6 +227,7 @@ def plan_chunks(
     plan = StepPlan.blank(sizes, greedy=greedy, memory=memory)
     ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
     ids[:first] = LAST_SAMPLED
+    plan.column("behind")[:] = 0
     _put_decoding(plan, rows, decoding)
     sampling = list(range(first))
     at = first
@@ -263,10 +267,13 @@ def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[StepRow]) 
             plan.column("ids")[first:count] = ids
             positions[first:count] = [at for row in decoding for at in range(row.start, row.start + row.length)]
             slots[first:count] = [slot for row in decoding for slot in repeat(row.sequence.slot, row.length)]
+            behind = [number for row in decoding for number in repeat(row.sequence.state_behind, row.length)]
+            plan.column("behind")[first:count] = behind
             return
         plan.column("ids")[first:count] = [_known_token(row) for row in decoding]
         positions[first:count] = [row.start for row in decoding]
         slots[first:count] = [row.sequence.slot for row in decoding]
+        plan.column("behind")[first:count] = [row.sequence.state_behind for row in decoding]
 
 
 def _known_token(row: StepRow) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import structlog
 import torch
@@ -75,8 +74,6 @@ class EngineBuilder:
 
         `has_axes`: the rotary positions of images have several axes.
         """
-        if state_bytes:  # a rejected token cannot be taken out of a state
-            self.info = replace(self.info, max_tokens_per_step=0)
         longest = self.info.max_sequence_length
         shape = CacheShape(tuple(layers), self.device, self.dtype, longest, fp8, state_bytes)
         group = group or self.group

@@ -39,6 +39,7 @@ SETTINGS = frozenset(
         "quantize",
         "kv_cache_dtype",
         "mamba_ssm_cache_dtype",
+        "speculate",
         "device",
         "max_batch_size",
         "cuda_memory_fraction",

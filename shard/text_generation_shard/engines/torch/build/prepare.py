@@ -92,11 +92,28 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
             f"--kv-cache-dtype {config.kv_cache_dtype}: the latent rows of {model_config.model_type} models are not stored in FP8"
         )
     dtype = getattr(torch, config.dtype or model_config.dtype)
-    if model_config.states is not None and config.mamba_ssm_cache_dtype != "auto":
-        states = replace(model_config.states, dtype=getattr(torch, config.mamba_ssm_cache_dtype))
-        model_config = replace(model_config, states=states)
+    model_config = with_states_of(config, model_config, target.device)
     check_memory(model_config, dtype.itemsize, target, config.world_size)
     return describe(config, model_config, target)
+
+
+def with_states_of(config: ShardConfig, model_config: ModelConfig, device: torch.device) -> ModelConfig:
+    """Return a model whose states are kept as the settings say."""
+    if (states := model_config.states) is None:
+        return model_config
+    name = config.mamba_ssm_cache_dtype
+    dtype = states.dtype if name == "auto" else getattr(torch, name)
+    return replace(
+        model_config, states=replace(states, dtype=dtype, drafts=longest_draft(config, device, has_states=True))
+    )
+
+
+def longest_draft(config: ShardConfig, device: torch.device, *, has_states: bool) -> int:
+    """Return the number of tokens of the longest drafts."""
+    if config.speculate != "auto":
+        return int(config.speculate)
+    # Drafts of models with states were not measured on a GPU.
+    return 0 if has_states and device.type == "cuda" else AUTO_DRAFTS[device.type]
 
 
 def max_images(config: ShardConfig, model_config: ModelDescription) -> int:
@@ -155,6 +172,7 @@ def engine_info(
     config: ShardConfig, model_config: ModelDescription, device: torch.device, grammars: Grammars | None
 ) -> EngineInfo:
     """Return the description of the engine that `config` asks for."""
+    has_states = isinstance(model_config, ModelConfig) and model_config.states is not None
     return EngineInfo(
         engine="torch",
         model_id=config.model_id or config.model_path,
@@ -173,7 +191,7 @@ def engine_info(
         grammar_kinds=grammars.kinds if grammars is not None else (),
         scores_generated=True,
         kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        max_tokens_per_step=1 + (AUTO_DRAFTS[device.type] if config.speculate == "auto" else int(config.speculate)),
+        max_tokens_per_step=1 + longest_draft(config, device, has_states=has_states),
         adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
         max_loras=config.lora_slots,
         max_images=max_images(config, model_config),

@@ -23,15 +23,18 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
     Rows of `x` may have any distance. The outputs of padding rows, which have the spare block, are zeros.
     """
     channels, taps = x.shape[1], len(convolution.weight)
+    drafts = states.shape[1] - taps + 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     common = x, states, convolution.weight, convolution.bias, out
     if rows.decoding:
         _step_kernel[(rows.decoding, triton.cdiv(channels, _CHANNELS))](
             *common,
             rows.blocks,
+            rows.behind,
             x.stride(0),
             channels,
             len(states) - 1,
+            DRAFTS=drafts,
             TAPS=taps,
             ACTIVATES=convolution.activates,
             CHANNELS=_CHANNELS,
@@ -47,6 +50,7 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
             rows.decoding,
             x.stride(0),
             channels,
+            DRAFTS=drafts,
             TAPS=taps,
             ACTIVATES=convolution.activates,
             TOKENS=_TOKENS,
@@ -66,7 +70,18 @@ def _finished(
     return values
 
 
-@triton.jit(do_not_specialize_on_alignment=["blocks"])
+@triton.jit
+def row_length(blocks: tl.tensor, row: tl.tensor, count: tl.tensor, DRAFTS: tl.constexpr) -> tl.tensor:
+    """Return the tokens of the decode row that begins with token `row` of `count`; 0 if the token is a draft."""
+    block = tl.load(blocks + row)
+    length = (tl.load(blocks + row - 1, mask=row > 0, other=-1) != block).to(tl.int32)
+    for place in tl.static_range(1, DRAFTS + 1):
+        same = tl.load(blocks + row + place, mask=row + place < count, other=-1) == block
+        length += tl.where((length > 0) & same, 1, 0)
+    return length
+
+
+@triton.jit(do_not_specialize_on_alignment=["blocks", "behind"])
 def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     states: tl.tensor,
@@ -74,9 +89,11 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     bias: tl.tensor | None,
     out: tl.tensor,
     blocks: tl.tensor,
+    behind: tl.tensor,
     x_stride: int,
     channels: int,
     spare_block: int,
+    DRAFTS: tl.constexpr,
     TAPS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -88,21 +105,44 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     if block == spare_block:
         tl.store(out + row * channels + columns, tl.zeros([CHANNELS], out.dtype.element_ty), mask=inside)
         return
-    own = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-    total = own.to(tl.float32) * tl.load(weight + (TAPS - 1) * channels + columns, mask=inside, other=0.0).to(
-        tl.float32
-    )
-    history = states + block.to(tl.int64) * (TAPS - 1) * channels + columns
-    for tap in tl.static_range(TAPS - 1):
-        before = tl.load(history + tap * channels, mask=inside, other=0.0)
-        total += before.to(tl.float32) * tl.load(weight + tap * channels + columns, mask=inside, other=0.0).to(
-            tl.float32
-        )
-        if tap > 0:
-            tl.store(history + (tap - 1) * channels, before, mask=inside)
-    tl.store(history + (TAPS - 2) * channels, own.to(states.dtype.element_ty), mask=inside)
-    total = _finished(total, bias, columns, inside, ACTIVATES)
-    tl.store(out + row * channels + columns, total.to(out.dtype.element_ty), mask=inside)
+    own = x + row * x_stride + columns
+    history = states + block.to(tl.int64) * (TAPS - 1 + DRAFTS) * channels + columns
+    if DRAFTS:
+        length = row_length(blocks, row, tl.num_programs(0), DRAFTS)
+        if length == 0:
+            return
+        before = history + tl.load(behind + row) * channels
+    else:
+        length, before = 1, history
+    for place in range(length):
+        total = tl.zeros([CHANNELS], tl.float32)
+        for tap in tl.static_range(TAPS):
+            source = place + (tap - TAPS + 1)
+            factors = tl.load(weight + tap * channels + columns, mask=inside, other=0.0).to(tl.float32)
+            total += _input(own, before, source, x_stride, channels, inside, TAPS).to(tl.float32) * factors
+        total = _finished(total, bias, columns, inside, ACTIVATES)
+        tl.store(out + (row + place) * channels + columns, total.to(out.dtype.element_ty), mask=inside)
+    # Each is read from a later place than it is written to.
+    for place in tl.static_range(TAPS - 1 + DRAFTS):
+        kept = inside & (place < length + (TAPS - 2))
+        value = _input(own, before, place - (TAPS - 2), x_stride, channels, kept, TAPS)
+        tl.store(history + place * channels, value.to(states.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _input(
+    own: tl.tensor,
+    before: tl.tensor,
+    source: tl.tensor,
+    x_stride: int,
+    channels: int,
+    inside: tl.tensor,
+    TAPS: tl.constexpr,
+) -> tl.tensor:
+    """Return the input of the token at a distance `source` from the first one of its row."""
+    value = tl.load(own + source * x_stride, mask=inside & (source >= 0), other=0.0).to(tl.float32)
+    kept = before + (source + (TAPS - 1)) * channels
+    return value + tl.load(kept, mask=inside & (source < 0), other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["reads", "writes", "positions", "ends"])
@@ -119,6 +159,7 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     decoding: int,
     x_stride: int,
     channels: int,
+    DRAFTS: tl.constexpr,
     TAPS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -134,7 +175,7 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     columns = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     inside, real = columns < channels, tokens < length
     rows = x + first * x_stride + columns
-    history = states + tl.load(reads + tl.program_id(0)).to(tl.int64) * (TAPS - 1) * channels + columns
+    history = states + tl.load(reads + tl.program_id(0)).to(tl.int64) * (TAPS - 1 + DRAFTS) * channels + columns
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for tap in tl.static_range(TAPS):
         sources = tokens + (tap - TAPS + 1)
@@ -150,7 +191,7 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     if tl.program_id(1) == 0:
         # The only program of these channels that reads the history, in all its threads, before it may write it.
         tl.debug_barrier()
-        target = states + tl.load(writes + tl.program_id(0)).to(tl.int64) * (TAPS - 1) * channels + columns
+        target = states + tl.load(writes + tl.program_id(0)).to(tl.int64) * (TAPS - 1 + DRAFTS) * channels + columns
         for place in tl.static_range(TAPS - 1):
             source = length - (TAPS - 1) + place
             value = tl.load(rows + source * x_stride, mask=(source >= 0) & inside, other=0.0).to(tl.float32)

@@ -209,7 +209,8 @@ class DecodeStep:
 class Convolution:
     """A causal convolution over the tokens of a sequence, each channel by itself.
 
-    The state of a sequence is its last `taps - 1` inputs: pools are [slots + 1, taps - 1, channels].
+    The state of a sequence is its last `taps - 1` inputs, followed by those of drafts: pools are [blocks + 1, taps - 1 + drafts,
+    channels].
     """
 
     weight: Tensor
@@ -228,7 +229,9 @@ class Recurrence:
 
     u = s · v (Mamba 2: Dao and Gu 2024, arXiv 2405.21060), or with `delta` u = beta · (v − kᵀS'), where S' is the decayed state
     and queries and keys have unit length, queries divided by √key_width (gated delta rule: Yang et al. 2024, arXiv 2412.06464).
-    `groups` of heads share queries and keys. Pools are [blocks + 1, heads, key_width, value_width].
+    `groups` of heads share queries and keys. Pools are [blocks + 1, heads, key_width, value_width]. Pools of drafts keep their inputs,
+    [blocks + 1, 2 · drafts + 1, draft_width]: the columns `drafted` of the convolved values, then the steps, then the betas. That of a
+    position p has the place p % (2 · drafts + 1): a step adds some while it writes others.
     """
 
     heads: int
@@ -248,6 +251,17 @@ class Recurrence:
     delta: bool
     beta_scale: float = 1.0
     step_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def drafted(self) -> slice[int, int, None]:
+        """The columns of keys and values."""
+        ends = self.key_start + self.groups * self.key_width, self.value_start + self.heads * self.value_width
+        return slice(min(self.key_start, self.value_start), max(ends))
+
+    @property
+    def draft_width(self) -> int:
+        columns = self.drafted
+        return columns.stop - columns.start + (1 + self.delta) * self.heads
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Linear recurrences over the tokens of each sequence, from and to the states of a pool: see `operands.Recurrence`.
 
-Decode rows are computed by one program for each head and some columns of its values. Chunks are computed in pieces of 64 tokens by
+Decode rows are computed token by token: `recurrent_decode`. Chunks are computed in pieces of 64 tokens by
 products of matrices (Yang et al. 2024, arXiv 2406.06484): a program has some columns of the state of a head in registers and takes
 piece after piece. With the delta rule, the updates of a piece are the solution of a triangular system, which does not depend on
 the state: a kernel before solves those of all pieces at once.
@@ -14,18 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
-from text_generation_shard.engines.torch.kernels.operands import UNIT_EPS, Recurrence
+from text_generation_shard.engines.torch.kernels.operands import Recurrence
+from text_generation_shard.engines.torch.kernels.recurrent_decode import COLUMNS, decode_kernel, step_size, unit
 
 _PIECE = 64
-_STEP_COLUMNS, _CHUNK_COLUMNS = 64, 32
-"""Columns of the values of a program: the best of 8 to 128 on an H200, for states in float32 and bfloat16."""
-_UNIT_EPS = tl.constexpr(UNIT_EPS)
+_COLUMNS = 32
+"""Columns of the values of a program."""
 _BLOCK = tl.constexpr(16)
 """Rows of a triangular system that are solved one after the other."""
 
 
 def scan(
-    qkv: Tensor, steps: Tensor, betas: Tensor | None, recurrence: Recurrence, states: Tensor, rows: StateRows
+    qkv: Tensor,
+    steps: Tensor,
+    betas: Tensor | None,
+    recurrence: Recurrence,
+    states: Tensor,
+    drafted: Tensor,
+    rows: StateRows,
 ) -> Tensor:
     """Return the outputs [tokens, heads · value_width] in the dtype of `qkv`; updates the states.
 
@@ -54,8 +60,22 @@ def scan(
         "KEY_BLOCK": key_block,
     }
     if rows.decoding:
-        _step_kernel[(rows.decoding * heads, triton.cdiv(value_width, _STEP_COLUMNS))](
-            *inputs, *numbers, states, out, rows.blocks, *strides, len(states) - 1, **shape, COLUMNS=_STEP_COLUMNS
+        decode_kernel[(rows.decoding * heads, triton.cdiv(value_width, COLUMNS))](
+            *inputs,
+            *numbers,
+            states,
+            drafted,
+            out,
+            rows.blocks,
+            rows.positions,
+            rows.behind,
+            *strides,
+            len(states) - 1,
+            **shape,
+            COLUMNS=COLUMNS,
+            DRAFTS=drafted.shape[1] // 2,
+            DRAFT_START=recurrence.drafted.start,
+            DRAFT_WIDTH=recurrence.draft_width,
         )
     if not rows.chunks:
         return out
@@ -76,7 +96,7 @@ def scan(
             VALUE_BLOCK=max(triton.next_power_of_2(value_width), 16),
             PIECE=_PIECE,
         )
-    _chunk_kernel[(len(rows.chunks) * heads, triton.cdiv(value_width, _CHUNK_COLUMNS))](
+    _chunk_kernel[(len(rows.chunks) * heads, triton.cdiv(value_width, _COLUMNS))](
         *inputs,
         *numbers,
         updates,
@@ -90,90 +110,11 @@ def scan(
         rows.decoding,
         *strides,
         **shape,
-        COLUMNS=_CHUNK_COLUMNS,
+        COLUMNS=_COLUMNS,
         PIECE=_PIECE,
         num_stages=1,
     )
     return out
-
-
-@triton.jit
-def _step_size(steps: tl.tensor, step_bias: tl.tensor, STEP_MIN: tl.constexpr, STEP_MAX: tl.constexpr) -> tl.tensor:
-    """Return clamp(softplus(steps + bias))."""
-    x = steps.to(tl.float32) + step_bias
-    power = tl.exp(-tl.abs(x))
-    # log(1 + p), by its series where 1 + p would drop bits of p.
-    size = tl.maximum(x, 0.0) + tl.where(power < 1e-3, power * (1.0 - 0.5 * power), tl.log(1.0 + power))
-    return tl.minimum(tl.maximum(size, STEP_MIN), STEP_MAX)
-
-
-@triton.jit
-def _unit(vectors: tl.tensor, axis: tl.constexpr) -> tl.tensor:
-    """Return vectors of unit length."""
-    return vectors * tl.rsqrt(tl.sum(vectors * vectors, axis=axis, keep_dims=True) + _UNIT_EPS)
-
-
-@triton.jit(do_not_specialize_on_alignment=["blocks"])
-def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
-    qkv: tl.tensor,
-    steps: tl.tensor,
-    betas: tl.tensor | None,
-    decay: tl.tensor,
-    step_bias: tl.tensor,
-    skip: tl.tensor | None,
-    states: tl.tensor,
-    out: tl.tensor,
-    blocks: tl.tensor,
-    qkv_stride: int,
-    steps_stride: int,
-    betas_stride: int,
-    spare_block: int,
-    QUERY_START: tl.constexpr,
-    KEY_START: tl.constexpr,
-    VALUE_START: tl.constexpr,
-    HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    DELTA: tl.constexpr,
-    BETA_SCALE: tl.constexpr,
-    STEP_MIN: tl.constexpr,
-    STEP_MAX: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < VALUES
-    target = out + row * (HEADS * VALUES) + head * VALUES + columns
-    block = tl.load(blocks + row)
-    if block == spare_block:
-        tl.store(target, tl.zeros([COLUMNS], out.dtype.element_ty), mask=inside)
-        return
-    dims = tl.arange(0, KEY_BLOCK)
-    real = dims < KEYS
-    places = states + (block.to(tl.int64) * HEADS + head) * (KEYS * VALUES) + dims[:, None] * VALUES + columns[None, :]
-    state = tl.load(places, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    own = qkv + row * qkv_stride
-    vectors = own + (head // SHARE) * KEYS + dims
-    queries = tl.load(vectors + QUERY_START, mask=real, other=0.0).to(tl.float32)
-    keys = tl.load(vectors + KEY_START, mask=real, other=0.0).to(tl.float32)
-    values = tl.load(own + VALUE_START + head * VALUES + columns, mask=inside, other=0.0).to(tl.float32)
-    size = _step_size(tl.load(steps + row * steps_stride + head), tl.load(step_bias + head), STEP_MIN, STEP_MAX)
-    state *= tl.exp(-tl.load(decay + head) * size)
-    if DELTA:
-        queries = _unit(queries, 0) * (KEYS**-0.5)
-        keys = _unit(keys, 0)
-        beta = BETA_SCALE * tl.sigmoid(tl.load(betas + row * betas_stride + head).to(tl.float32))
-        update = beta * (values - tl.sum(state * keys[:, None], axis=0))
-    else:
-        update = size * values
-    state += keys[:, None] * update[None, :]
-    tl.store(places, state, mask=real[:, None] & inside[None, :])
-    result = tl.sum(state * queries[:, None], axis=0)
-    if skip is not None:
-        result += tl.load(skip + head) * values
-    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["ends"])
@@ -219,9 +160,9 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     own = qkv + rows[:, None] * qkv_stride
     is_key, is_value = real[:, None] & (dims < KEYS)[None, :], real[:, None] & (columns < VALUES)[None, :]
     vectors = own + KEY_START + (head // SHARE) * KEYS + dims[None, :]
-    keys = _unit(tl.load(vectors, mask=is_key, other=0.0).to(tl.float32), 1)
+    keys = unit(tl.load(vectors, mask=is_key, other=0.0).to(tl.float32), 1)
     raw = tl.load(steps + rows * steps_stride + head, mask=real, other=0.0)
-    size = _step_size(raw, tl.load(step_bias + head), STEP_MIN, STEP_MAX)
+    size = step_size(raw, tl.load(step_bias + head), STEP_MIN, STEP_MAX)
     total = tl.cumsum(tl.where(real, -tl.load(decay + head) * size, 0.0), 0)
     raw = tl.load(betas + rows * betas_stride + head, mask=real, other=0.0)
     beta = BETA_SCALE * tl.sigmoid(raw.to(tl.float32))
@@ -336,12 +277,12 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
         is_key, is_value = real[:, None] & is_dim[None, :], real[:, None] & inside[None, :]
         queries = tl.load(vectors + QUERY_START, mask=is_key, other=0.0).to(tl.float32)
         keys = tl.load(vectors + KEY_START, mask=is_key, other=0.0).to(tl.float32)
-        size = _step_size(tl.load(steps + rows * steps_stride + head, mask=real, other=0.0), bias, STEP_MIN, STEP_MAX)
+        size = step_size(tl.load(steps + rows * steps_stride + head, mask=real, other=0.0), bias, STEP_MIN, STEP_MAX)
         logs = tl.where(real, -rate * size, 0.0)
         total, last = tl.cumsum(logs, 0), tl.sum(logs, axis=0)
         rounded = state.to(dtype)
         if DELTA:
-            queries, keys = _unit(queries, 1) * (KEYS**-0.5), _unit(keys, 1)
+            queries, keys = unit(queries, 1) * (KEYS**-0.5), unit(keys, 1)
             read = tl.load(reads + rows[:, None] * (HEADS * KEYS) + head * KEYS + dims[None, :], mask=is_key, other=0.0)
             solved = updates + rows[:, None] * (HEADS * VALUES) + head * VALUES + columns[None, :]
             update = tl.load(solved, mask=is_value, other=0.0).to(tl.float32)

@@ -113,7 +113,14 @@ class Ops(Protocol):
         ...
 
     def scan(
-        self, qkv: Tensor, steps: Tensor, betas: Tensor | None, recurrence: Recurrence, states: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        steps: Tensor,
+        betas: Tensor | None,
+        recurrence: Recurrence,
+        states: Tensor,
+        drafted: Tensor,
+        rows: StateRows,
     ) -> Tensor:
         """Return the outputs [tokens, heads · value_width] of a recurrence; updates the states: see `recurrence.scan`."""
         ...

@@ -1,8 +1,7 @@
 """The operations of layers with a state in plain torch: on CPUs, and the reference of the kernels.
 
-States are pools of blocks, which decode rows replace; a chunk may read from one and write to another. Sequences that continue by
-one
-token are computed as one batch, chunks of prompts one by one in pieces of CHUNK tokens: within a piece by products of matrices.
+States are pools of blocks, which decode rows replace; a chunk may read from one and write to another. Decode rows are computed token
+by token as one batch, chunks of prompts one by one in pieces of CHUNK tokens: within a piece by products of matrices.
 """
 
 from __future__ import annotations
@@ -24,56 +23,73 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
     x = rows.in_plan_order(x)
     weight = convolution.weight.to(x.dtype)
     bias = None if convolution.bias is None else convolution.bias.to(x.dtype)
-    taps, count = len(weight), rows.decoding
+    taps = len(weight)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if count:
-        blocks = rows.blocks.long()
-        window = torch.cat((states[blocks].to(x.dtype), x[:count].unsqueeze(1)), dim=1)
-        states[blocks] = window[:, 1:].to(states.dtype)
-        out[:count] = torch.einsum("rtc,tc->rc", window, weight)
-        if bias is not None:
-            out[:count] += bias
+    if rows.decoding:
+        decoding = rows.decode_rows
+        kept = states[decoding.blocks, : taps - 1]
+        if decoding.most_behind:
+            places = decoding.behind.unsqueeze(1) + torch.arange(taps - 1, device=x.device)
+            kept = states[decoding.blocks, : taps - 1 + decoding.most_behind].take_along_dim(places.unsqueeze(2), dim=1)
+        window = torch.cat((kept.to(x.dtype), *(x[tokens].unsqueeze(1) for tokens, _, _ in decoding.tokens)), dim=1)
+        states[decoding.blocks, : window.shape[1] - 1] = window[:, 1:].to(states.dtype)
+        for place, (_, has_token, tokens) in enumerate(decoding.tokens):
+            result = torch.einsum("rtc,tc->rc", window[has_token, place : place + taps], weight)
+            out[tokens] = result if bias is None else result + bias
     for chunk in rows.chunks:
         own = slice(chunk.first, chunk.first + chunk.length)
-        before = states[chunk.read].to(x.dtype)
+        before = states[chunk.read, : taps - 1].to(x.dtype)
         window = torch.cat((before if chunk.start else torch.zeros_like(before), x[own]))
-        states[chunk.write] = window[len(window) - taps + 1 :].to(states.dtype)
+        states[chunk.write, : taps - 1] = window[len(window) - taps + 1 :].to(states.dtype)
         out[own] = functional.conv1d(window.t(), weight.t().unsqueeze(1), bias, groups=x.shape[1]).t()
     return rows.in_step_order(functional.silu(out) if convolution.activates else out)
 
 
 def scan(
-    qkv: Tensor, steps: Tensor, betas: Tensor | None, recurrence: Recurrence, states: Tensor, rows: StateRows
+    qkv: Tensor,
+    steps: Tensor,
+    betas: Tensor | None,
+    recurrence: Recurrence,
+    states: Tensor,
+    drafted: Tensor,
+    rows: StateRows,
 ) -> Tensor:
     """Return the outputs [tokens, heads · value_width] of a recurrence; updates the states.
 
     `qkv` has queries, keys and values in the columns that `recurrence` says, `steps` and `betas` are [tokens, heads].
     """
     dtype = torch.promote_types(qkv.dtype, torch.float32)
-    qkv, steps = rows.in_plan_order(qkv).to(dtype), rows.in_plan_order(steps).to(dtype)
-    sizes = functional.softplus(steps + recurrence.step_bias.to(dtype)).clamp(*recurrence.step_limits)
-    decays = -recurrence.decay.to(dtype) * sizes
-    if betas is not None:
-        sizes = recurrence.beta_scale * rows.in_plan_order(betas).to(dtype).sigmoid()
-    queries, keys, values = _parts(qkv, recurrence)
+    inputs = [rows.in_plan_order(each) for each in (qkv, steps, betas) if each is not None]
+    parts = _parts(inputs, recurrence, dtype)
+    values = parts[2]
     out = torch.empty_like(values)
-    count = rows.decoding
-    if count:
-        blocks = rows.blocks.long()
-        state = states[blocks].to(dtype) * decays[:count, :, None, None].exp()
-        update = values[:count]
-        if recurrence.delta:
-            update = update - torch.einsum("rhk,rhkv->rhv", keys[:count], state)
-        state += keys[:count].unsqueeze(3) * (sizes[:count].unsqueeze(2) * update).unsqueeze(2)
-        states[blocks] = state.to(states.dtype)
-        out[:count] = torch.einsum("rhk,rhkv->rhv", queries[:count], state)
+    if rows.decoding:
+        decoding = rows.decode_rows
+        state = states[decoding.blocks].to(dtype)
+        for place in range(-decoding.most_behind, 0):
+            kept = drafted[decoding.blocks, (decoding.positions + place) % drafted.shape[1]]
+            before = _parts(_draft_inputs(kept, recurrence, qkv.shape[1]), recurrence, dtype)
+            added = state.clone()
+            _token(before, added, delta=recurrence.delta)
+            state = torch.where((decoding.behind >= -place).view(-1, 1, 1, 1), added.to(states.dtype).to(dtype), state)
+        for place, (tokens, has_token, real) in enumerate(decoding.tokens):
+            out[real] = _token([each[tokens] for each in parts], state, delta=recurrence.delta)[has_token]
+            state = state.to(states.dtype)
+            if place:
+                convolved, *others = [each[real] for each in inputs]
+                kept = torch.cat((convolved[:, recurrence.drafted], *others), dim=1)
+                places = (decoding.positions[has_token] + place) % drafted.shape[1]
+                drafted[decoding.blocks[has_token], places] = kept.to(drafted.dtype)
+            else:
+                states[decoding.blocks] = state
+            state = state.to(dtype)
     for chunk in rows.chunks:
         state = states[chunk.read].to(dtype) if chunk.start else torch.zeros_like(states[chunk.read], dtype=dtype)
         end = chunk.first + chunk.length
         for first in range(chunk.first, end, CHUNK):
             own = slice(first, min(first + CHUNK, end))
-            parts = [each[own].transpose(0, 1) for each in (queries, keys, values, decays, sizes)]
-            result, state = _piece(parts, state, delta=recurrence.delta)
+            of_piece = [each[own].transpose(0, 1) for each in parts]
+            result, state = _piece(of_piece, state, delta=recurrence.delta)
             out[own] = result.transpose(0, 1)
         states[chunk.write] = state.to(states.dtype)
     if recurrence.skip is not None:
@@ -94,8 +110,23 @@ def gated_norm(x: Tensor, gate: Tensor, norm: GatedNorm, out: Tensor | None = No
     return result.to(gate.dtype) if out is None else out.copy_(result)
 
 
-def _parts(qkv: Tensor, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys [tokens, heads, key_width] and values [tokens, heads, value_width]."""
+def _draft_inputs(kept: Tensor, recurrence: Recurrence, width: int) -> list[Tensor]:
+    """Return the inputs of drafts that a pool kept: convolved values [tokens, width], with zeros as queries, steps, and betas if any."""
+    columns = recurrence.drafted
+    qkv = kept.new_zeros(len(kept), width)
+    qkv[:, columns] = kept[:, : columns.stop - columns.start]
+    return [qkv, *torch.split(kept[:, columns.stop - columns.start :], recurrence.heads, dim=1)]
+
+
+def _parts(inputs: Sequence[Tensor], recurrence: Recurrence, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return queries, keys [tokens, heads, key_width], values [tokens, heads, value_width], and for each head [tokens, heads] the
+    logarithms of decays, and the sizes of steps or betas. `inputs`: convolved values, steps, and betas if any.
+    """
+    qkv, steps, *betas = (each.to(dtype) for each in inputs)
+    sizes = functional.softplus(steps + recurrence.step_bias.to(dtype)).clamp(*recurrence.step_limits)
+    decays = -recurrence.decay.to(dtype) * sizes
+    for each in betas:
+        sizes = recurrence.beta_scale * each.sigmoid()
     groups, width = recurrence.groups, recurrence.key_width
 
     def of_groups(start: int) -> Tensor:
@@ -109,7 +140,16 @@ def _parts(qkv: Tensor, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tensor]
         queries = queries * width**-0.5
     start = recurrence.value_start
     values = qkv[:, start : start + recurrence.heads * recurrence.value_width]
-    return queries, keys, values.view(-1, recurrence.heads, recurrence.value_width)
+    return queries, keys, values.view(-1, recurrence.heads, recurrence.value_width), decays, sizes
+
+
+def _token(parts: Sequence[Tensor], state: Tensor, *, delta: bool) -> Tensor:
+    """Add one token more to each of the states [rows, heads, key_width, value_width]; return its outputs. `parts`: see `_parts`."""
+    queries, keys, values, decays, sizes = parts
+    state *= decays[:, :, None, None].exp()
+    update = values - torch.einsum("rhk,rhkv->rhv", keys, state) if delta else values
+    state += keys.unsqueeze(3) * (sizes.unsqueeze(2) * update).unsqueeze(2)
+    return torch.einsum("rhk,rhkv->rhv", queries, state)
 
 
 def _piece(parts: Sequence[Tensor], state: Tensor, *, delta: bool) -> tuple[Tensor, Tensor]:

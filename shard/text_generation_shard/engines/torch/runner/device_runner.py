@@ -13,7 +13,7 @@ from text_generation_common.progress import WorkProgress
 from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
-from text_generation_shard.engines.torch.batch.step_plan import ALIGNMENT, COLUMNS, Padding, StepPlan
+from text_generation_shard.engines.torch.batch.step_plan import ALIGNMENT, COLUMNS, TOKEN_COLUMNS, Padding, StepPlan
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model, Runner
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.runner.decode_graphs import DecodeGraphs, GraphPool, wanted_sizes
@@ -169,9 +169,9 @@ class DeviceRunner(Runner):
     def _normed(
         self, plan: StepPlan, numbers: Tensor, columns: Mapping[str, Tensor], images: StepImages | None
     ) -> Tensor:
-        # The first three columns are those of the tokens; they have equal lengths and distances.
+        # The columns of the tokens have equal lengths and distances.
         (start, _), (second, _), *_ = plan.bounds
-        tokens = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
+        tokens = numbers[start:].as_strided((TOKEN_COLUMNS, plan.sizes.tokens), (second - start, 1))
         step = DeviceStep(tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted, images=images)
         # The pieces have no images in them.
         if self._piecewise is not None and plan.sizes.chunks and images is None:

@@ -105,8 +105,10 @@ class PiecewiseGraphs:
     def __init__(self, forward: Callable[[DeviceStep], Tensor], context: StepContext, dummy_slot: int) -> None:
         self._forward = forward
         self._context = context
-        self._padding = torch.tensor([[0], [0], [dummy_slot]], dtype=torch.int32, device=context.last_tokens.device)
-        """A padding token: id, position, slot."""
+        self._padding = torch.tensor(
+            [[0], [0], [dummy_slot], [0]], dtype=torch.int32, device=context.last_tokens.device
+        )
+        """A padding token: see `DeviceStep`."""
         self._columns = self._padding.repeat(1, CAPTURE_SIZES[-1])
         self._buffers = PieceBuffers()
         self._captured: dict[tuple[int, bool], _CapturedPass] = {}

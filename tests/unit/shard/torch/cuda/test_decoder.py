@@ -52,6 +52,6 @@ def test_a_step_launches_no_more_kernels_than_needed(tmp_path: Path, tokens: int
     slots = torch.arange(tokens, dtype=torch.int32)
     tables, numbers = [slots.unsqueeze(1)] * len(cache), torch.zeros(3, tokens, dtype=torch.int32)
     context = StepContext(recording, cache, config.layers, tables, *numbers)
-    columns = torch.stack((torch.full_like(slots, 5), torch.zeros_like(slots), slots))
+    columns = torch.stack((torch.full_like(slots, 5), torch.zeros_like(slots), slots, torch.zeros_like(slots)))
     decoder.forward(DeviceStep(columns, tokens, context))
     assert recording.launched == kernels

@@ -66,7 +66,10 @@ def linears(layer: LayerWeights) -> list[Any]:
 
 def steps(ids: Tensor, context: StepContext) -> list[DeviceStep]:
     slots = torch.arange(ids.shape[1])
-    columns = [torch.stack((row, torch.full_like(row, position), slots)) for position, row in enumerate(ids)]
+    columns = [
+        torch.stack((row, torch.full_like(row, position), slots, torch.zeros_like(row)))
+        for position, row in enumerate(ids)
+    ]
     return [DeviceStep(each.int(), len(slots), context) for each in columns]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from full_grid import full
 from reference_ops import relative_error
 from torch import Tensor
+from torch.nn import functional
 
 from text_generation_shard.engines.torch.batch.state_rows import StateChunk, StateRows
 from text_generation_shard.engines.torch.kernels import convolution, gated_norm, scan
@@ -46,7 +50,7 @@ def rows_of(case: Case, device: torch.device) -> StateRows:
         ends.append(ends[-1] + length)
     columns = case.decoding, positions, ends, [each.read for each in chunks], [each.write for each in chunks]
     blocks, places, *others = [torch.tensor(each, dtype=torch.int32, device=device) for each in columns]
-    return StateRows(len(case.decoding), blocks, places, tuple(chunks), *others)
+    return StateRows(len(case.decoding), blocks, places, torch.zeros_like(places), tuple(chunks), *others)
 
 
 def part(values: Tensor) -> Tensor:
@@ -112,8 +116,9 @@ def test_recurrences(case: Case, kind: str, keys: int, values: int, device: torc
     states = torch.randn(BLOCKS + 1, heads, keys, values, device=device)
     expected_states = states.double()
     exact = None if betas is None else betas.double()
-    expected = recurrence.scan(qkv.double(), steps.double(), exact, own, expected_states, rows)
-    out = scan.scan(qkv, steps, betas, own, states, rows)
+    none = torch.empty(BLOCKS + 1, 0, own.draft_width, device=device)
+    expected = recurrence.scan(qkv.double(), steps.double(), exact, own, expected_states, none, rows)
+    out = scan.scan(qkv, steps, betas, own, states, none, rows)
     # The interpreter does not round the operands of products.
     rounds = device.type == "cuda" and case.chunks
     check(out, expected, states, expected_states, case, 5e-3 if rounds else 1e-5)
@@ -128,9 +133,89 @@ def test_states_are_rounded_to_the_type_of_their_pool(case: Case, device: torch.
     )
     rounded = torch.randn(BLOCKS + 1, heads, 16, 36, device=device).half()
     exact = rounded.float()
-    outs = [scan.scan(qkv, steps, betas, own, states, rows) for states in (rounded, exact)]
+    none = torch.empty(BLOCKS + 1, 0, own.draft_width, device=device)
+    outs = [scan.scan(qkv, steps, betas, own, states, none, rows) for states in (rounded, exact)]
     assert outs[0].equal(outs[1])
     assert rounded[:BLOCKS].equal(exact[:BLOCKS].half())
+
+
+DRAFTED_BLOCKS = (4, 0)
+TOKENS, DRAFTS = 8, 3
+Operation = Callable[[Tensor, StateRows], Tensor]
+MODULES = {"kernel": (convolution.convolve, scan.scan), "plain": (recurrence.convolve, recurrence.scan)}
+
+
+def convolutions(taps: int, name: str, device: torch.device) -> tuple[int, list[Operation]]:
+    """Return the columns of the inputs, and an operation twice, for steps without and with drafts, from the same states."""
+    own = Convolution(torch.randn(taps, 70, device=device), None, activates=True)
+    history = torch.randn(BLOCKS + 1, taps - 1, 70, device=device)
+    pools = [functional.pad(history, (0, 0, 0, drafts), value=math.nan) for drafts in (0, DRAFTS)]
+    return 70, [partial(lambda pool, x, rows: MODULES[name][0](x, own, pool, rows), pool) for pool in pools]
+
+
+def recurrences(kind: str, name: str, device: torch.device) -> tuple[int, list[Operation]]:
+    """Do as `convolutions`."""
+    own = random_recurrence(kind, 16, 20, device)
+    widths = [own.value_start + own.heads * 20, own.heads, own.heads]
+    # Products of plain torch depend on the number of rows, and so does their rounding.
+    dtype = torch.float16 if name == "kernel" else torch.float32
+    states = torch.randn(BLOCKS + 1, own.heads, 16, 20, device=device).to(dtype)
+
+    def of(places: int) -> Operation:
+        pool = states.clone()
+        drafted = torch.full((BLOCKS + 1, places, own.draft_width), math.nan, device=device)
+
+        def run(x: Tensor, rows: StateRows) -> Tensor:
+            qkv, steps, betas = (part(each) for each in torch.split(x, widths, dim=1))
+            return MODULES[name][1](qkv, steps, betas if own.delta else None, own, pool, drafted, rows)
+
+        return run
+
+    return sum(widths), [of(0), of(2 * DRAFTS + 1)]
+
+
+OPERATIONS = {
+    "convolution": partial(convolutions, 4),
+    "short convolution": partial(convolutions, 3),
+    "delta": partial(recurrences, "delta"),
+    "selective": partial(recurrences, "selective"),
+}
+
+
+@pytest.mark.parametrize("make", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("name", ["kernel", "plain"])
+def test_drafts_that_were_right_count_as_steps_and_others_leave_nothing(
+    make: Callable[[str, torch.device], tuple[int, list[Operation]]], name: str, device: torch.device
+) -> None:
+    draw = Random(5)
+    width, (single, several) = make(name, device)
+    tokens = torch.randn(TOKENS, len(DRAFTED_BLOCKS), width, device=device)
+    blocks = torch.tensor(DRAFTED_BLOCKS, dtype=torch.int32, device=device)
+    zeros = torch.zeros_like(blocks)
+    expected = torch.stack(
+        [single(x, StateRows(len(blocks), blocks, zeros + at, zeros)) for at, x in enumerate(tokens)]
+    )
+    ats, behind = [0] * len(blocks), [0] * len(blocks)
+    while min(ats) < TOKENS:
+        inputs, columns, wanted = [], [], []
+        for row, block in enumerate(DRAFTED_BLOCKS):
+            right = min(draw.choice((1, 2, DRAFTS + 1)), TOKENS - ats[row])
+            count = draw.choice((right, DRAFTS + 1)) if right else 0
+            if not count:
+                continue
+            inputs += [*tokens[ats[row] : ats[row] + right, row], *torch.randn(count - right, width, device=device)]
+            wanted += [expected[ats[row] + place, row] if place < right else None for place in range(count)]
+            columns += [(block, ats[row] + place, behind[row]) for place in range(count)]
+            ats[row] += right
+            behind[row] = right - 1
+        # Two tokens of padding.
+        inputs += [torch.zeros(width, device=device)] * (2 * (name == "kernel"))
+        columns += [(BLOCKS, 0, 0)] * (len(inputs) - len(columns))
+        numbers = torch.tensor(columns, dtype=torch.int32, device=device)
+        out = several(torch.stack(inputs), StateRows(len(numbers), *numbers.T.contiguous()))
+        for own, reference in zip(out, wanted, strict=False):
+            assert reference is None or relative_error(own, reference) < (1e-6 if device.type == "cpu" else 3e-4)
+        assert not out[len(wanted) :].any()
 
 
 @pytest.mark.parametrize("gate_first", [True, False])

@@ -45,6 +45,7 @@ class GatedDeltaNet(StateLayer):
             projections.to_hidden(self._modules[-2], values, bias=False),
             [keys, keys, values],
             taps=states.taps,
+            drafts=states.drafts,
         )
         self._prefix = projections.prefix
         heads, device = self._heads.length, projections.device
@@ -74,8 +75,7 @@ class GatedDeltaNet(StateLayer):
         self._norm_weight = torch.empty(states.value_width, device=device, dtype=projections.precision.model)
         eps = SEPARATE_EPS if self._separate else eps
         self._norm = GatedNorm(self._norm_weight, eps, states.value_width, gate_first=False)
-        shape, dtype = (0, heads, states.key_width, states.value_width), states.dtype or projections.precision.model
-        self._states = torch.empty(shape, device=device, dtype=dtype)
+        self._add_pools(self._recurrence, states, projections.precision.model)
 
     def _projections(self, projections: LayerProjections, keys: ShardRange, values: ShardRange) -> list[AnyLinear]:
         if self._fused:
@@ -116,7 +116,7 @@ class GatedDeltaNet(StateLayer):
         heads = self._heads.length
         qkv, gates, betas, steps = torch.split(projected, [self._convolved, self._values, heads, heads], dim=1)
         convolved = ops.convolve(qkv, self.convolution, self._history, rows)
-        mixed = ops.scan(convolved, steps, betas, self._recurrence, self._states, rows)
+        mixed = ops.scan(convolved, steps, betas, self._recurrence, self._states, self._drafted, rows)
         return ops.gated_norm(mixed, gates, self._norm, out)
 
     def input_orders(self) -> Sequence[Tensor | None]:

@@ -38,6 +38,7 @@ class Mamba(StateLayer):
             projections.to_hidden("out_proj", self._all_values, bias=states.bias),
             ranges[1:4],
             taps=states.taps,
+            drafts=states.drafts,
             bias=states.convolution_bias,
         )
         self._prefix = projections.prefix
@@ -63,8 +64,7 @@ class Mamba(StateLayer):
         )
         weight = torch.empty(values, device=device, dtype=projections.precision.model) if states.has_norm else None
         self._norm = GatedNorm(weight, eps, states.values // states.groups, states.gate_first)
-        shape, dtype = (0, heads, states.key_width, states.value_width), states.dtype or projections.precision.model
-        self._states = torch.empty(shape, device=device, dtype=dtype)
+        self._add_pools(self._recurrence, states, projections.precision.model)
 
     def named_parameters(self) -> Parameters:
         parameters = super().named_parameters() | {
@@ -92,5 +92,5 @@ class Mamba(StateLayer):
     def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
         gates, convolved, steps = torch.split(projected, [self._parts[0], sum(self._parts[1:4]), self._parts[4]], dim=1)
         convolved = ops.convolve(convolved, self.convolution, self._history, rows)
-        mixed = ops.scan(convolved, steps, None, self._recurrence, self._states, rows)
+        mixed = ops.scan(convolved, steps, None, self._recurrence, self._states, self._drafted, rows)
         return ops.gated_norm(mixed, gates, self._norm, out)

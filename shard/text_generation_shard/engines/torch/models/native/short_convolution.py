@@ -25,6 +25,7 @@ class ShortConvolution(StateLayer):
             projections.to_hidden("out_proj", projections.hidden, bias=states.bias),
             [projections.hidden],
             taps=states.taps,
+            drafts=states.drafts,
             convolution="conv",
             bias=states.convolution_bias,
             activates=False,

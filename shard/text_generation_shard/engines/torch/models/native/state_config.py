@@ -69,6 +69,8 @@ class StateConfig:
     least_step: float = 0.0
     dtype: torch.dtype | None = None
     """Data type of the states of recurrences between steps; None: that of the model."""
+    drafts: int = 0
+    """Tokens of the longest draft."""
     beta_scale: float = 1.0
 
     @property

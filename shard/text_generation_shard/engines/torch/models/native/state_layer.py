@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
-from text_generation_shard.engines.torch.kernels.operands import Convolution
+from text_generation_shard.engines.torch.kernels.operands import Convolution, Recurrence
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.models.native.projections import AnyLinear, LayerProjections
+from text_generation_shard.engines.torch.models.native.state_config import StateConfig
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 
@@ -32,6 +33,7 @@ class StateLayer:
         channels: Sequence[ShardRange],
         *,
         taps: int,
+        drafts: int,
         convolution: str = "conv1d",
         bias: bool = False,
         activates: bool = True,
@@ -44,15 +46,15 @@ class StateLayer:
         self._taps = torch.empty(width, 1, taps, device=device, dtype=dtype)
         self._bias = torch.empty(width, device=device, dtype=dtype) if bias else None
         self.convolution = Convolution(self._taps[:, 0].t(), self._bias, activates)
-        self._history = torch.empty(0, taps - 1, width, device=device, dtype=projections.precision.products)
-        """Inputs of the convolution before the next token: [blocks, taps - 1, channels]."""
-        self._states = torch.empty(0, device=device)
-        """States of the recurrence, if the layer has one: [blocks, …]."""
+        self._history = torch.empty(0, taps - 1 + drafts, width, device=device, dtype=projections.precision.products)
+        """Inputs of the convolution: see `Convolution`."""
+        self._states = self._drafted = torch.empty(0, device=device)
+        """States of the recurrence, if the layer has one, and inputs of drafts: see `Recurrence`."""
 
     @property
     def pools(self) -> list[Tensor]:
         """The states, [blocks, …] each."""
-        return [pool for pool in (self._history, self._states) if pool.ndim > 1]
+        return [pool for pool in (self._history, self._states, self._drafted) if pool.ndim > 1 and pool.shape[1]]
 
     @property
     def state_bytes(self) -> int:
@@ -62,10 +64,17 @@ class StateLayer:
     def allocate(self, blocks: int) -> None:
         """Replace the pools by such of `blocks` blocks."""
         # The old ones are freed first: both need not fit at once.
-        for name in ("_history", "_states"):
+        for name in ("_history", "_states", "_drafted"):
             shape = getattr(self, name).shape[1:]
             setattr(self, name, getattr(self, name).new_empty(0, *shape))
             setattr(self, name, getattr(self, name).new_zeros(blocks, *shape))
+
+    def _add_pools(self, recurrence: Recurrence, states: StateConfig, dtype: torch.dtype) -> None:
+        """Add those of a recurrence; `dtype` is that of the model."""
+        shape = recurrence.heads, recurrence.key_width, recurrence.value_width
+        self._states = self._history.new_empty(0, *shape, dtype=states.dtype or dtype)
+        places = 2 * states.drafts + 1 if states.drafts else 0
+        self._drafted = self._history.new_empty(0, places, recurrence.draft_width)
 
     def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None) -> Tensor:
         if len(self.inputs) == 1:
