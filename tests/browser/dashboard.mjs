@@ -173,6 +173,8 @@ await act("fail");
 const sick = await open("dark", 1280, 900);
 await logIn(sick);
 await sick.waitForFunction(() => document.querySelectorAll("#events-list li").length > 2);
+// The last refusal comes with the next sample.
+await sick.waitForFunction(() => document.querySelector("#errors-table").textContent.includes("no-such-path/59"));
 found.events = await sick.locator("#events-list li .badge").allTextContents();
 found.errors = await sick.locator("#errors-table tbody tr").allTextContents();
 found.errorsHeight = (await sick.locator("#errors").boundingBox()).height;
