@@ -250,6 +250,11 @@ class StepResult:
         """True if it has nothing for a client: a self-scheduling engine may hold tokens back to report them together."""
         return not (self.slots or self.prefilled or self.finished or self.failed or self.drafting or self.copied)
 
+    @property
+    def is_step(self) -> bool:
+        """False if nothing was computed, and only copies have ended."""
+        return bool(self.forward_ns) or not self.copied
+
 
 class Engine(Protocol):
     """Runs steps. All methods except `wake` are called on one thread. After `close` none is called."""

@@ -141,7 +141,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             await context.send_initial_metadata(SESSION_OPEN)  # a refusal has none
             most_bytes = most_orders(info_to_pb(owner.engine.info, self._rank, self._world_size))
             async with asyncio.TaskGroup() as tasks:
-                reader = tasks.create_task(_read_orders(session, context, most_bytes))
+                reader = tasks.create_task(_read_orders(session, context, most_bytes, copies=bool(self._host_cache)))
                 while (report := await reports.get()) is not None:
                     message = report_to_pb(report)
                     message.draining = owner.draining
@@ -172,8 +172,11 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         return f"rank {self._rank} follows: call rank 0"
 
 
-async def _read_orders(session: EngineSession, context: RunContext, most_bytes: int) -> None:
-    """Pass the client's orders to the session until the client has no more. Raises InvalidOrders, BadParts."""
+async def _read_orders(session: EngineSession, context: RunContext, most_bytes: int, *, copies: bool) -> None:
+    """Pass the client's orders to the session until the client has no more; `copies`: they may have some.
+
+    Raises InvalidOrders, BadParts.
+    """
     last = 0
     parts = Joiner[pb.Orders](most_bytes)
     try:
@@ -183,6 +186,8 @@ async def _read_orders(session: EngineSession, context: RunContext, most_bytes: 
             if message.number != last + 1:
                 raise InvalidOrders(f"orders {message.number} came after orders {last}")
             last = message.number
+            if message.copies and not copies:
+                raise InvalidOrders("there is no host cache to copy blocks from or to")
             session.order(orders_from_pb(message))
     except DecodeError as error:
         raise InvalidOrders("a message is not a valid Orders") from error

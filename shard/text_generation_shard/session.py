@@ -152,7 +152,7 @@ class EngineSession:
                     step_ns = forward_ns = 0
                 started = time.perf_counter_ns()
                 result = engine.step()
-                if result is not None:
+                if result is not None and result.is_step:
                     took_ns = time.perf_counter_ns() - started
                     steps, step_ns, forward_ns = steps + 1, step_ns + took_ns, forward_ns + result.forward_ns
                     if not engine.prefilling:

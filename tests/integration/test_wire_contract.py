@@ -113,8 +113,12 @@ async def test_a_bad_sequence_fails_alone(client: ShardClient) -> None:
 
 @pytest.mark.parametrize(
     "orders",
-    [pb.Orders(number=1, prefill_slots=[1, 2], prefill_tokens=[1]), pb.Orders(number=2)],
-    ids=["columns do not match", "not the next number"],
+    [
+        pb.Orders(number=1, prefill_slots=[1, 2], prefill_tokens=[1]),
+        pb.Orders(number=2),
+        pb.Orders(number=1, copies=[pb.Copy(number=1)]),
+    ],
+    ids=["columns do not match", "not the next number", "no host cache"],
 )
 async def test_wrong_orders_end_the_session_with_invalid_argument(client: ShardClient, orders: pb.Orders) -> None:
     async with running(client) as call:
