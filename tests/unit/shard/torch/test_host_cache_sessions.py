@@ -176,6 +176,21 @@ def test_a_shard_that_died_comes_back_to_a_warm_cache(engines: Engines) -> None:
         assert world.computed[again] <= len(text) + len(MARKER) - before + BLOCK
 
 
+def test_a_prefix_is_loaded_once(engines: Engines) -> None:
+    world = World(engines, 60, 1)
+    prompt = (*range(150), *MARKER)
+    world.submit(prompt, 4)
+    world.run()
+    world.kill(0)
+    requests = [world.submit(prompt, 4) for _ in range(2)]
+    world.run()
+    loaded = world.host.counts.loaded
+    requests.append(world.submit(prompt, 4))
+    world.run()
+    assert world.host.counts.loaded == loaded > 0
+    assert all(world.computed[each] <= len(MARKER) + BLOCK for each in requests)
+
+
 def test_a_sequence_moves_without_computing_again(engines: Engines) -> None:
     draw = Random(4)
     prompt = (*(draw.randrange(300) for _ in range(150)), *MARKER)

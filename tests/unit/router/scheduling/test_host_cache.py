@@ -1,0 +1,148 @@
+"""Which prefixes are stored on a host and loaded from there, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scheduler_checks import check_scheduler
+
+from text_generation_proto.copies import Copy, CopyEnd
+from text_generation_proto.values import FinishReason
+from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
+from text_generation_router.scheduling.messages import ReplicaSpec, SchedulerOutput, StepOutput
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+
+BLOCK = 16
+SPEC = ReplicaSpec(4, 64, BLOCK, host_cache="a", host_blocks=24)
+
+
+class World:
+    """A scheduler whose replicas compute a prompt in one step, and whose requests have one new token."""
+
+    def __init__(self, *specs: ReplicaSpec) -> None:
+        self.scheduler = Scheduler(Policy(4096, 4), len(specs))
+        self.numbers = [0] * len(specs)
+        self.requests = 0
+        for replica, spec in enumerate(specs):
+            self.scheduler.open(replica, spec)
+
+    def submit(self, prompt: range, job: str = "") -> None:
+        self.requests += 1
+        qos = QualityOfService(TenantId(""), job=job)
+        self.scheduler.submit(Request(RequestId(self.requests), tuple(prompt), 1, qos=qos), 0.0)
+        self.scheduler.dispatch()
+
+    def orders(self, replica: int = 0) -> SchedulerOutput:
+        orders = self.scheduler.schedule(replica)
+        assert orders is not None
+        self.numbers[replica] = orders.number
+        return orders
+
+    def report(self, replica: int = 0, *copied: CopyEnd, prefilled: SchedulerOutput | None = None) -> None:
+        chunks = () if prefilled is None else prefilled.prefill
+        slots = [slot for slot, _ in chunks]
+        finished = dict.fromkeys(slots, FinishReason.LENGTH)
+        tokens = [7] * len(slots)
+        output = StepOutput(self.numbers[replica], slots, (), tokens, finished, prefilled=chunks, copied=copied)
+        self.scheduler.update(replica, output, 0.0)
+        check_scheduler(self.scheduler)
+
+    def compute(self, prompt: range, replica: int = 0, job: str = "") -> list[Copy]:
+        """Serve a request, and end the copies that follow; return these."""
+        self.submit(prompt, job)
+        self.report(replica, prefilled=self.orders(replica))
+        made: list[Copy] = []
+        while self.scheduler.may_have_orders(replica) and (orders := self.scheduler.schedule(replica)) is not None:
+            self.numbers[replica] = orders.number
+            made += orders.copies
+            self.report(replica, *(CopyEnd(copy.number) for copy in orders.copies))
+        return made
+
+
+def test_a_prefix_is_stored_once_in_bounded_pieces() -> None:
+    world = World(SPEC)
+    stores = world.compute(range(200))
+    assert [len(store.groups[0].host) for store in stores] == [8, 4], "an eighth of the device's blocks"
+    assert not any(store.is_load for store in stores)
+    assert [store.num_blocks for store in world.compute(range(240))] == [3], "only what is new"
+
+
+def test_a_block_that_is_stored_again_has_a_new_tag() -> None:
+    world = World(SPEC)
+    tags: dict[int, int] = {}
+    for first in range(0, 5000, 1000):
+        for store in world.compute(range(first, first + 320), job="mine"):
+            _, host, now = store.groups[0]
+            assert not set(zip(host, now, strict=True)) & tags.items()
+            tags |= zip(host, now, strict=True)
+    assert len(tags) == 24, "all blocks were used, some for several prefixes"
+
+
+def test_a_one_off_prompt_displaces_nothing() -> None:
+    world = World(SPEC)
+    assert world.compute(range(320))
+    assert not world.compute(range(1000, 1320)), "the host has only four free blocks"
+    assert world.compute(range(2000, 2320), job="mine")
+    assert world.compute(range(2000, 2340)), "it continues a cached prefix"
+
+
+def test_a_sequence_waits_for_its_load_and_others_run() -> None:
+    world = World(SPEC)
+    world.compute(range(200))
+    world.scheduler.lose(0)
+    world.scheduler.open(0, SPEC)
+    world.submit(range(210))
+    world.submit(range(300, 340))
+    world.submit(range(5, 50))
+    orders = world.orders()
+    (load,) = orders.copies
+    assert (load.is_load, load.num_blocks) == (True, 12)
+    assert sorted(chunk for _, chunk in orders.prefill) == [40, 45], "the others"
+    world.submit(range(220))
+    world.report(0, prefilled=orders)
+    world.report(0, CopyEnd(load.number))
+    for cached in (192, 208):
+        world.scheduler.dispatch()
+        orders = world.orders()
+        assert [each.cached_tokens for each in orders.placements] == [cached]
+        assert not any(copy.is_load for copy in orders.copies), "one load for both"
+        world.report(0, prefilled=orders)
+
+
+def test_a_failed_load_is_computed_and_forgotten() -> None:
+    world = World(SPEC)
+    world.compute(range(200))
+    world.scheduler.lose(0)
+    world.scheduler.open(0, SPEC)
+    world.submit(range(210))
+    (load,) = world.orders().copies
+    world.report(0, CopyEnd(load.number, (9,)))
+    world.scheduler.dispatch()
+    (placement,) = world.orders().placements
+    assert placement.cached_tokens == 0, "it tries no other load"
+    (host,) = world.scheduler.host_caches
+    assert host.groups[0].num_blocks - host.free == 9
+    assert world.scheduler.host_caches.counts.failed == 1
+
+
+def test_a_short_prefix_is_computed() -> None:
+    world = World(SPEC)
+    world.compute(range(60))
+    world.scheduler.lose(0)
+    world.scheduler.open(0, SPEC)
+    world.submit(range(70))
+    assert not world.orders().copies
+
+
+def test_replicas_share_the_cache_of_their_host_alone() -> None:
+    world = World(SPEC, SPEC, replace(SPEC, host_cache="b"), replace(SPEC, host_cache="", host_blocks=0))
+    world.scheduler.drain(1)
+    world.scheduler.drain(2)
+    world.scheduler.drain(3)
+    world.compute(range(200))
+    for replica in (1, 2, 3):
+        world.scheduler.drain(replica - 1)
+        world.scheduler.drain(replica, draining=False)
+        world.submit(range(200 + replica))
+        assert bool(world.orders(replica).copies) is (replica == 1)
