@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 import aiohttp
@@ -48,3 +50,48 @@ async def test_a_killed_shard_comes_back_to_a_warm_cache(
         children = stack.children()
         stack.kill("launcher")
         assert not still_running(children, 10.0), "who maps the memory has ended"
+
+
+async def metric(session: aiohttp.ClientSession, stack: Stack, name: str) -> float:
+    async with session.get(f"{stack.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+async def test_sequences_of_a_shard_that_stops_move_without_being_computed_again(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    shape = SHAPE | {"vocab_size": 264, "max_position_embeddings": 2048}
+    model = Path(save(random_model(LlamaConfig(**shape)), tmp_path / "model"))
+    write_tokenizer(model)
+    flags = ("--num-replicas", "2", "--device", "cpu", "--dtype", "float32", "--drain-timeout", "30")
+
+    async def answer(stack: Stack, number: int) -> str:
+        parameters = {"max_new_tokens": 600, "ignore_eos_token": True}
+        body = {"inputs": f"{number} is a number and a text. " * 8, "parameters": parameters}
+        async with session.post(f"{stack.url}/generate", json=body) as response:
+            assert response.status == 200, await response.text()
+            return str((await response.json())["generated_text"])
+
+    async def stop_a_shard(stack: Stack) -> None:
+        while await metric(session, stack, "tgi_batch_current_size") < 6:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        loaded = await metric(session, stack, "text_generation_host_cache_loaded_blocks_total")
+        started = time.monotonic()
+        stack.shard(0).terminate()
+        stack.wait_for("shard stopped", "router")
+        print(f"drained in {time.monotonic() - started:.2f} s")
+        assert await metric(session, stack, "text_generation_host_cache_loaded_blocks_total") > loaded
+        assert await metric(session, stack, "text_generation_request_moves_total") == 0, "none lost its shard"
+
+    async def answers(stack: Stack, numbers: range, *, stopping: bool = False) -> list[str]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(stack, number)) for number in numbers]
+            if stopping:
+                await stop_a_shard(stack)
+        return [task.result() for task in tasks]
+
+    with running(model, *flags, "--host-cache-size", "32MiB", engine="torch") as stack:
+        texts = await answers(stack, range(6), stopping=True)
+        stack.wait_for("shard joined again", "router")
+        assert await answers(stack, range(6)) == texts

@@ -198,7 +198,7 @@ class Dispatcher:
             cache = ranked[0].cache
             if (
                 leader
-                and tokens - cache.cached_tokens(sequence) >= MIN_SHARED_TOKENS
+                and tokens - cache.tokens_on_device(sequence) >= MIN_SHARED_TOKENS
                 and cache.will_share(leader, tokens)
             ):
                 return ranked, (ranked[0], leader, tokens)

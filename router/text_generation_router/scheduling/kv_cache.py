@@ -89,12 +89,15 @@ class KVCache:
 
     def cached_tokens(self, sequence: ScheduledSequence) -> int:
         """Return the leading tokens of `sequence` that are cached. At least one token is left to compute."""
-        key = self.reusable_key(sequence)
-        tokens = self.tree.peek(sequence.salt, key)
+        tokens = self.tokens_on_device(sequence)
         if self.host is not None:
             # Of two replicas, that without a load is the better one.
-            tokens = max(tokens, self.host.tree.peek(sequence.salt, key) * 15 // 16)
+            tokens = max(tokens, self.host.tree.peek(sequence.salt, self.reusable_key(sequence)) * 15 // 16)
         return tokens
+
+    def tokens_on_device(self, sequence: ScheduledSequence) -> int:
+        """Do as `cached_tokens`, without the host cache."""
+        return self.tree.peek(sequence.salt, self.reusable_key(sequence))
 
     def find_prefix(self, sequence: ScheduledSequence) -> Prefix:
         """Return the cached prefix of `sequence`. At least one token is left to compute."""

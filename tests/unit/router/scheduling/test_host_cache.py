@@ -102,7 +102,7 @@ def test_a_sequence_waits_for_its_load_and_others_run() -> None:
     world.submit(range(220))
     world.report(0, prefilled=orders)
     world.report(0, CopyEnd(load.number))
-    for cached in (192, 208):
+    for cached in (192, 208):  # that of the second request waited
         world.scheduler.dispatch()
         orders = world.orders()
         assert [each.cached_tokens for each in orders.placements] == [cached]

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import structlog
@@ -33,7 +33,9 @@ CHECK_BYTES = 4
 """Bytes of a checksum."""
 CHUNK_BYTES = 32 << 20
 """Size of the buffers on the device, if a block is not larger."""
-CHECKING_THREADS = 8
+WORD = torch.int64
+"""The numbers in which the device copies."""
+CHECKING_THREADS = 12
 """Threads that compute checksums beside the transfers of a GPU."""
 
 log = structlog.get_logger()
@@ -173,27 +175,31 @@ class _Group:
         self.rows, self.checks = rows, checks
         self.num_blocks = len(parts[0]) if parts else 1 << 30
         self._host = torch.from_numpy(rows)
-        ends = np.cumsum([part.shape[1] for part in parts], dtype=int).tolist()
-        self._parts = [(part, end - part.shape[1], end) for part, end in zip(parts, ends, strict=True)]
+        # Whole words where that is possible: the device copies each number by itself.
+        self._dtype = torch.uint8 if any(part.shape[1] % WORD.itemsize for part in parts) else WORD
+        words = [part.view(self._dtype) for part in parts]
+        self._width = sum(part.shape[1] for part in words)
+        ends = accumulate(part.shape[1] for part in words)
+        self._parts = [(part, end - part.shape[1], end) for part, end in zip(words, ends, strict=True)]
 
     def store(self, device: Sequence[int], host: Sequence[int], place: torch.device) -> None:
         """Launch copies of blocks from the device to the host."""
         buffer, index = self._buffer(device, place)
         for part, start, end in self._parts:
             buffer[:, start:end] = part.index_select(0, index)
-        for row, block in zip(buffer, host, strict=True):
+        for row, block in zip(buffer.view(torch.uint8), host, strict=True):
             self._host[block].copy_(row, non_blocking=True)
 
     def load(self, device: Sequence[int], host: Sequence[int], place: torch.device) -> None:
         """Launch copies of blocks from the host to the device."""
         buffer, index = self._buffer(device, place)
-        for row, block in zip(buffer, host, strict=True):
+        for row, block in zip(buffer.view(torch.uint8), host, strict=True):
             row.copy_(self._host[block], non_blocking=True)
         for part, start, end in self._parts:
             part.index_copy_(0, index, buffer[:, start:end])
 
     def _buffer(self, blocks: Sequence[int], place: torch.device) -> tuple[Tensor, Tensor]:
-        buffer = torch.empty(len(blocks), self.rows.shape[1], dtype=torch.uint8, device=place)
+        buffer = torch.empty(len(blocks), self._width, dtype=self._dtype, device=place)
         return buffer, torch.tensor(blocks, device=place)
 
 
