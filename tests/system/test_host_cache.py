@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from byte_tokenizer import write_tokenizer
+from full_grid import full
 from stack import Stack, running, still_running
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig
@@ -27,7 +28,7 @@ async def ask(session: aiohttp.ClientSession, stack: Stack, text: str) -> tuple[
         return str((await response.json())["generated_text"]), computed
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", full("2")])
 async def test_a_killed_shard_comes_back_to_a_warm_cache(
     session: aiohttp.ClientSession, tmp_path: Path, ranks: str
 ) -> None:
@@ -58,6 +59,7 @@ async def metric(session: aiohttp.ClientSession, stack: Stack, name: str) -> flo
     return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
+@pytest.mark.full
 async def test_sequences_of_a_shard_that_stops_move_without_being_computed_again(
     session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
