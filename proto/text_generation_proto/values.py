@@ -24,7 +24,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 4096
 """Tokens of all of them."""
 
-DRAFT_SOURCES = OWN, RECENT, PREDICTION, SYNTHETIC, ENGINE = "own", "recent", "prediction", "synthetic", "engine"
+DRAFT_SOURCES = "own", "recent", "prediction", "mtp", "synthetic", "engine"
+OWN, RECENT, PREDICTION, PREDICTED, SYNTHETIC, ENGINE = DRAFT_SOURCES
 """The values of Drafting.source; ENGINE where the engine does not tell."""
 
 SEEDS = 2**64

@@ -102,8 +102,8 @@ class ShardSettings(SharedSettings, ShardAccess):
     """Largest rank of a LoRA adapter (torch engine). 0: that of `lora_adapters`, or 16 if there are none."""
     speculate: Annotated[str, Field(pattern=r"^(auto|\d{1,2})$")] = "auto"
     """Speculative decoding in the torch engine: most tokens to draft for a sequence in a step, by a search of its own text and of
-    recent outputs. auto: 8 on a CPU, 4 on a GPU, there none for models with states; 0: none. Drafts change no answer, and are made
-    only where they are faster: docs/speculation.md."""
+    recent outputs, and by the layer `mtp` of Qwen3-Next and Qwen3.5. auto: 8 on a CPU, 4 on a GPU, there none for models with
+    states; 0: none. Drafts change no answer, and are made only where they are faster: docs/speculation.md."""
     synthetic_acceptance: Annotated[float, Field(ge=0)] = 0.0
     """Benchmarks only: take drafts as right at random, so that a step with the longest ones yields so many tokens of a sequence on
     average. Texts are then not those of the model. 0: off."""

@@ -19,7 +19,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
-from text_generation_shard.engines.torch.build.prepare import engine_info, with_states_of
+from text_generation_shard.engines.torch.build.prepare import engine_info, with_drafts
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
@@ -361,7 +361,7 @@ def reference_decoder(
 
 def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> TorchEngine:
     """Return the engine of a GPU for a native model, on a CPU."""
-    model = with_states_of(config, read_model_config(Path(config.model_path)), CPU)
+    model = with_drafts(config, read_model_config(Path(config.model_path)), CPU)
     info = engine_info(config, model, CPU, grammars)
     dtype = getattr(torch, info.dtype)
     with torch.inference_mode():

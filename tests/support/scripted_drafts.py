@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Sequences
 
-from text_generation_proto.values import OWN
+from text_generation_proto.values import OWN, PREDICTED
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
-from text_generation_shard.step.drafts.drafter import Drafter
+from text_generation_shard.step.drafts.drafter import Drafter, Predictor
 from text_generation_shard.step.sequence import Draft, Sequence, StepRows
 
 
@@ -32,8 +32,19 @@ class ScriptedDrafts(Drafter):
 
     def drafts(self, sequences: Sequences[Sequence]) -> dict[int, Draft]:
         self._lookup.forget_ended()
+        if self.predictor is not None and self._draw.random() < 0.5:
+            return self._predicted_drafts(self.predictor, sequences)
         drafted = {sequence.slot: self._draft(sequence) for sequence in sequences}
         return {slot: draft for slot, draft in drafted.items() if draft is not None and draft.tokens}
+
+    def _predicted_drafts(self, predictor: Predictor, sequences: Sequences[Sequence]) -> dict[int, Draft]:
+        lengths = {
+            each.slot: min(self._draw.randrange(9), each.end - len(each.tokens))
+            for each in sequences
+            if predictor.may_follow(each) and (each.matcher is None or each.matcher.is_quick)
+        }
+        found = predictor.drafts(lengths)
+        return {slot: Draft(tokens, PREDICTED, 0) for slot, tokens in found.items()}
 
     def _draft(self, sequence: Sequence) -> Draft | None:
         count = len(sequence.tokens)
@@ -49,7 +60,7 @@ class ScriptedDrafts(Drafter):
         tokens = tuple(draw.randrange(self._vocab_size) if draw.random() < errors else each for each in right)
         return Draft(tokens, OWN, 0)
 
-    def pay_after(self, sequences: Sequences[Sequence]) -> bool:
+    def pay_after(self, sequences: Sequences[Sequence], *, prompts: bool) -> bool:
         return self._draw.random() < 0.6
 
     def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
@@ -61,3 +72,5 @@ def draft_by(engine: Engine, drafter: Drafter | None) -> None:
     assert isinstance(engine, TorchEngine)
     assert engine.info.max_tokens_per_step > 1
     engine.drafter = drafter
+    if drafter is not None:
+        drafter.predictor = engine.predictions

@@ -244,6 +244,11 @@ class StepRow:
         """The position of the first token that the step samples for it."""
         return self.start + self.length - len(self.drafts)
 
+    @property
+    def is_greedy(self) -> bool:
+        """True if only the most probable token can follow, regardless of the previous step's token."""
+        return self.first_sampled >= self.sequence.greedy_from
+
 
 @dataclass(slots=True)
 class PersistentRows:

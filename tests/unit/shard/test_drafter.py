@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import SimpleNamespace
+
 import pytest
 
-from text_generation_proto.values import Stopping
+from text_generation_proto.values import PREDICTED, Stopping
 from text_generation_shard.engine import Drafting, NewSequence, StepResult
-from text_generation_shard.step.drafts.drafter import MANY, PAUSE, QUIET_STEPS, Drafter, drafting_of
+from text_generation_shard.step.drafts import drafter as drafter_module
+from text_generation_shard.step.drafts.drafter import FORGET_STEPS, MANY, PAUSE, QUIET_STEPS, Drafter, drafting_of
 from text_generation_shard.step.drafts.synthetic import probability_of
 from text_generation_shard.step.sequence import Draft, SamplerOutput, Sequence, StepRow, StepRows, take_tokens
 
@@ -38,10 +42,10 @@ def drafter(rows: int, *, most: int = 3) -> Drafter:
 
 def test_a_step_waits_for_the_one_before_only_to_have_drafts() -> None:
     it = drafter(2)
-    assert not it.pay_after(sequences(2))
+    assert not it.pay_after(sequences(2), prompts=False)
     repeating = sequences(2, repeats=2)
     assert it.may_draft(2)
-    assert it.pay_after(repeating)
+    assert it.pay_after(repeating, prompts=False)
     assert it.may_draft(2)
     assert tokens_of(it.drafts(repeating)) == {0: (1, 2, 3), 1: (2, 3, 4)}
 
@@ -51,10 +55,66 @@ def test_a_step_seldom_waits_where_drafts_seldom_follow() -> None:
     waits = 0
     for _ in range(100):
         it.may_draft(2)
-        if it.pay_after(repeating):
+        if it.pay_after(repeating, prompts=False):
             waits += 1
             assert it.drafts([]) == {}
     assert 0 < waits < 40
+
+
+class Sevens:
+    """Predicts nothing but 7."""
+
+    has_prompts = False
+
+    def __init__(self) -> None:
+        self.asked: list[dict[int, int]] = []
+
+    def may_follow(self, sequence: Sequence) -> bool:
+        return True
+
+    def drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        self.asked.append(dict(lengths))
+        return {slot: (7,) * length for slot, length in lengths.items()}
+
+
+def test_predictions_are_asked_for_where_they_pay_and_nothing_is_found() -> None:
+    it, predictor = drafter(2), Sevens()
+    it.predictor = predictor
+    assert it.pay_after(sequences(2), prompts=False)
+    found, (_, other) = sequences(2, repeats=2)[0], sequences(2)
+    assert tokens_of(it.drafts([found, other])) == {0: (1, 2, 3), 1: (7, 7, 7)}
+    assert predictor.asked == [{1: 3}]
+    for _ in range(60):
+        it.verified([Drafting(1, 3, 0, PREDICTED, [(0, 3, 0)])])
+    assert it.drafts([other]) == {}
+    predictor.has_prompts = True
+    assert it.drafts([other]) == {}
+    assert predictor.asked[1:] == [{}]
+    for _ in range(FORGET_STEPS - 2):
+        it.drafts([])
+    assert len(predictor.asked) == QUIET_STEPS
+    assert tokens_of(it.drafts([other])) == {1: (7, 7, 7)}
+
+
+@pytest.mark.parametrize(("seconds_each", "tokens"), [(0.0001, 3), (0.006, 1), (0.02, 0)])
+def test_no_more_tokens_are_predicted_than_pay_for_their_time(
+    monkeypatch: pytest.MonkeyPatch, seconds_each: float, tokens: int
+) -> None:
+    it, predictor, now = (
+        drafter(2),
+        Sevens(),
+        [0.0],
+    )  # a step takes 10 ms, and three of four tokens are taken to be right
+    it.predictor, predict = predictor, predictor.drafts
+    monkeypatch.setattr(drafter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def timed(lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        now[0] += seconds_each * max(lengths.values())
+        return predict(lengths)
+
+    monkeypatch.setattr(predictor, "drafts", timed)
+    lengths = [len(it.drafts(sequences(2)).get(0, Draft((), "", 0)).tokens) for _ in range(3)]
+    assert lengths == [3, tokens, tokens]
 
 
 def test_many_sequences_without_drafts_are_looked_at_in_one_of_some_steps() -> None:

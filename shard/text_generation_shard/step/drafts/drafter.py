@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
+from typing import Protocol
 
+from text_generation_proto.values import PREDICTED
 from text_generation_shard.engine import Drafting, EngineInfo, StepResult
-from text_generation_shard.step.drafts.length import Acceptance, DraftLengths, StepTimes
+from text_generation_shard.step.drafts.length import LEAST_GAIN, Acceptance, DraftLengths, StepTimes
 from text_generation_shard.step.drafts.lookup import LookupDrafts
 from text_generation_shard.step.drafts.synthetic import SyntheticDrafts
 from text_generation_shard.step.sequence import Draft, Sequence, StepRows
@@ -18,6 +21,29 @@ PAUSE = 4
 """With MANY rows, and without drafts for QUIET_STEPS, drafts are looked for in one of PAUSE steps."""
 
 
+PREDICTED_MATCH = 9
+"""The length of a match as likely right as predicted tokens, until some were verified."""
+FORGET_STEPS = 512
+"""Steps without predicted tokens after which they are tried again."""
+
+
+class Predictor(Protocol):
+    """A part of the model that predicts tokens once they are wanted."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if it is behind by chunks of prompts."""
+        ...
+
+    def may_follow(self, sequence: Sequence) -> bool:
+        """Return True if there can be drafts of the sequence."""
+        ...
+
+    def drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        """Return drafts of these lengths, by slot."""
+        ...
+
+
 class Drafter:
     """Drafts tokens where that is expected to be faster. Told of each step, from which it learns."""
 
@@ -26,6 +52,13 @@ class Drafter:
         self.most = most
         self.synthetic: SyntheticDrafts | None = None
         """The source in the place of a lookup, in measurements."""
+        self.predictor: Predictor | None = None
+        self._unpredicted = 0
+        """Steps that were asked for since one had predicted drafts."""
+        self._passes = StepTimes()
+        """Seconds of a token of predicted drafts, by number of rows."""
+        self._predicting_s = 0.0
+        """Seconds of predictions since the last step was recorded."""
         self._acceptance = Acceptance()
         self._lookup = LookupDrafts(self._acceptance)
         self._quiet = 0
@@ -70,40 +103,86 @@ class Drafter:
             for (sequence, draft), length in zip(candidates, lengths, strict=True)
             if length
         }
+        if self.predictor is not None:
+            self._predict(self.predictor, drafts, len(sequences))
         if drafts:
             self._quiet = 0
         if self._waited:
             self._waited, self._worth = False, self._worth + (bool(drafts) - self._worth) / PAUSE
         return drafts
 
-    def pay_after(self, sequences: Sequences[Sequence]) -> bool:
+    def _predict(self, predictor: Predictor, drafts: dict[int, Draft], rows: int) -> None:
+        """Fill in the predicted ones of the drafts."""
+        wanted = {slot: len(draft.tokens) for slot, draft in drafts.items() if draft.source == PREDICTED}
+        # Prompts are worth it only if there will be drafts.
+        if wanted or (predictor.has_prompts and self._unpredicted < QUIET_STEPS):
+            started = time.perf_counter()
+            found = predictor.drafts(wanted)
+            self._predicting_s = time.perf_counter() - started
+            for slot in wanted:
+                draft = drafts.pop(slot)
+                if slot in found:
+                    drafts[slot] = replace(draft, tokens=found[slot])
+            if wanted and not predictor.has_prompts:
+                self._passes.add(rows, self._predicting_s / max(wanted.values()))
+        self._unpredicted = 0 if wanted else self._unpredicted + 1
+        if self._unpredicted >= FORGET_STEPS:
+            self._acceptance.forget(PREDICTED)
+            self._unpredicted = 0
+
+    def pay_after(self, sequences: Sequences[Sequence], *, prompts: bool) -> bool:
         """Return True if the step after the one in progress, whose tokens are not known, should have drafts.
 
-        It then waits for these tokens. If there are mostly no drafts after all, it does so in one of PAUSE steps only.
+        It then waits for these tokens. If there are mostly no drafts after all, it does so in one of PAUSE steps only. It also
+        waits if the one in progress has `prompts` for the predictor.
         """
         if any(self._candidates(sequences, lead=1)[1]):
             self._waited = self._worth > 0.5 or self._quiet % PAUSE == 0
-        return self._waited
+        return self._waited or (prompts and self.predictor is not None and self._unpredicted < QUIET_STEPS)
 
     def _candidates(
         self, sequences: Sequences[Sequence], lead: int
     ) -> tuple[list[tuple[Sequence, Draft]], Iterable[int]]:
         source = self.synthetic or self._lookup
         source.forget_ended()
-        candidates = [
-            (sequence, draft)
-            for sequence in sequences
-            if (sequence.matcher is None or sequence.matcher.is_quick)
-            and (draft := source.drafts(sequence, min(self.most + lead, sequence.end - len(sequence.tokens))))
-        ]
-        if not candidates:
+        candidates: list[tuple[Sequence, Draft]] = []
+        predicted: list[tuple[Sequence, Draft]] = []
+        for sequence in sequences:
+            most = min(self.most + lead, sequence.end - len(sequence.tokens))
+            if sequence.matcher is not None and not sequence.matcher.is_quick:
+                continue
+            if (draft := source.drafts(sequence, most)) is not None:
+                candidates.append((sequence, draft))
+            elif self.predictor is not None and most > lead and (lead or self.predictor.may_follow(sequence)):
+                # Its tokens are not known yet, and none of them comes with a step in progress.
+                predicted.append((sequence, Draft((0,) * (most - lead), PREDICTED, PREDICTED_MATCH)))
+        if not candidates and not predicted:
             return [], []
         gains = [self._acceptance.gains(draft.source, draft.match, len(draft.tokens)) for _, draft in candidates]
+        cost = self._prediction_cost(len(sequences), len(predicted))
+        for _, draft in predicted:
+            own = self._acceptance.gains(draft.source, draft.match, len(draft.tokens))
+            gains.append([1.0] * lead + [gain - cost for gain in own if gain - cost > LEAST_GAIN])
+        candidates += predicted
         chosen = self._lengths.choose(len(sequences), gains, lead)
         return ([], []) if chosen is None else (candidates, chosen)
 
+    def _prediction_cost(self, rows: int, predicted: int) -> float:
+        """Return the tokens of a row that are not computed in the time of a predicted token, with so many rows that have some."""
+        pass_s, step_s = self._passes.expected(rows), self._lengths.plain.expected(rows)
+        return 0.0 if not (pass_s and step_s and predicted) else pass_s / step_s * rows / predicted
+
+    def verified(self, found: Iterable[Drafting]) -> None:
+        """Learn from the drafts of a step that is recorded."""
+        self._predicting_s = 0.0
+        for told in found:
+            for _, drafted, accepted in told.by_slot if told.source == PREDICTED else ():
+                for place in range(min(accepted + 1, drafted)):
+                    self._acceptance.add(PREDICTED, PREDICTED_MATCH, right=place < accepted)
+
     def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
         """Learn from the time between the records of a step without prompts and of the one before."""
+        seconds -= self._predicting_s
         self._lengths.add(rows.tokens, seconds, drafted=bool(rows.drafting), began_ahead=began_ahead)
 
 

@@ -75,6 +75,10 @@ class Acceptance:
             gains.append(gain)
         return gains
 
+    def forget(self, source: str) -> None:
+        """Begin anew with the probabilities of a source."""
+        self._estimates = {key: each for key, each in self._estimates.items() if key[0] != source}
+
     def _of(self, source: str, length: int) -> _Estimate:
         group = bisect_left(LENGTHS, length)
         if (estimate := self._estimates.get((source, group))) is None:

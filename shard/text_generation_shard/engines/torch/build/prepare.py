@@ -16,7 +16,7 @@ from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.device.memory import total_memory
 from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.config import PREDICTION, ModelConfig
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.grammar import Grammars, load_grammars
 
@@ -92,20 +92,22 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
             f"--kv-cache-dtype {config.kv_cache_dtype}: the latent rows of {model_config.model_type} models are not stored in FP8"
         )
     dtype = getattr(torch, config.dtype or model_config.dtype)
-    model_config = with_states_of(config, model_config, target.device)
     check_memory(model_config, dtype.itemsize, target, config.world_size)
+    model_config = with_drafts(config, model_config, target.device)
     return describe(config, model_config, target)
 
 
-def with_states_of(config: ShardConfig, model_config: ModelConfig, device: torch.device) -> ModelConfig:
-    """Return a model whose states are kept as the settings say."""
+def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.device) -> ModelConfig:
+    """Return a model with what drafts need, whose states are kept as the settings say."""
+    longest = longest_draft(config, device, has_states=model_config.states is not None)
+    if longest and model_config.quantization is None and config.world_size == 1 and config.load_format != "dummy":
+        names = Checkpoint(Path(config.model_path))
+        model_config = replace(model_config, predicts=PREDICTION in names)
     if (states := model_config.states) is None:
         return model_config
     name = config.mamba_ssm_cache_dtype
     dtype = states.dtype if name == "auto" else getattr(torch, name)
-    return replace(
-        model_config, states=replace(states, dtype=dtype, drafts=longest_draft(config, device, has_states=True))
-    )
+    return replace(model_config, states=replace(states, dtype=dtype, drafts=longest))
 
 
 def longest_draft(config: ShardConfig, device: torch.device, *, has_states: bool) -> int:

@@ -43,6 +43,7 @@ from text_generation_shard.engine import (
 from text_generation_shard.engines.torch.device.copies import EventRecorder, PinnedBuffers
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.in_flight import StepInFlight
+from text_generation_shard.engines.torch.engine.predictions import Predictions
 from text_generation_shard.engines.torch.engine.scoring import (
     sampling_row,
     start_scores,
@@ -94,6 +95,9 @@ class TorchEngine(SynchronousEngine):
         self._events = EventRecorder(self._device)
         self._table = SequenceTable(info, runs_ahead=executor.runs_ahead, drafts=drafter is not None)
         self.drafter = drafter
+        self.predictions = Predictions(executor) if executor.predicts and drafter is not None else None
+        if drafter is not None:
+            drafter.predictor = self.predictions
         self._recorded_at = 0.0
         """Time of the last record; 0 after a pause."""
         self._histories = TokenHistories(self._device)
@@ -174,6 +178,7 @@ class TorchEngine(SynchronousEngine):
             self._or_fail(rows, partial(self._launch, rows, began_ahead=before is not None)) if rows else StepResult()
         )
         if before is not None:
+            before.hidden = None  # the step launched meanwhile has overwritten them
             result = self._record(before)
         result = result or StepResult()
         result.failed += failed
@@ -193,7 +198,9 @@ class TorchEngine(SynchronousEngine):
         drafter, table = self.drafter, self._table
         if drafter is None:
             return False
-        return bool(step.rows.drafting) or (drafter.may_draft(len(table)) and drafter.pay_after(table.decoding()))
+        if step.rows.drafting:
+            return True
+        return drafter.may_draft(len(table)) and drafter.pay_after(table.decoding(), prompts=step.rows.prefills)
 
     def _next_rows(self) -> StepRows:
         """Return the rows of the next step; the last one is recorded."""
@@ -254,10 +261,12 @@ class TorchEngine(SynchronousEngine):
             return self._table.fail(rows, f"the step failed: {typed_line(error)}")
 
     def _launch(self, rows: StepRows, *, began_ahead: bool = False, adapted: bool = False) -> StepInFlight:
+        if self.predictions is not None:
+            self.predictions.forget()
         ahead = self._executor.runs_ahead
         # On a CPU the masks are computed during the forward pass; on a GPU they depend on tokens not read yet.
         masking = None if ahead else self._start_masks(rows)
-        greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
+        greedy = ahead and all(row.is_greedy for row in rows.others if row.samples)
         launched = self._executor.launch(rows, greedy=greedy, adapted=adapted)
         self._table.begin(rows)
         return StepInFlight(rows, launched.started, launched.computed, launched, masking, began_ahead=began_ahead)
@@ -266,6 +275,7 @@ class TorchEngine(SynchronousEngine):
         """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
+        step.hidden = None if self.predictions is None else launched.hidden
         for row, offset in launched.prefills:
             if (scores := row.sequence.prompt_scores) is not None:
                 step.scores += start_scores(row, scores, offset, launched.hidden, self._executor.logits)
@@ -320,6 +330,8 @@ class TorchEngine(SynchronousEngine):
             self.drafter.synthetic.judge(step.rows, chosen)
         result = self._table.advance(step.rows, chosen)
         result.top_tokens = _top_tokens(step, result)
+        if self.predictions is not None and step.hidden is not None:
+            self.predictions.keep(step.rows, step.hidden)
         self._learn(step, result)
         result.forward_ns = (step.computed or step.done).ns_since(step.started)
         return result
@@ -332,6 +344,7 @@ class TorchEngine(SynchronousEngine):
         if before and not step.rows.prefills:
             self.drafter.took(step.rows, now - before, began_ahead=step.began_ahead)
         result.drafting = drafting_of(step.rows, result)
+        self.drafter.verified(result.drafting)
         self._recorded_at = now
 
     def _start_masks(self, rows: StepRows) -> Future[Masks] | None:
@@ -371,11 +384,6 @@ def _top_tokens(step: StepInFlight, result: StepResult) -> list[TopTokens]:
         for number, (row, place) in enumerate(step.top_token_rows)
         if place < counts.get(row.sequence.slot, 0)
     ]
-
-
-def _is_greedy(row: StepRow) -> bool:
-    """Return True if only the most probable token can follow, regardless of the previous step's token."""
-    return row.first_sampled >= row.sequence.greedy_from
 
 
 def _read(packed: Tensor, rows: int) -> SamplerOutput:

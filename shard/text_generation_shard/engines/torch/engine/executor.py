@@ -18,6 +18,7 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.step_plan import (
     Ints,
+    Padding,
     StepPlan,
     TableUpdate,
     plan_chunks,
@@ -93,6 +94,7 @@ class Executor:
         self.kinds, self.block_bytes = runner.kinds, runner.block_bytes
         """The groups of the KV cache, and bytes of their blocks."""
         self.has_states = runner.kinds[-1].is_state
+        self.predicts = runner.predicts
         self._pinned = PinnedBuffers(self._device)
         self._events = EventRecorder(self._device)
 
@@ -130,6 +132,19 @@ class Executor:
             started=started,
             computed=None if output.sampled is not None else self._events.record(),
         )
+
+    def predict(self, rows: StepRows, ids: Sequence[int], hidden: Tensor, *, drafts: bool) -> tuple[Tensor, list[int]]:
+        """Return the hidden states of `Model.predict` at the last token of each row that samples, and the most probable next tokens.
+
+        `ids` are the tokens, in the place of those of the rows. The others: see `Runner.start`.
+        """
+        plan = self._plan(rows, greedy=False, padded=False)
+        plan.column("ids")[:] = ids
+        output = self._runner.start(plan, hidden=hidden, drafts=drafts)
+        ends = accumulate(row.length for row in rows.others)
+        lasts = [end - 1 for row, end in zip(rows.others, ends, strict=True) if row.samples]
+        sampled = [index + len(row.drafts) for index, row in rows.indexed()]
+        return output.normed[lasts], [] if output.logits is None else output.logits[sampled].argmax(1).tolist()
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""
@@ -243,7 +258,7 @@ class Executor:
         self._group.close()
         del self._runner
 
-    def _plan(self, rows: StepRows, *, greedy: bool) -> StepPlan:
+    def _plan(self, rows: StepRows, *, greedy: bool, padded: bool = True) -> StepPlan:
         updates = [] if self._adapters is None else self._adapter_updates(rows)
         if self.has_states and rows.prefills:
             chunks = (row.sequence for row in rows.others if row.prefills)
@@ -254,7 +269,9 @@ class Executor:
         if rows.prefills:
             plan = plan_chunks(rows, updates, self._runner.windows, greedy=greedy, memory=self._pinned_memory)
         else:
-            padding = self._runner.padding(rows.tokens, len(updates))
+            padding = Padding(rows.tokens, len(updates), 0, (0, 0))
+            if padded:
+                padding = self._runner.padding(rows.tokens, len(updates))
             plan = plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
         adapted = bool(self._places) and any(sequence.adapter for sequence in rows.sequences)
         return plan.with_adapters() if adapted else plan

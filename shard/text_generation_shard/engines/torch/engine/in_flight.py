@@ -25,6 +25,8 @@ class StepInFlight:
     launched: Launched | None
     """Until the tokens are sampled; then dropped, because its tensors are large."""
     masking: Future[dict[int, Mask]] | None = None
+    hidden: Tensor | None = None
+    """Its hidden states, if drafts follow from them."""
     masks: dict[int, Mask] = field(default_factory=dict)
     """Masks of rows with a grammar, by the index of the sampled token."""
     late: dict[int, Sequence] = field(default_factory=dict)

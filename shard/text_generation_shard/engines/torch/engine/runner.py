@@ -21,8 +21,18 @@ from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 class Model(Protocol):
     """A model that an executor runs, with the weights of one rank."""
 
+    predicts: bool
+    """True if it has what `predict` needs."""
+
     def forward(self, step: Step) -> Tensor:
         """Return hidden states [tokens, hidden], as `logits` expects them; writes keys and values to the cache."""
+        ...
+
+    def predict(self, step: Step, hidden: Tensor) -> Tensor:
+        """Return the hidden states from which `logits` gives the token after the next one: those of a layer for drafts.
+
+        `step` has the next token at each position, `hidden` [tokens, hidden] the output of `forward` there, or of this one.
+        """
         ...
 
     def allocate_states(self, blocks: int) -> None:
@@ -82,6 +92,7 @@ class Runner(ABC):
         shifts_positions: bool,
     ) -> None:
         self._model = model
+        self.predicts = model.predicts
         self._group = group
         self._translate_peer_loss = PeerLossTranslator(group.channel)
         self._shape = shape
@@ -151,8 +162,14 @@ class Runner(ABC):
         """Free the graphs, if there are any."""
 
     @abstractmethod
-    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
-        """Launch a step, with images if there are any in its tokens. The plan's memory may be reused when the step has finished. Raises GroupBroken, like those below."""
+    def start(
+        self, plan: StepPlan, images: StepImages | None = None, hidden: Tensor | None = None, *, drafts: bool = False
+    ) -> ForwardOutput:
+        """Launch a step, with images if there are any in its tokens. The plan's memory may be reused when the step has finished.
+
+        With `hidden`, compute `Model.predict` from these; `drafts`: at positions that no step has computed. Raises GroupBroken, like
+        those below.
+        """
 
     def broadcast_sampled_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
         """Store the sampled tokens of some slots for the next steps and broadcast them; on rank 0."""

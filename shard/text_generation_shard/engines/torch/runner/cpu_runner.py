@@ -50,12 +50,14 @@ class CpuRunner(Runner):
             [layer for (of, *_), pool in pools if of == group for layer in pool] for group in range(len(self.windows))
         ]
 
-    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
+    def start(
+        self, plan: StepPlan, images: StepImages | None = None, hidden: Tensor | None = None, *, drafts: bool = False
+    ) -> ForwardOutput:
         if plan.sizes.updates:
             cells, blocks = (torch.from_numpy(plan.column(name)) for name in ("cells", "blocks"))
             self._cells[cells.long()] = blocks
         batch = build_batch(plan, self._tables, self._last_tokens, self._cache, self._window)
-        if batch.entered_blocks.numel():
+        if (hidden is None or drafts) and batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
         attention = AttentionPlan(
             batch, self._tables, self._cache, self._shape, None if images is None else images.ahead
@@ -63,7 +65,9 @@ class CpuRunner(Runner):
         slots = self._slot_adapters, self._slot_states, self._slot_shifts
         step = CpuStep(batch, attention, self._cache, *slots, images)
         with self._translate_peer_loss:
-            hidden = batch.in_plan_order(self._model.forward(step))
+            model = self._model
+            output = model.forward(step) if hidden is None else model.predict(step, hidden[batch.places])
+            hidden = batch.in_plan_order(output)
             if not plan.num_sampling:
                 return ForwardOutput(hidden, None, None)
             sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden

@@ -113,11 +113,13 @@ class DeviceRunner(Runner):
     def drop_graphs(self) -> None:
         self._graphs = self._piecewise = None
 
-    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
+    def start(
+        self, plan: StepPlan, images: StepImages | None = None, hidden: Tensor | None = None, *, drafts: bool = False
+    ) -> ForwardOutput:
         numbers = torch.from_numpy(plan.numbers)
         with self._translate_peer_loss:
-            output = None if self._graphs is None else self._graphs.replay(plan, numbers)
-            return output or self._run(plan, numbers.to(self.device, non_blocking=True), images=images)
+            output = None if self._graphs is None or hidden is not None else self._graphs.replay(plan, numbers)
+            return output or self._run(plan, numbers.to(self.device, non_blocking=True), None, images, hidden)
 
     def _step_context(self, num_blocks: Sequence[int]) -> StepContext:
         """Allocate a KV cache. It is zeroed, so that it is finite."""
@@ -141,7 +143,12 @@ class DeviceRunner(Runner):
         return StepContext(self._kernels, cache, self._shape.layers, tables, *numbers, self._shape.scales)
 
     def _run(
-        self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None, images: StepImages | None = None
+        self,
+        plan: StepPlan,
+        numbers: Tensor,
+        logits: Tensor | None = None,
+        images: StepImages | None = None,
+        hidden: Tensor | None = None,
     ) -> ForwardOutput:
         """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""
         columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.bounds, strict=True)}
@@ -149,14 +156,14 @@ class DeviceRunner(Runner):
             self._kernels.update_tables(columns["cells"], columns["blocks"], self._cells)
         if plan.sizes.chunks:
             self._kernels.plan_chunks(plan, columns)
-        normed = self._normed(plan, numbers, columns, images)
+        normed = self._normed(plan, numbers, columns, images, hidden)
         if not plan.num_sampling:
             return ForwardOutput(normed, None, None)
-        hidden, slots = normed, columns["slots"]
+        sampled_from, slots = normed, columns["slots"]
         if plan.sizes.chunks:
             sampling = columns["sampling"]
-            hidden, slots = hidden.index_select(0, sampling), slots.index_select(0, sampling)
-        logits = self._model.logits(hidden, logits)
+            sampled_from, slots = normed.index_select(0, sampling), slots.index_select(0, sampling)
+        logits = self._model.logits(sampled_from, logits)
         if not plan.greedy:
             return ForwardOutput(normed, logits, None)
         # Aligned like the columns of a plan.
@@ -167,12 +174,19 @@ class DeviceRunner(Runner):
         return ForwardOutput(normed, logits, sampled)
 
     def _normed(
-        self, plan: StepPlan, numbers: Tensor, columns: Mapping[str, Tensor], images: StepImages | None
+        self,
+        plan: StepPlan,
+        numbers: Tensor,
+        columns: Mapping[str, Tensor],
+        images: StepImages | None,
+        hidden: Tensor | None,
     ) -> Tensor:
         # The columns of the tokens have equal lengths and distances.
         (start, _), (second, _), *_ = plan.bounds
         tokens = numbers[start:].as_strided((TOKEN_COLUMNS, plan.sizes.tokens), (second - start, 1))
         step = DeviceStep(tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted, images=images)
+        if hidden is not None:
+            return self._model.predict(step, hidden)
         # The pieces have no images in them.
         if self._piecewise is not None and plan.sizes.chunks and images is None:
             normed = self._piecewise.run(step)

@@ -141,6 +141,11 @@ class TransformersModel:
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
+    predicts = False
+
+    def predict(self, step: Step, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("layers for drafts are loaded by the native decoder")
+
     def allocate_states(self, blocks: int) -> None:
         """Do nothing: the states of the library's layers belong to slots."""
 

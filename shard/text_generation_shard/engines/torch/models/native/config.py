@@ -43,6 +43,8 @@ from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 USE_WINDOW = "use_sliding_window"
 HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+PREDICTION = "mtp.fc.weight"
+"""A tensor of the layer that predicts the token after the next one."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -89,6 +91,8 @@ class ModelConfig(DecoderNumbers):
     states: StateConfig | None = None
     multipliers: Multipliers | None = None
     quantization: Scheme | None = None
+    predicts: bool = False
+    """True: the checkpoint's layer that predicts the token after the next one is loaded."""
     max_images: int = 0
     """Images that a prompt may have, as far as the model knows."""
 

@@ -6,7 +6,7 @@ projections are fused into one product, and so are gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -133,6 +133,18 @@ class DecoderLayer:
 
 
 @dataclass(eq=False, kw_only=True)
+class PredictionPart:
+    """The weights that predict the token after the next one, from the embedding of that and the output of the model."""
+
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
+    projection: DenseLinear
+    """The product of both, in this order."""
+    layer: DecoderLayer
+    norm: RMSNorm
+
+
+@dataclass(eq=False, kw_only=True)
 class DecoderWeights:
     """The weights of one rank that the forward pass reads."""
 
@@ -146,13 +158,21 @@ class DecoderWeights:
     precision: Precision
     adapters: StepAdapters | None = None
     """The LoRA adapters of the layers, if there are any."""
+    prediction: PredictionPart | None = None
+
+    @property
+    def all_layers(self) -> Sequence[DecoderLayer]:
+        """The layers, and that of `prediction`."""
+        return self.layers if self.prediction is None else [*self.layers, self.prediction.layer]
 
     def convert(self) -> None:
         """Convert weights of products with normed hidden states to the final precision: see `Precision.after_loading`."""
-        norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
-        mlps = [layer.mlp.gate_up for layer in self.layers if isinstance(layer.mlp, GatedMLP)]
-        projections = [layer.attention.qkv for layer in self.layers if layer.attention is not None]
-        inputs = [each for layer in self.layers if layer.states is not None for each in layer.states.inputs]
+        layers = self.all_layers
+        norms = [self.norm, *(norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm))]
+        norms += [] if self.prediction is None else [self.prediction.norm]
+        mlps = [layer.mlp.gate_up for layer in layers if isinstance(layer.mlp, GatedMLP)]
+        projections = [layer.attention.qkv for layer in layers if layer.attention is not None]
+        inputs = [each for layer in layers if layer.states is not None for each in layer.states.inputs]
         after_norms = [self.head, *projections, *inputs, *mlps]
         self.precision = self.precision.after_loading(norms, after_norms)
 
@@ -209,10 +229,11 @@ class Decoder:
         self._ops = ops
         self._group = group
         self._device = weights.embedding.device
+        self.predicts = weights.prediction is not None
         if ops.has_buffers:
             for each in weights.rotary:
                 each.fill_table(config.max_sequence_length)
-        attentions = [layer.attention for layer in weights.layers if layer.attention is not None]
+        attentions = [layer.attention for layer in weights.all_layers if layer.attention is not None]
         numbers = config.attention_scale, config.attention_softcap
         self._places = [
             AttentionPlace(index, rotary, ScoreRules(*numbers, each.sinks))
@@ -230,26 +251,45 @@ class Decoder:
             weights.adapters.begin(step.adapters, ops.adapter_rows)
         residual = step.embed(weights.embedding, self._embedding_scale, buffers.residual)
         stream = ResidualStream(residual, buffers.normed, scale=config.residual_scale)
-        cache_layer = 0
+        places = iter(self._places)
         for index, layer in enumerate(weights.layers):
-            own, states, attended, mixed = buffers.of(index), layer.states, None, None
-            if states is not None:
-                projected = states.project(ops, stream, layer.input_norm, own.projected)
-            if (attention := layer.attention) is not None:
-                attended = attention.attend(ops, step, stream, layer.input_norm, self._places[cache_layer], own)
-                cache_layer += 1
-            if states is not None:
-                mixed = step.with_states(partial(states.mix, ops), projected, own.mixed)
-                self._add_mixed(stream, layer, states, mixed, attended)
-            elif attention is not None and attended is not None:
-                ops.add_linear(stream, attended, attention.output, layer.after_attention)
-            if layer.mlp is not None:
-                layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
-            if layer.scale != 1.0:
-                ops.multiply(stream, layer.scale)
+            self._add_layer(step, stream, layer, places, buffers.of(index))
             if step.images is not None:
                 step.images.add(stream.residual, index)
         return ops.norm(stream, weights.norm, buffers.normed)
+
+    def predict(self, step: Step, hidden: Tensor) -> Tensor:
+        part, buffers = self._weights.prediction, self.activations(step.num_tokens)
+        assert part is not None
+        embedded = step.embed(self._weights.embedding, self._embedding_scale, buffers.residual)
+        dtype = self._weights.precision.model
+        inputs = part.embedding_norm(embedded.to(dtype)), part.hidden_norm(hidden.to(dtype))
+        stream = ResidualStream(part.projection(torch.cat(inputs, dim=1)), buffers.normed)
+        self._add_layer(step, stream, part.layer, iter(self._places[-1:]), buffers.of(-1))
+        return self._ops.norm(stream, part.norm, buffers.normed)
+
+    def _add_layer(
+        self,
+        step: Step,
+        stream: ResidualStream,
+        layer: DecoderLayer,
+        places: Iterator[AttentionPlace],
+        own: LayerBuffers,
+    ) -> None:
+        ops, states, attended = self._ops, layer.states, None
+        if states is not None:
+            projected = states.project(ops, stream, layer.input_norm, own.projected)
+        if (attention := layer.attention) is not None:
+            attended = attention.attend(ops, step, stream, layer.input_norm, next(places), own)
+        if states is not None:
+            mixed = step.with_states(partial(states.mix, ops), projected, own.mixed)
+            self._add_mixed(stream, layer, states, mixed, attended)
+        elif attention is not None and attended is not None:
+            ops.add_linear(stream, attended, attention.output, layer.after_attention)
+        if layer.mlp is not None:
+            layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
+        if layer.scale != 1.0:
+            ops.multiply(stream, layer.scale)
 
     def _add_mixed(
         self, stream: ResidualStream, layer: DecoderLayer, states: StatePart, mixed: Tensor, attended: Tensor | None
@@ -295,7 +335,7 @@ class Decoder:
         """Allocate uninitialized buffers for a pass of `tokens` tokens, where the operations need them."""
         if not self._ops.has_buffers:
             return Activations()
-        layers, hidden, precision = self._weights.layers, self._config.hidden_size, self._weights.precision
+        layers, hidden, precision = self._weights.all_layers, self._config.hidden_size, self._weights.precision
 
         def empty(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype, device=self._device)

@@ -23,8 +23,8 @@ from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.models.native.adapters import ModelAdapters
 from text_generation_shard.engines.torch.models.native.attention import AttentionWeights
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
-from text_generation_shard.engines.torch.models.native.decoder import DecoderLayer, DecoderWeights
+from text_generation_shard.engines.torch.models.native.config import PREDICTION, ModelConfig
+from text_generation_shard.engines.torch.models.native.decoder import DecoderLayer, DecoderWeights, PredictionPart
 from text_generation_shard.engines.torch.models.native.delta_net import GatedDeltaNet
 from text_generation_shard.engines.torch.models.native.experts import Experts, ExpertsBesideMLP, shares_form
 from text_generation_shard.engines.torch.models.native.latent_attention import LatentAttention
@@ -53,8 +53,9 @@ class LayerWeights(DecoderLayer):
         device: torch.device,
         precision: Precision,
         adapters: ModelAdapters | None,
+        prefix: str = "",
     ) -> None:
-        self._prefix = f"model.layers.{index}."
+        self._prefix = prefix or f"model.layers.{index}."
         self._config, self._device, self._precision, self._adapters = config, device, precision, adapters
         self._projections = self._projections_of(self._prefix, tp)
         self.attention = None
@@ -171,6 +172,38 @@ class LayerWeights(DecoderLayer):
             each.pack()
 
 
+class PredictionWeights(PredictionPart):
+    """The weights of `mtp.*` in checkpoints of Qwen3-Next and Qwen3.5: a layer like the last one with attention, and what is around it."""
+
+    layer: LayerWeights
+
+    def __init__(self, config: ModelConfig, tp: TensorParallelRank, device: torch.device, precision: Precision) -> None:
+        width, dtype, zero_centered = config.hidden_size, precision.model, config.family.zero_centered_norms
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            RMSNorm(width, config.rms_norm_eps, device, dtype, zero_centered=zero_centered) for _ in range(3)
+        )
+        self.projection = DenseLinear(torch.empty(width, 2 * width, device=device, dtype=dtype), None, precision.logits)
+        attention = (True,) * config.num_layers if config.states is None else config.states.attention
+        last = config.num_layers - 1 - attention[::-1].index(True)
+        self.layer = LayerWeights(config, last, tp, device, precision, None, prefix="mtp.layers.0.")
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        return self.layer.named_parameters() | {
+            "mtp.pre_fc_norm_embedding.weight": self.embedding_norm.weight,
+            "mtp.pre_fc_norm_hidden.weight": self.hidden_norm.weight,
+            PREDICTION: self.projection.weight,
+            "mtp.norm.weight": self.norm.weight,
+        }
+
+    def process_weights_after_loading(self) -> None:
+        for each in (self.embedding_norm, self.hidden_norm, self.norm, self.layer):
+            each.process_weights_after_loading()
+
+    def pack(self) -> None:
+        self.layer.pack()
+        self.projection.pack()
+
+
 def empty_weights(
     config: ModelConfig,
     tp: TensorParallelRank,
@@ -202,6 +235,7 @@ class ModelWeights(DecoderWeights):
     """All weights of a rank. Created empty: fill `named_parameters`, then call `process_weights_after_loading`."""
 
     layers: list[LayerWeights]
+    prediction: PredictionWeights | None
 
     def __init__(
         self,
@@ -220,11 +254,13 @@ class ModelWeights(DecoderWeights):
         ]
         if adapters is not None:
             adapters.check()
+        self.prediction = PredictionWeights(config, tp, device, precision) if config.predicts else None
         kinds = [
             (rope, shape.rotated_dim)
             for rope, shape, layer in zip(config.ropes, config.layers, self.layers, strict=True)
             if layer.attention is not None
         ]
+        kinds += kinds[-1:] if config.predicts else []
         rotary = {kind: RotaryEmbedding(*kind, device) for kind in set(kinds)}
         self.rotary = [rotary[kind] for kind in kinds]
         self.norm = RMSNorm(
@@ -251,14 +287,18 @@ class ModelWeights(DecoderWeights):
         if not self.tied and own.length:
             shape = (own.total, self.embedding.shape[1])
             parameters["lm_head.weight"] = ParameterShard(self.head.weight[: own.length], shape, (own.start, 0))
-        for layer in self.layers:
-            parameters |= layer.named_parameters()
+        for each in self._parts:
+            parameters |= each.named_parameters()
         return parameters
+
+    @property
+    def _parts(self) -> list[LayerWeights | PredictionWeights]:
+        return [*self.layers, *(() if self.prediction is None else (self.prediction,))]
 
     @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """The attention of each layer that has it, on this rank."""
-        return tuple(layer.attention.shape for layer in self.layers if layer.attention is not None)
+        return tuple(layer.attention.shape for layer in self.all_layers if layer.attention is not None)
 
     @property
     def state_bytes(self) -> int:
@@ -268,8 +308,8 @@ class ModelWeights(DecoderWeights):
     def process_weights_after_loading(self) -> None:
         """Prepare the loaded weights for use. A tied LM head that needs another dtype than the embedding becomes a copy."""
         self.norm.process_weights_after_loading()
-        for layer in self.layers:
-            layer.process_weights_after_loading()
+        for each in self._parts:
+            each.process_weights_after_loading()
         # The weights of experts count as rounded, so the precision of a model that has any does not change.
         self.convert()
         if self.adapters is not None:
@@ -277,6 +317,6 @@ class ModelWeights(DecoderWeights):
 
     def pack(self) -> None:
         """Reorder all weights for products on a CPU: see `Linear.pack`."""
-        for layer in self.layers:
-            layer.pack()
+        for each in self._parts:
+            each.pack()
         self.head.pack()

@@ -1,0 +1,107 @@
+"""Drafts by the layer of a checkpoint that predicts the token after the next one.
+
+The layer has keys and values of its own, in the blocks of the sequences. For a position they follow from the output of the model there
+and from the next token, so they are computed once that is known: for all positions of the last step, before the next one. The
+last position of a sequence gives its first draft. The output of the layer there, and that draft as the next token, give the second
+one, and so on. Later steps overwrite the keys and values of drafts.
+
+Outputs are kept of the last step alone. Where no draft was wanted then, positions stay without keys and values: drafts after them
+are worse, texts are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import structlog
+import torch
+from torch import Tensor
+
+from text_generation_common.one_line import typed_line
+from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
+
+log = structlog.get_logger()
+
+
+class Predictions:
+    """The outputs of the last step, and the drafts that follow from them."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._rows: list[tuple[Sequence, int, int, bool]] = []
+        """Sequence, first position and length of each row, and True for a chunk of a prompt."""
+        self._hidden = torch.empty(0)
+        self._sequences: set[Sequence] = set()
+        """The sequences whose next token is known."""
+
+    def keep(self, rows: StepRows, hidden: Tensor) -> None:
+        """Keep the outputs [tokens, hidden] of a step that is recorded, until the next one is launched."""
+        self._hidden = hidden
+        persistent = rows.persistent
+        self._rows = [(row.sequence, row.start, row.length, row.prefills) for row in rows.others]
+        if persistent is not None:
+            starts = persistent.starts.tolist()
+            self._rows[:0] = [(each, at, 1, False) for each, at in zip(persistent.sequences, starts, strict=True)]
+        self._sequences = {each for each, start, length, _ in self._rows if len(each.tokens) > start + 1}
+
+    def forget(self) -> None:
+        """Drop the outputs."""
+        self._rows, self._hidden = [], torch.empty(0)
+        self._sequences.clear()
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if the last step had chunks of prompts."""
+        return any(is_chunk for *_, is_chunk in self._rows)
+
+    def may_follow(self, sequence: Sequence) -> bool:
+        """Return True if there can be drafts of the sequence."""
+        return sequence in self._sequences
+
+    def drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        """Compute the keys and values of the last step; return drafts of these lengths, by slot.
+
+        There are none after an error, such as a lack of memory, unless the device is broken.
+        """
+        try:
+            return self._drafts(lengths)
+        except Exception as error:
+            if self._executor.is_broken_by(error):
+                raise
+            log.warning("no tokens are predicted", error=typed_line(error))
+            return {}
+
+    def _drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        rows: list[StepRow] = []
+        ids: list[int] = []
+        places: list[int] = []
+        first = 0
+        for sequence, start, length, is_chunk in self._rows:
+            count = min(length, len(sequence.tokens) - 1 - start)
+            if sequence.is_held and count > 0:
+                samples = not is_chunk or start + count == sequence.prompt_length
+                drafts = () if is_chunk else (0,) * (count - 1)
+                rows.append(StepRow(sequence, start, count, samples=samples, drafts=drafts))
+                ids += sequence.tokens[start + 1 : start + 1 + count]
+                places += range(first, first + count)
+            first += length
+        found: dict[int, tuple[int, ...]] = {}
+        if not rows:
+            return found
+        hidden = self._hidden if len(places) == len(self._hidden) else self._hidden[places]
+        hidden, tokens = self._executor.predict(StepRows(None, rows), ids, hidden, drafts=False)
+        sequences = [row.sequence for row in rows if row.samples]
+        place = 0
+        while True:
+            for sequence, token in zip(sequences, tokens, strict=True):
+                if lengths.get(sequence.slot, 0) > place:
+                    found[sequence.slot] = (*found.get(sequence.slot, ()), token)
+            place += 1
+            left = [index for index, each in enumerate(sequences) if lengths.get(each.slot, 0) > place]
+            if not left:
+                return found
+            sequences = [sequences[index] for index in left]
+            rows = [StepRow(each, len(each.tokens) - 2 + place, 1, samples=True) for each in sequences]
+            ids = [found[each.slot][-1] for each in sequences]
+            hidden, tokens = self._executor.predict(StepRows(None, rows), ids, hidden[left], drafts=True)
