@@ -1,4 +1,4 @@
-"""Which prefixes are stored on a host and loaded from there, and when."""
+"""Prefixes are stored on a host and loaded from there."""
 
 from __future__ import annotations
 

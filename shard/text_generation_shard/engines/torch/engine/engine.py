@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from itertools import repeat
 from math import isfinite
 
 import numpy as np
@@ -38,7 +37,6 @@ from text_generation_shard.engine import (
     Orders,
     StepResult,
     SynchronousEngine,
-    TopTokens,
 )
 from text_generation_shard.engines.torch.device.copies import EventRecorder, PinnedBuffers
 from text_generation_shard.engines.torch.engine.executor import Executor
@@ -329,7 +327,7 @@ class TorchEngine(SynchronousEngine):
         if self.drafter is not None and self.drafter.synthetic is not None:
             self.drafter.synthetic.judge(step.rows, chosen)
         result = self._table.advance(step.rows, chosen)
-        result.top_tokens = _top_tokens(step, result)
+        result.top_tokens = step.top_tokens(result)
         if self.predictions is not None and step.hidden is not None:
             self.predictions.keep(step.rows, step.hidden)
         self._learn(step, result)
@@ -373,17 +371,6 @@ class TorchEngine(SynchronousEngine):
             step.late[index] = sequence
         history = self._histories.tokens(sequence) if needs_history(sequence.sampling) else None
         return [sampling_row(sequence, mask, history, vocab_size)]
-
-
-def _top_tokens(step: StepInFlight, result: StepResult) -> list[TopTokens]:
-    if step.tops is None:
-        return []
-    counts = dict(zip(result.slots, result.token_counts or repeat(1)))  # noqa: B905 – repeat has no end
-    return [
-        TopTokens(row.sequence.slot, place, *step.tops.top(number, row.sequence.top_n))
-        for number, (row, place) in enumerate(step.top_token_rows)
-        if place < counts.get(row.sequence.slot, 0)
-    ]
 
 
 def _read(packed: Tensor, rows: int) -> SamplerOutput:

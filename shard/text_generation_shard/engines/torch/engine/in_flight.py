@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from torch import Tensor
 
+from text_generation_shard.engine import StepResult, TopTokens
 from text_generation_shard.engines.torch.device.copies import DeviceEvent
 from text_generation_shard.engines.torch.engine.executor import Launched
 from text_generation_shard.engines.torch.engine.scoring import PendingScores, PendingTokenScores
@@ -40,3 +42,14 @@ class StepInFlight:
     done: DeviceEvent | None = None
     began_ahead: bool = False
     """True if it began before the tokens of the step before were known."""
+
+    def top_tokens(self, result: StepResult) -> list[TopTokens]:
+        """Return the top tokens of the tokens in its result."""
+        if self.tops is None:
+            return []
+        counts = dict(zip(result.slots, result.token_counts or repeat(1)))  # noqa: B905 – repeat has no end
+        return [
+            TopTokens(row.sequence.slot, place, *self.tops.top(number, row.sequence.top_n))
+            for number, (row, place) in enumerate(self.top_token_rows)
+            if place < counts.get(row.sequence.slot, 0)
+        ]
