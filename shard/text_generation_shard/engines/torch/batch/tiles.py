@@ -67,7 +67,7 @@ class StepBatch:
     write_index: WriteIndex
     """Cache positions of the tokens' keys and values: see `PagedKVCache.write`."""
     entered_blocks: Tensor
-    """[groups, blocks]: those that a row starts but does not fill in this step, to be cleared first."""
+    """[groups, blocks]: those that a row starts but does not fill in all layers in this step, to be cleared first."""
     groups: list[TileGroup]
     rows: list[list[tuple[int, Tile]]]
     """For each row, its tiles in order of position, each with its offset in the flat order."""
@@ -81,10 +81,11 @@ class StepBatch:
 
 
 def build_batch(
-    plan: StepPlan, tables: Tensor, last_tokens: Tensor, cache: PagedKVCache, window: int | None
+    plan: StepPlan, tables: Tensor, last_tokens: Tensor, cache: PagedKVCache, window: int | None, *, fills: bool = True
 ) -> StepBatch:
     """Build the batch of a plan. `window` is the longest sliding window if every layer has one, else None.
 
+    `fills`: the step writes to all layers.
     `tables` [groups, slots, blocks] are the block tables, `last_tokens` [slots] the tokens sampled last.
     """
     groups = _groups(_tiles(plan), window)
@@ -105,7 +106,7 @@ def build_batch(
         token_ids=torch.where(ids >= 0, ids, last_tokens[slots].long()),
         positions=positions,
         write_index=cache.write_index(tables[:, slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE),
-        entered_blocks=_entered_blocks(rows, tables),
+        entered_blocks=_entered_blocks(rows, tables, fills=fills),
         groups=groups,
         rows=rows,
         places=places,
@@ -113,12 +114,12 @@ def build_batch(
     )
 
 
-def _entered_blocks(rows: list[list[tuple[int, Tile]]], tables: Tensor) -> Tensor:
-    ends = [(tiles[0][1], tiles[-1][1].end) for tiles in rows]
+def _entered_blocks(rows: list[list[tuple[int, Tile]]], tables: Tensor, *, fills: bool) -> Tensor:
     entered = [
-        (first.slot, end // BLOCK_SIZE)
-        for first, end in ends
-        if end % BLOCK_SIZE and end // BLOCK_SIZE * BLOCK_SIZE >= first.start
+        (first.slot, index)
+        for first, end in ((tiles[0][1], tiles[-1][1].end) for tiles in rows)
+        for index in range(-(-first.start // BLOCK_SIZE), -(-end // BLOCK_SIZE))
+        if not fills or (index + 1) * BLOCK_SIZE > end
     ]
     slots, indices = torch.tensor(entered, dtype=torch.int64).view(-1, 2).T
     return tables[:, slots, indices].long()

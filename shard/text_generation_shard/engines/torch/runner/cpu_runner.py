@@ -56,7 +56,8 @@ class CpuRunner(Runner):
         if plan.sizes.updates:
             cells, blocks = (torch.from_numpy(plan.column(name)) for name in ("cells", "blocks"))
             self._cells[cells.long()] = blocks
-        batch = build_batch(plan, self._tables, self._last_tokens, self._cache, self._window)
+        tables, fills = self._tables, not self.predicts
+        batch = build_batch(plan, tables, self._last_tokens, self._cache, self._window, fills=fills)
         if (hidden is None or drafts) and batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
         attention = AttentionPlan(
