@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_checks import check_queue
 
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.fairness import LAG, LEAD
@@ -218,7 +219,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_figures_are_right(self) -> None:
-        self.queue.check_invariants()
+        check_queue(self.queue)
         queued = self.model.queued
         assert len(self.queue) == len(queued)
         assert list(self.queue) == [waiter.sequence for waiter in queued]

@@ -7,7 +7,7 @@ if there is one, else as the engine suggests.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 from text_generation_router.request import RequestId
@@ -211,15 +211,6 @@ class PendingPrompts:
                     longest, owner = shared, other
         most = (sequence.length - 1) // self._block_size * self._block_size
         return min(longest, most), owner
-
-    def check_invariants(self, sequences: Set[ScheduledSequence]) -> None:
-        """Raise AssertionError unless this agrees with `sequences`, the placed and running ones."""
-        pending = {each for each in sequences if each.num_computed_tokens < each.prefill_length}
-        assert set(self._sequences.values()) == pending
-        assert self.unscheduled == sum(each.unscheduled_tokens for each in sequences)
-        assert self.uncomputed == sum(each.prefill_length - each.num_computed_tokens for each in sequences)
-        indexed = [each for group in self._by_prefix.values() for _, _, each in group]
-        assert set(indexed) == {each for each in pending if len(each.prompt_key) >= _PREFIX_BYTES}
 
 
 def _prefix(sequence: ScheduledSequence) -> tuple[str, bytes]:

@@ -172,12 +172,6 @@ class Dispatcher:
         self._without_adapter.clear()
         self._queue.unskip(self._queue)
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if a sequence is skipped without a reason. For tests."""
-        groups = (*self._skipped.values(), *self._without_adapter.values())
-        reasoned = {each for group in groups for each in group}
-        assert all(each in reasoned or not self.can_hold(each) for each in self._queue if each.skipped)
-
     def _rank_with_reason(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], Reason | None]:
         """Return the replicas with room, the best for `sequence` first, and the reason to skip it, if there is one.
 

@@ -21,7 +21,7 @@ MAX_IDLE largest debts are kept. A later correction may lower that value: a tena
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -213,23 +213,6 @@ class Tenants:
             self.ready.discard(tenant)
         else:
             self.ready.put(tenant)
-
-    def check_invariants(self, queued: Sequence[ScheduledSequence]) -> None:
-        """Raise AssertionError unless the accounts agree with the `queued` sequences."""
-        for tenant in self:
-            own = [each for each in queued if tenant.name == (each.job if tenant.is_job else each.request.qos.tenant)]
-            waiting = [sequence for sequence in own if not sequence.requeued]
-            assert (tenant.queued, tenant.waiting) == (len(own), len(waiting))
-            assert tenant.work == sum(sequence.work for sequence in own)
-            shown = [each for each in waiting if not each.skipped]
-            assert len(tenant.line) == sum(tenant.is_job or not each.job for each in shown)
-            assert (tenant.head is None) == (not shown)
-            if tenant.jobs is not None:
-                tenant.jobs.check_invariants([each for each in own if each.job])
-        assert self._active_weight == sum(tenant.weight for tenant in self if tenant.active)
-        assert len(self.ready) == sum(tenant.head is not None for tenant in self)
-        assert len(self._waiting) == sum(tenant.waiting > 0 for tenant in self)
-        assert len(self._idle) == sum(not tenant.active for tenant in self)
 
     @property
     def entry_counter(self) -> float:

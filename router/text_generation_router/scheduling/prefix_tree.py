@@ -10,7 +10,6 @@ prefix is found only as far as all groups accept it. What a further group holds 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -193,25 +192,6 @@ class PrefixTree:
             node = stack.pop()
             yield node
             stack += node.children.values()
-
-    def check_invariants(self, locked: Sequence[Node]) -> None:
-        """Raise AssertionError unless counters and locks agree with the nodes; `locked`: the nodes that callers hold."""
-        nodes = list(self.nodes())
-        held = Counter(map(id, locked))
-        for node in nodes:
-            assert node.locks == held.pop(id(node), 0) + sum(child.locks > 0 for child in node.children.values())
-            assert len(node.key) == len(node.blocks) * self._block_bytes
-            assert [len(run) for run in node.further] == [len(node.blocks)] * len(self._pools)
-            assert node.parent is not None or node.children or node.locks, "an unused root is forgotten"
-            for first_block, child in node.children.items():
-                assert child.parent is node
-                assert child.owners <= node.owners
-                assert child.blocks
-                assert child.key.startswith(first_block)
-        assert not held, "a lock is on a node of the tree"
-        assert self.cached_blocks == sum(len(node.blocks) for node in nodes)
-        assert self.evictable_blocks == sum(len(node.blocks) for node in nodes if not node.locks)
-        assert len(self._leaves) == sum(not node.children and not node.locks for node in nodes)
 
     def blocks_to(self, node: Node) -> list[int]:
         """Return the blocks from the root to the end of `node`, in order."""

@@ -142,14 +142,6 @@ class FairQueue:
             return False
         return total > 2 * limit or self.tenants.work(tenant) + work > limit * self.tenants.share(tenant)
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless counters, order and accounts agree with the queued sequences."""
-        sequences = list(self)
-        self.tenants.check_invariants(sequences)
-        assert self.work == sum(sequence.work for sequence in sequences)
-        assert len(sequences) == sum(tenant.queued for tenant in self.tenants)
-        assert len(self._requeued) == sum(sequence.requeued and not sequence.skipped for sequence in sequences)
-
     def _enqueue(self, sequence: ScheduledSequence, rank: float) -> None:
         arrival = sequence.arrival
         assert arrival not in self._sequences, "a sequence is queued once"

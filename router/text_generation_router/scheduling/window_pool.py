@@ -214,21 +214,3 @@ class WindowPool:
     def _lack(self, block: GroupBlock) -> None:
         self._free.append(GroupBlock(block.number))
         block.number = -1
-
-    def check_invariants(self, cached: Iterable[GroupBlock], held: Sequence[HeldBlocks]) -> None:
-        """Raise AssertionError unless each block has one owner; `cached`: those of the tree, `held`: those of all sequences."""
-        in_tree = [block for block in cached if block.number >= 0]
-        holders: dict[GroupBlock, int] = {}
-        for each in held:
-            assert each.end == each.first + len(each.blocks)
-            for block in each.blocks:
-                holders[block] = holders.get(block, 0) + 1
-        assert all(block.holders == count and block.number >= 0 for block, count in holders.items())
-        assert all(block.is_cached for block in in_tree)
-        own = [block for block in holders if not block.is_cached]
-        assert {*self._behind, *self._recent} == {block for block in in_tree if block not in holders}
-        assert not self._behind.keys() & self._recent.keys()
-        assert all(block.holders == 1 for block in (*self._free, *own))
-        numbers = [block.number for block in (*self._free, *in_tree, *own)]
-        assert sorted(numbers) == list(range(self.group.num_blocks)), "each block has one owner"
-        assert {block for block in holders if block.is_cached} <= set(in_tree)

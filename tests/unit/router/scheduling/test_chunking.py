@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_checks import check_prompts
 from scheduler_rig import Rig, a_policy
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -194,7 +195,7 @@ def test_the_longest_prefix_shared_with_a_pending_prompt_is_found(random: Random
     tokens, owner = pending.longest_shared(asked)
     assert tokens == min(max(shared, default=0), (asked.length - 1) // BLOCK * BLOCK)
     assert owner is None if not shared else shared[likely.index(owner)] == max(shared)  # type: ignore[arg-type]
-    pending.check_invariants({each for each in sequences if each in pending})
+    check_prompts(pending, {each for each in sequences if each in pending})
 
 
 def test_the_time_to_find_a_shared_prefix_does_not_grow_with_the_pending_prompts() -> None:

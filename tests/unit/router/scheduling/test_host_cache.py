@@ -1,4 +1,4 @@
-"""Prefixes are stored on a host and loaded from there."""
+"""The rules by which prefixes are stored on a host and loaded from there."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scheduler_checks import check_tree
 from tree_keys import SALT, cache, find, key
 
 from text_generation_router.scheduling.prefix_node import Node
@@ -51,4 +52,4 @@ def test_an_owner_knows_what_it_computed_or_reused_and_nothing_that_others_added
     end, _ = tree.extend(lock, key((4, 5)), [3, 4], "b")
     tree.claim(end, "b")
     assert (tree.known_blocks(end, "b"), tree.known_blocks(end, "a")) == (5, 3)
-    tree.check_invariants([end])
+    check_tree(tree, [end])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+from scheduler_checks import check_queue
 
 from text_generation_router.config import RouterConfig
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
@@ -63,7 +64,7 @@ class QueueDriver:
         order = []
         while self.queue.peek() is not None:
             order.append(self.serve().arrival)
-            self.queue.check_invariants()
+            check_queue(self.queue)
         return order
 
 
@@ -206,4 +207,4 @@ def test_idle_jobs_are_forgotten(driver: QueueDriver) -> None:
     (tenant,) = driver.queue.tenants
     assert tenant.jobs is not None
     assert 1 < len(list(tenant.jobs)) <= MAX_IDLE_JOBS + 1
-    driver.queue.check_invariants()
+    check_queue(driver.queue)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scheduler_checks import check_pool, check_tree
 from tree_keys import key
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -44,8 +45,8 @@ class Cache:
         self.pool.release(held)
         self.tree.release(node)
         cached = [block for each in self.tree.nodes() for block in each.further[0]]
-        self.pool.check_invariants(cached, [])
-        self.tree.check_invariants([])
+        check_pool(self.pool, cached, [])
+        check_tree(self.tree, [])
         return len(blocks)
 
 
