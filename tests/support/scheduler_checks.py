@@ -68,7 +68,7 @@ def check_replica(replica: ReplicaScheduler) -> None:
 def check_cache(cache: KVCache, sequences: set[ScheduledSequence], copies: ReplicaCopies) -> None:
     """Assert that each block has one owner: free, tree, or one of `sequences`, all that have blocks."""
     store = copies._store
-    owned = [*cache._free, *(block for node in cache.tree.nodes() for block in node.blocks)]
+    owned = [*cache._free, *(block for node in nodes_of(cache.tree) for block in node.blocks)]
     locks = [sequence.prefix_lock for sequence in sequences if sequence.prefix_lock is not None]
     for sequence in sequences:
         assert sequence.prefix_lock is not None
@@ -85,7 +85,7 @@ def check_cache(cache: KVCache, sequences: set[ScheduledSequence], copies: Repli
     assert all(each.capacity < min(each.max_length, each.length + cache.low_room) for each in cache._growing.values())
     check_tree(cache.tree, locks + ([] if store is None else [store.device]))
     for number, pool in enumerate(cache.further_pools):
-        cached = (block for node in cache.tree.nodes() for block in node.further[number])
+        cached = (block for node in nodes_of(cache.tree) for block in node.further[number])
         held = [list(each.further_held[number].blocks) for each in sequences]
         held += [] if store is None else [store.sources[number]]
         check_pool(pool, cached, [HeldBlocks(0, len(blocks), blocks) for blocks in held])
@@ -98,13 +98,13 @@ def check_host(host: HostCache, copies: list[ReplicaCopies]) -> None:
     """Assert that each block of a host has one owner: free, tree, or a store under way; `copies` are those of its replicas."""
     stores = [each._store for each in copies if each._store is not None]
     loads = [load for each in copies for load in each._loads.values()]
-    owned = [*host._free, *(block for node in host.tree.nodes() for block in node.blocks)]
+    owned = [*host._free, *(block for node in nodes_of(host.tree) for block in node.blocks)]
     owned += [block for store in stores for block in store.blocks[len(store.blocks) - store.new :]]
     assert sorted(owned) == list(range(host.groups[0].num_blocks)), "each block has one owner"
     locks = [node for store in stores for node in {store.host, store.known}]
     check_tree(host.tree, locks + [load.node for load in loads])
     for number, pool in enumerate(host.pools):
-        cached = (block for node in host.tree.nodes() for block in node.further[number])
+        cached = (block for node in nodes_of(host.tree) for block in node.further[number])
         held = [[block for block in store.further[number] if block is not NO_BLOCK] for store in stores]
         held += [load.prefix.further[number] for load in loads]
         check_pool(pool, cached, [HeldBlocks(0, len(blocks), blocks) for blocks in held])
@@ -154,9 +154,17 @@ def check_prompts(prompts: PendingPrompts, sequences: Set[ScheduledSequence]) ->
     assert set(indexed) == {each for each in pending if len(each.prompt_key) >= _PREFIX_BYTES}
 
 
+def nodes_of(tree: PrefixTree) -> list[Node]:
+    """Return all nodes, including the root of each salt."""
+    found = list(tree._roots.values())
+    for node in found:
+        found += node.children.values()
+    return found
+
+
 def check_tree(tree: PrefixTree, locked: Sequence[Node]) -> None:
     """Assert that counters and locks agree with the nodes; `locked`: the nodes that callers hold."""
-    nodes = list(tree.nodes())
+    nodes = nodes_of(tree)
     held = Counter(map(id, locked))
     for node in nodes:
         assert node.locks == held.pop(id(node), 0) + sum(child.locks > 0 for child in node.children.values())

@@ -276,7 +276,7 @@ class Auditor:
             scheduler.policy = replace(scheduler.policy, prefix_caching=False)
             for replica in scheduler.serving:
                 replica.reuses_prefixes = False
-                replica.cache.stop_caching()
+                replica.cache.caching = False
             done = "no prefix is reused any more"
         elif feature.startswith("replica ") and cluster.release_replica(int(feature.removeprefix("replica "))):
             done = f"{feature} gets no requests any more"

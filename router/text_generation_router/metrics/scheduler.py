@@ -73,27 +73,18 @@ _COUNTERS: list[tuple[str, str, str]] = [
     ),
 ]
 _HOST: list[tuple[str, str, str, str]] = [
-    ("text_generation_host_cache_blocks", "KV blocks of the host cache, of the first group", "gauge", "blocks"),
-    ("text_generation_host_cache_used_blocks", "Those that hold a prefix", "gauge", "used_blocks"),
+    ("blocks", "KV blocks of the host cache, of the first group", "gauge", "blocks"),
+    ("used_blocks", "Those that hold a prefix", "gauge", "used"),
+    ("stored_blocks_total", "Blocks copied from devices to the host cache, of all groups", "counter", "stored"),
+    ("loaded_blocks_total", "Blocks copied from the host cache to devices, of all groups", "counter", "loaded"),
     (
-        "text_generation_host_cache_stored_blocks_total",
-        "Blocks copied from devices to the host cache, of all groups",
-        "counter",
-        "counts.stored",
-    ),
-    (
-        "text_generation_host_cache_loaded_blocks_total",
-        "Blocks copied from the host cache to devices, of all groups",
-        "counter",
-        "counts.loaded",
-    ),
-    (
-        "text_generation_host_cache_failed_blocks_total",
+        "failed_blocks_total",
         "Blocks of the host cache whose checksum was wrong; their tokens were computed again",
         "counter",
-        "counts.failed",
+        "failed",
     ),
 ]
+"""Names after `text_generation_host_cache_`."""
 _GROUPS = (
     ("text_generation_kv_blocks_used", "KV blocks in use, by group of the cache, where there are several"),
     ("text_generation_kv_blocks", "KV blocks in total, by group of the cache, where there are several"),
@@ -132,8 +123,9 @@ class SchedulerMetrics:
         for kind, rows in (("gauge", _GAUGES + _REPLICAS), ("counter", _COUNTERS)):
             for name, documentation, field in rows:
                 yield reading_text(name, documentation, kind, getattr(stats, field))
+        host = self._scheduler.host_caches.figures
         for name, documentation, kind, field in _HOST:
-            yield reading_text(name, documentation, kind, attrgetter(field)(self._scheduler.host_caches))
+            yield reading_text(f"text_generation_host_cache_{name}", documentation, kind, host[field])
         groups = block_usage(replica.cache for replica in self._scheduler.serving)
         for (name, documentation), number in zip(_GROUPS, (0, 1), strict=True):
             yield head_text(name, documentation, "gauge")

@@ -70,11 +70,9 @@ class PrefixStore:
     known: Node
     """That up to which the host has blocks of the first group: the same one, or another below it."""
     key: bytes
-    """That of the run."""
     blocks: list[int]
-    """The blocks of the run on the host; those up to `known` are in its tree."""
+    """The blocks of the run on the host; all but the last `new` are in its tree."""
     new: int
-    """The number of the others."""
     further: list[list[GroupBlock]]
     """Likewise those of the further groups; NO_BLOCK where none is stored."""
     ends: bool
@@ -196,11 +194,15 @@ class ReplicaCopies:
         sequence, host = load.sequence, self._host
         self._release(load)
         if failed:
-            host.counts.failed += len(failed)
+            # A wrong checksum says that something else may be wrong: no block of this load is used again.
+            host.counts["failed"] += len(failed)
             sequence.load_failed = True
-            self._forget(load, failed)
+            for pool, blocks in zip(host.pools, load.prefix.further, strict=True):
+                pool.lose(blocks)
+            if loaded := len(load.copy.groups[0].host):
+                host.forget(load.node, loaded)
             return
-        host.counts.loaded += load.copy.num_blocks
+        host.counts["loaded"] += load.copy.num_blocks
         if sequence.state is not State.PLACED:  # it was cancelled
             return
         if (states := sequence.states) is not None:
@@ -215,18 +217,6 @@ class ReplicaCopies:
         self._host.tree.release(load.node)
         for pool, blocks in zip(self._host.pools, load.prefix.further, strict=True):
             pool.release(HeldBlocks(blocks=blocks))
-
-    def _forget(self, load: PrefixLoad, failed: Sequence[int]) -> None:
-        """Forget the blocks that cannot be loaded, and the prefixes that need them."""
-        index = 0
-        for number, group in enumerate(load.copy.groups):
-            wrong = [each - index for each in failed if 0 <= each - index < len(group.host)]
-            index += len(group.host)
-            if number and wrong:
-                blocks = load.prefix.further[number - 1]
-                self._host.pools[number - 1].lose([blocks[each] for each in wrong])
-            elif wrong:
-                self._host.forget(load.node, len(group.host) - 1 - min(wrong))
 
     # ---------------------------------------------------------------------------------------------------------- stores
 
@@ -345,7 +335,7 @@ class ReplicaCopies:
             )
             unused = unused[: max(0, present - (len(store.blocks) - store.new))]
             host.tree.claim(end, store.waiting.tenant)
-            host.counts.stored += store.new + sum(map(len, store.sources))
+            host.counts["stored"] += store.new + sum(map(len, store.sources))
         if failed or store.ends:
             self._drop(store.waiting)
         host.give(unused)

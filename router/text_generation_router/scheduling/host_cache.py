@@ -8,8 +8,8 @@ each evicts by the same order. A prefix enters when a report shows that it was s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from text_generation_router.scheduling.messages import ReplicaSpec
@@ -20,20 +20,10 @@ from text_generation_router.scheduling.state_pool import StatePool
 from text_generation_router.scheduling.window_pool import WindowPool
 
 
-@dataclass(slots=True)
-class HostCounts:
-    """Blocks of all groups so far."""
-
-    stored: int = 0
-    loaded: int = 0
-    failed: int = 0
-    """They could not be loaded: mostly their checksum was wrong."""
-
-
 class HostCache:
     """The blocks of one host."""
 
-    def __init__(self, spec: ReplicaSpec, counts: HostCounts) -> None:
+    def __init__(self, spec: ReplicaSpec, counts: Counter[str]) -> None:
         self.counts = counts
         self.groups = spec.host_groups
         first, *further = self.groups
@@ -72,20 +62,21 @@ class HostCache:
                 self._tags[group][block] = next(self._numbers) & 0xFFFFFFFF
         return tuple([self._tags[group][block] for block in blocks])
 
-    def forget(self, node: Node, behind: int) -> None:
-        """Forget the prefixes that have the block `behind` ones before the end of `node`, but those in use."""
-        while behind >= len(node.blocks):
-            behind -= len(node.blocks)
-            assert node.parent is not None, "the block is on the path to the node"
+    def forget(self, node: Node, count: int) -> None:
+        """Forget the last `count` blocks of the path to `node`, and what needs them, but those in use."""
+        while count > len(node.blocks):
+            count -= len(node.blocks)
+            assert node.parent is not None, "the path has so many blocks"
             node = node.parent
-        self.give(self.tree.cut(node, len(node.blocks) - 1 - behind))
+        self.give(self.tree.cut(node, len(node.blocks) - count))
 
 
 class HostCaches:
     """The host caches of all replicas, by name."""
 
     def __init__(self) -> None:
-        self.counts = HostCounts()
+        self._counts = Counter({"stored": 0, "loaded": 0, "failed": 0})
+        """Blocks of all groups so far."""
         self._caches: dict[str, HostCache] = {}
         self._names: dict[int, str] = {}
         """The name of the cache of each replica that has one, serving or lost."""
@@ -94,14 +85,10 @@ class HostCaches:
         return iter(self._caches.values())
 
     @property
-    def blocks(self) -> int:
-        """Blocks of the first group."""
-        return sum(each.groups[0].num_blocks for each in self)
-
-    @property
-    def used_blocks(self) -> int:
-        """Blocks of the first group that hold a prefix, or are being written."""
-        return self.blocks - sum(each.free for each in self)
+    def figures(self) -> Mapping[str, int]:
+        """Blocks stored, loaded, and failed so far, of all groups; blocks of the first group, and those of them in use."""
+        blocks = sum(each.groups[0].num_blocks for each in self)
+        return self._counts | {"blocks": blocks, "used": blocks - sum(each.free for each in self)}
 
     def of(self, replica: int, spec: ReplicaSpec) -> HostCache | None:
         """Return the host cache of a replica that joins; None if it has none."""
@@ -110,7 +97,7 @@ class HostCaches:
         if not spec.host_cache:
             return None
         self._names[replica] = spec.host_cache
-        cache = self._caches.setdefault(spec.host_cache, HostCache(spec, self.counts))
+        cache = self._caches.setdefault(spec.host_cache, HostCache(spec, self._counts))
         return cache if cache.groups == spec.host_groups else None
 
     def removed(self, replica: int) -> None:

@@ -83,10 +83,6 @@ class KVCache:
             usage[pool.group.name] = pool.used, pool.group.num_blocks
         return usage
 
-    def stop_caching(self) -> None:
-        """Reuse no cached prefix and keep none from now on. What sequences share already stays."""
-        self.caching = False
-
     def cached_tokens(self, sequence: ScheduledSequence) -> int:
         """Return the leading tokens of `sequence` that are cached. At least one token is left to compute."""
         tokens = self.tokens_on_device(sequence)

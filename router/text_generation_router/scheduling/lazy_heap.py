@@ -71,11 +71,6 @@ class LazyHeap(Generic[T]):
             heapreplace(heap, fresh)
         return None
 
-    @property
-    def stored(self) -> int:
-        """Entries in memory, including stale ones."""
-        return len(self._heap)
-
     def _compact(self) -> None:
         self._heap = list(self._live.values())
         heapify(self._heap)

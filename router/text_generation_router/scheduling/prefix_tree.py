@@ -185,14 +185,6 @@ class PrefixTree:
         self.evictable_blocks -= count
         return taken
 
-    def nodes(self) -> Iterator[Node]:
-        """Iterate over all nodes, including the root of each salt."""
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
-
     def blocks_to(self, node: Node) -> list[int]:
         """Return the blocks from the root to the end of `node`, in order."""
         path: list[Node] = []

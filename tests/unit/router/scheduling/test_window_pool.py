@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_checks import check_pool, check_tree
+from scheduler_checks import check_pool, check_tree, nodes_of
 from tree_keys import key
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -44,7 +44,7 @@ class Cache:
             assert len(held.blocks) <= 3
         self.pool.release(held)
         self.tree.release(node)
-        cached = [block for each in self.tree.nodes() for block in each.further[0]]
+        cached = [block for each in nodes_of(self.tree) for block in each.further[0]]
         check_pool(self.pool, cached, [])
         check_tree(self.tree, [])
         return len(blocks)

@@ -151,14 +151,14 @@ def test_texts_are_the_same_with_a_host_cache(engines: Engines) -> None:
     expected = play(plain, 6, 1)
     world = World(engines)
     assert play(world, 6, 1) == expected
-    assert world.host.counts.stored > 50
-    assert world.host.counts.loaded > 50
-    assert not world.host.counts.failed
+    assert world.host.counts["stored"] > 50
+    assert world.host.counts["loaded"] > 50
+    assert not world.host.counts["failed"]
     stats, without = world.scheduler.stats(), plain.scheduler.stats()
     assert stats.hit_tokens > 1.2 * without.hit_tokens
     spoilt = World(engines)
     assert play(spoilt, 6, 1, file=engines[0]) == expected
-    assert spoilt.host.counts.failed
+    assert spoilt.host.counts["failed"]
 
 
 def test_a_shard_that_died_comes_back_to_a_warm_cache(engines: Engines) -> None:
@@ -184,10 +184,10 @@ def test_a_prefix_is_loaded_once(engines: Engines) -> None:
     world.kill(0)
     requests = [world.submit(prompt, 4) for _ in range(2)]
     world.run()
-    loaded = world.host.counts.loaded
+    loaded = world.host.counts["loaded"]
     requests.append(world.submit(prompt, 4))
     world.run()
-    assert world.host.counts.loaded == loaded > 0
+    assert world.host.counts["loaded"] == loaded > 0
     assert all(world.computed[each] <= len(MARKER) + BLOCK for each in requests)
 
 
