@@ -66,7 +66,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 class World:
     """A scheduler with two replicas of small pools, and the answers to its requests."""
 
-    def __init__(self, engines: Engines, blocks: int = 30, replicas: int = 2, *, with_host: bool = True) -> None:
+    def __init__(self, engines: Engines, blocks: int = 26, replicas: int = 2, *, with_host: bool = True) -> None:
         self.engines = engines[1][:replicas]
         self.setup = ReplicaSetup(blocks, AT_ONCE, max_batch_size=AT_ONCE)
         self.with_host = with_host
@@ -133,7 +133,7 @@ def play(world: World, sessions: int, seed: int, *, file: int | None = None) -> 
     draw = Random(seed)
     texts = [tuple(draw.randrange(300) for _ in range(draw.randint(60, 130))) for _ in range(sessions)]
     for turn in range(4):
-        requests = [world.submit((*text, *MARKER), draw.choice([1, 9, 30])) for text in texts]
+        requests = [world.submit((*text, *MARKER), draw.choice([1, 30, 60])) for text in texts]
         for _ in range(draw.randint(5, 25)):
             world.step()
         world.kill(turn % len(world.replicas))
@@ -174,6 +174,18 @@ def test_a_shard_that_died_comes_back_to_a_warm_cache(engines: Engines) -> None:
         world.run()
         # Of a state there is a checkpoint before the answer.
         assert world.computed[again] <= len(text) + len(MARKER) - before + BLOCK
+
+
+def test_preempted_sequences_go_on_with_the_same_texts(engines: Engines) -> None:
+    answers = []
+    for with_host in (False, True):
+        world = World(engines, 20, 1, with_host=with_host)
+        for number in range(AT_ONCE):
+            world.submit((*range(number, number + 50), *MARKER), 120)
+        world.run()
+        assert world.scheduler.stats().preemptions
+        answers.append(world.answers)
+    assert answers[0] == answers[1]
 
 
 def test_a_prefix_is_loaded_once(engines: Engines) -> None:
