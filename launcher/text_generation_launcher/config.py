@@ -67,6 +67,10 @@ COMMANDS = {
 """The commands of the launcher beside serving, with their forms and meanings."""
 
 
+MIN_HOST_CACHE = 1 << 20
+"""Bytes, so that each shard has whole pages of it. Sizes that are too small for a model are refused once that is known."""
+
+
 def parse_size(text: str) -> str:
     """Check a size such as 80GiB. Raises ValueError."""
     size_in_bytes(text)
@@ -234,8 +238,14 @@ class LauncherConfig(
         self.check_tls("shards on other nodes")
 
     def _check_host_cache(self) -> None:
-        if self.host_cache_bytes and (self.places != "local" or self.parts == "router"):
+        if not self.host_cache_bytes:
+            return
+        if self.places != "local" or self.parts == "router":
             raise ValueError("`host_cache_size` is for a launcher that starts shards on its own host")
+        if not self.prefix_caching:
+            raise ValueError("`host_cache_size` keeps prefixes: --no-prefix-caching is not supported with it")
+        if self.host_cache_bytes < MIN_HOST_CACHE:
+            raise ValueError("`host_cache_size` must be 1MiB or more, or 0")
 
     @property
     def host_cache_bytes(self) -> int:

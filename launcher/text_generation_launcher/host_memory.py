@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from text_generation_common.exit_codes import CannotServe
+from text_generation_common.memory import total_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,16 @@ class HostMemory:
 NO_MEMORY = HostMemory()
 
 
+def check_host_memory(size: int) -> None:
+    """Raise CannotServe if this machine, or the container, has not so much memory."""
+    if size > (total := total_memory()):
+        raise CannotServe(f"--host-cache-size: {size / 2**30:.1f} GiB, and the machine has {total / 2**30:.1f} GiB")
+
+
 @contextmanager
 def host_memory(size: int) -> Iterator[HostMemory]:
     """Yield memory of `size` bytes; it is taken from the machine as it is written. Raises CannotServe if there is too little."""
-    if size > (total := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
-        raise CannotServe(f"--host-cache-size: {size / 2**30:.1f} GiB, and the machine has {total / 2**30:.1f} GiB")
+    check_host_memory(size)
     if not size:
         yield NO_MEMORY
         return

@@ -85,6 +85,9 @@ def test_a_large_model_is_planned_for_gpus_that_are_not_there(tmp_path: Path) ->
     assert (8 << 30) - (1 << 20) < host <= 8 << 30, "an eighth of the host cache"
     assert (found["max_total_tokens"], found["full_streams"]) == (131072, found["kv_cache_tokens"] // 131072)
     assert (found["chat_template"], found["tool_call_parser"]) == (["default"], "hermes")
+    code, found = run(str(tmp_path), "--engine", "torch", "--host-cache-size", "4096TiB")
+    assert (code, found["served"]) == (1, False)
+    assert "the machine has" in found["reason"], "there is no --memory of another one"
     with pytest.raises(EngineError, match=r"weights of 131\.4 GiB, and there are only 80\.0 GiB"):
         check(ShardCheckConfig(engine="torch", model_path=str(tmp_path), memory=80 << 30))
 

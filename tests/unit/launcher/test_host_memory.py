@@ -7,6 +7,7 @@ import os
 
 import pytest
 from launch_plans import config, context, plan, shards_of
+from pydantic import ValidationError
 
 from text_generation_common.exit_codes import CannotServe
 from text_generation_launcher.checks import check_engine
@@ -17,7 +18,7 @@ from text_generation_launcher.host_memory import HostMemory, host_memory
 def test_ranks_have_parts_of_the_host_cache_that_replicas_share() -> None:
     page, memory = mmap.PAGESIZE, HostMemory(9 * mmap.PAGESIZE + 5, 11, "m")
     on = context(4, host_cache=memory)
-    planned = plan(on, num_replicas=2, num_shard=2, host_cache_size="36KiB")
+    planned = plan(on, num_replicas=2, num_shard=2, host_cache_size="1MiB")
     parts = [(each.host_cache_name, each.host_cache_start, each.host_cache_bytes) for each in shards_of(planned)]
     assert parts == [("m-0", 0, 4 * page), ("m-0", 4 * page, 4 * page)] * 2
     assert all(each.host_cache_fd == 11 for each in shards_of(planned))
@@ -37,5 +38,9 @@ def test_the_memory_of_the_host_cache_ends_with_its_holder() -> None:
         os.fstat(memory.descriptor)
     with pytest.raises(CannotServe, match=r"the machine has"), host_memory(1 << 60):
         pass
+    with pytest.raises(ValidationError, match="must be 1MiB or more"):
+        config(host_cache_size="1023KiB")
+    with pytest.raises(ValidationError, match="--no-prefix-caching is not supported"):
+        config(host_cache_size="1GiB", prefix_caching=False)
     with pytest.raises(PlanError, match="for the torch engine"):
         check_engine(config(engine="echo", host_cache_size="1GiB"), {})

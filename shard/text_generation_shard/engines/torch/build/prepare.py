@@ -11,10 +11,10 @@ import structlog
 import torch
 
 from text_generation_common.lora import parse_adapters
+from text_generation_common.memory import total_memory
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.device.memory import total_memory
 from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
 from text_generation_shard.engines.torch.models.native.config import PREDICTION, ModelConfig
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from pathlib import Path
 
 import torch
 
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files with the memory limit of a container, by cgroup version 2 and 1."""
+from text_generation_common.memory import total_memory
+
 LARGEST_KEPT = 31 << 20
 """Just below the size (32 MiB) up to which glibc raises its threshold for keeping freed blocks."""
 MIN_MARGIN = 512 << 20
@@ -25,13 +24,6 @@ def keep_freed_memory() -> None:
     sequences returned 18 MiB each time and spent a tenth of its time on page faults.
     """
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
-
-
-def total_memory() -> int:
-    """Return the bytes of the machine, or of the container if that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = (path.read_text(encoding="ascii").strip() for path in CGROUP_LIMITS if path.is_file())
-    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def reset_peak() -> None:
