@@ -66,6 +66,8 @@ class SchedulerWorld:
         self.scheduler = Scheduler(policy, len(replicas))
         self._setups = dict(enumerate(replicas))
         self.replicas: dict[int, ReplicaWorld | None] = dict.fromkeys(self._setups)
+        self._lost: dict[int, ReplicaWorld] = {}
+        """The last sessions of lost replicas, which may still copy."""
         self.views: dict[RequestId, ClientView] = {}
         self.live: dict[RequestId, ClientView] = {}
         self.resubmitted: set[RequestId] = set()
@@ -82,8 +84,13 @@ class SchedulerWorld:
             return
         if blocks is not None:
             self._setups[replica] = replace(self._setups[replica], blocks=blocks)
+        self._end_copies(replica)
         world = self.replicas[replica] = ReplicaWorld(self._setups[replica])
         self._unfit(self.scheduler.open(replica, world.spec))
+
+    def _end_copies(self, replica: int) -> None:
+        if (lost := self._lost.pop(replica, None)) is not None:
+            lost.engine.reset()
 
     def _unfit(self, deliveries: Deliveries) -> None:
         self.history.append(deliveries)
@@ -108,6 +115,9 @@ class SchedulerWorld:
         self.counts["restarts"] += 1
         self.counts["moves"] += stats.moves
         self.counts["preemptions"] += stats.preemptions
+        self._lost |= {replica: world for replica, world in self.replicas.items() if world is not None}
+        for replica in list(self._lost):
+            self._end_copies(replica)
         self.scheduler = Scheduler(self.policy, 0)
         self._setups = {self.scheduler.add(): setup for setup in self._setups.values()}
         self.replicas = dict.fromkeys(self._setups)
@@ -133,6 +143,7 @@ class SchedulerWorld:
         """Let a replica leave, running requests or not. One stays: it may not serve."""
         if len(self.replicas) > 1:
             self.lose(replica)
+            self._end_copies(replica)
             del self.replicas[replica]
             self.counts["leaves"] += 1
             self._unfit(self.scheduler.remove(replica))
@@ -140,9 +151,9 @@ class SchedulerWorld:
 
     def lose(self, replica: int) -> None:
         """Break the stream of `replica`: messages under way are gone."""
-        if self.replicas[replica] is None:
+        if (world := self.replicas[replica]) is None:
             return
-        self.replicas[replica] = None
+        self._lost[replica], self.replicas[replica] = world, None
         self.counts["losses"] += 1
         deliveries = self.scheduler.lose(replica)
         self.history.append(deliveries)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
@@ -134,18 +135,21 @@ class ReplicaCopies:
         if (load := self._loads.pop(end.number, None)) is not None:
             self._end_load(load, end.failed)
             return load.sequence
-        if self._store is not None and self._store.number == end.number:
-            self._end_store(self._store, failed=bool(end.failed))
+        if (store := self._store) is not None and store.number == end.number:
+            self._store = None
+            self._end_store(store, failed=bool(end.failed))
+            if end.failed or store.ends:
+                self._drop(store.waiting)
         return None
 
-    def close(self) -> None:
-        """Give the host's blocks back: the replica is lost."""
+    def close(self, replica: int) -> None:
+        """Give the host's blocks back, but those of a store: `replica` is lost, and may write them until it serves again."""
         for load in self._loads.values():
             self._release(load)
-        if self._store is not None:
-            self._end_store(self._store, failed=True)
         for waiting in list(self._waiting):
             self._drop(waiting)
+        if self._store is not None:
+            self._host.unfinished[replica] = partial(self._end_store, self._store, failed=True)
 
     # ----------------------------------------------------------------------------------------------------------- loads
 
@@ -294,7 +298,7 @@ class ReplicaCopies:
         return Copy(number, is_load=False, groups=tuple(groups))
 
     def _drop(self, waiting: WaitingPrefix) -> None:
-        """PrefixStore nothing more of a prefix."""
+        """Store nothing more of a prefix."""
         self._waiting.remove(waiting)
         if waiting.moved is not None:
             self._host.moving.discard(waiting.moved)
@@ -324,7 +328,7 @@ class ReplicaCopies:
         return wanted
 
     def _end_store(self, store: PrefixStore, *, failed: bool) -> None:
-        cache, host, self._store = self._cache, self._host, None
+        cache, host = self._cache, self._host
         cache.tree.release(store.device)
         for pool, blocks in zip(cache.further_pools, store.sources, strict=True):
             pool.release(HeldBlocks(blocks=blocks))
@@ -336,8 +340,6 @@ class ReplicaCopies:
             unused = unused[: max(0, present - (len(store.blocks) - store.new))]
             host.tree.claim(end, store.waiting.tenant)
             host.counts["stored"] += store.new + sum(map(len, store.sources))
-        if failed or store.ends:
-            self._drop(store.waiting)
         host.give(unused)
         for pool, run in zip(host.pools, store.further, strict=True):
             pool.release(HeldBlocks(blocks=[block for block in run if block is not NO_BLOCK]))

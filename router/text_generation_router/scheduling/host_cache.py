@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 
 from text_generation_router.scheduling.messages import ReplicaSpec
@@ -31,6 +32,8 @@ class HostCache:
         self.tree = PrefixTree(spec.block_size, self.pools)
         self.moving: set[ScheduledSequence] = set()
         """Queued sequences whose blocks are being stored, so that they go on at another replica."""
+        self.unfinished: dict[int, partial[None]] = {}
+        """The ends of the last stores of lost replicas."""
         self._free = list(range(first.num_blocks - 1, -1, -1))
         self._tags = [array("I", bytes(4 * group.num_blocks)) for group in self.groups]
         self._numbers = count(1)
@@ -61,6 +64,11 @@ class HostCache:
             for block in blocks:
                 self._tags[group][block] = next(self._numbers) & 0xFFFFFFFF
         return tuple([self._tags[group][block] for block in blocks])
+
+    def finish(self, replica: int) -> None:
+        """Give back the blocks of the last store of a lost replica: nothing writes them any more."""
+        if (end := self.unfinished.pop(replica, None)) is not None:
+            end()
 
     def forget(self, node: Node, count: int) -> None:
         """Forget the last `count` blocks of the path to `node`, and what needs them, but those in use."""
@@ -98,10 +106,13 @@ class HostCaches:
             return None
         self._names[replica] = spec.host_cache
         cache = self._caches.setdefault(spec.host_cache, HostCache(spec, self._counts))
+        cache.finish(replica)
         return cache if cache.groups == spec.host_groups else None
 
     def removed(self, replica: int) -> None:
         """Forget a replica, and a cache that no other has."""
         name = self._names.pop(replica, None)
-        if name is not None and name not in self._names.values():
-            del self._caches[name]
+        if name is not None:
+            self._caches[name].finish(replica)
+            if name not in self._names.values():
+                del self._caches[name]

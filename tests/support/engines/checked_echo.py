@@ -151,6 +151,7 @@ class CheckedEcho(EchoEngine):
 
     def reset(self) -> None:
         super().reset()
+        self._host_ledger.close()
         self._reset_ledgers()
 
 

@@ -30,6 +30,8 @@ class HostBlocks:
         self.numbers = numbers
         """Blocks of each group."""
         self.contents: dict[tuple[int, int], tuple[int, object]] = {}
+        self.writing: set[tuple[int, int]] = set()
+        """The blocks of stores under way, also of engines whose stream broke: their checksums say nothing about a second writer."""
 
 
 @dataclass
@@ -51,6 +53,8 @@ class HostLedger:
                 if copy.is_load:
                     self.ledgers[group].write(to, None)
                 else:
+                    assert (group, source) not in self.host.writing, "a block has one writer"
+                    self.host.writing.add((group, source))
                     self.host.contents.pop((group, source), None)
 
     def ended(self) -> list[CopyEnd]:
@@ -59,12 +63,22 @@ class HostLedger:
         self._under_way = [(steps - 1, copy) for steps, copy in self._under_way if steps]
         return [CopyEnd(copy.number, self._end(copy)) for copy in now]
 
+    def close(self) -> None:
+        """End all copies: what they store is lost."""
+        for _, copy in self._under_way:
+            if not copy.is_load:
+                self.host.writing -= {
+                    (group, block) for group, (_, host, _) in enumerate(copy.groups) for block in host
+                }
+        self._under_way.clear()
+
     def _end(self, copy: Copy) -> tuple[int, ...]:
         failed, index = [], -1
         for group, columns in enumerate(copy.groups):
             for device, host, tag in zip(*columns, strict=True):
                 index += 1
                 if not copy.is_load:
+                    self.host.writing.remove((group, host))
                     self.host.contents[group, host] = tag, self.ledgers[group].read(device)
                     continue
                 stored, content = self.host.contents.get((group, host), (None, None))
