@@ -31,6 +31,7 @@ FAILURE_CODES_TO_PB = {
     FailureCode.NUMERICS: pb.FAILURE_CODE_NUMERICS,
     FailureCode.STEP: pb.FAILURE_CODE_STEP,
     FailureCode.GRAMMAR: pb.FAILURE_CODE_GRAMMAR,
+    FailureCode.IMAGE: pb.FAILURE_CODE_IMAGE,
 }
 FAILURE_CODES_FROM_PB = {value: code for code, value in FAILURE_CODES_TO_PB.items()}
 GRAMMAR_KINDS_TO_PB = {

@@ -48,6 +48,7 @@ class FailureCode(Enum):
     NUMERICS = "numerics"
     STEP = "step"
     GRAMMAR = "grammar"
+    IMAGE = "image"
     EXPIRED = "expired"
     """Router only: its deadline passed."""
     LOST = "lost"

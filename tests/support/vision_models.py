@@ -353,9 +353,10 @@ class VisionModel:
 
     def _tokens(self, data: bytes) -> int:
         with torch.inference_mode():
-            output = self.model.get_image_features(**self._inputs([data]))
+            # Of a single picture Pixtral's part of the library cannot return a single row.
+            output = self.model.get_image_features(**self._inputs([data, data]))
         features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
-        return sum(each.numel() // each.shape[-1] for each in features)
+        return sum(each.numel() // each.shape[-1] for each in features) // 2
 
     def _logits(self, ids: Sequence[int], inputs: dict[str, Any]) -> torch.Tensor:
         known = torch.tensor([ids])

@@ -136,6 +136,8 @@ class _FailureCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """the step that computed this sequence failed"""
     FAILURE_CODE_GRAMMAR: _FailureCode.ValueType  # 4
     """the grammar cannot be compiled or followed"""
+    FAILURE_CODE_IMAGE: _FailureCode.ValueType  # 5
+    """the file of an image cannot be decoded"""
 
 class FailureCode(_FailureCode, metaclass=_FailureCodeEnumTypeWrapper): ...
 
@@ -148,6 +150,8 @@ FAILURE_CODE_STEP: FailureCode.ValueType  # 3
 """the step that computed this sequence failed"""
 FAILURE_CODE_GRAMMAR: FailureCode.ValueType  # 4
 """the grammar cannot be compiled or followed"""
+FAILURE_CODE_IMAGE: FailureCode.ValueType  # 5
+"""the file of an image cannot be decoded"""
 Global___FailureCode: typing_extensions.TypeAlias = FailureCode
 
 @typing.final

@@ -23,6 +23,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.images import UnreadableImage
 from text_generation_shard.engines.torch.models.huggingface.config import EMBEDS_IMAGES
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 from text_generation_shard.progress import StepMonitor
@@ -110,6 +111,15 @@ def test_layers_that_transformers_runs(name: str, tmp_path: Path) -> None:
     if engine.info.max_images:
         files = [picture(*size) for size in SIZES][: engine.info.max_images]
         check_all(engine, model, [model.prompt(files), Prompt((9, 8, 7, 6, 5, 4), ())], 5)
+
+
+def test_a_picture_of_one_token(tmp_path: Path) -> None:
+    vision = VisionModel("mistral3", tmp_path)
+    prompt = vision.prompt([picture(20, 9), picture(70, 45)])
+    assert prompt.media[0].tokens == 1
+    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    assert isinstance(engine, TorchEngine)
+    check_all(engine, vision, [prompt], 5)
 
 
 def test_a_second_turn_encodes_no_picture(engine: TorchEngine, vision: VisionModel, prompts: list[Prompt]) -> None:
@@ -200,6 +210,7 @@ def test_files_that_are_no_picture(small: tuple[VisionModel, TorchEngine], tmp_p
         good = vision.prompt([picture(40, 40)])
         media = replace(good.media[0], data=data, digest=sha256(data).digest())
         error = decoded(engine, Prompt(good.ids, (media,)))["images"].exception()
+        assert isinstance(error, UnreadableImage)
         assert str(error).startswith("image 1 ")
         assert "\n" not in str(error)
 

@@ -36,6 +36,14 @@ NO_LIMIT = 1 << 40
 class ImageError(Exception):
     """An image cannot be used; the message is one line for the client."""
 
+    code = FailureCode.INVALID
+
+
+class UnreadableImage(ImageError):
+    """The file of an image cannot be decoded."""
+
+    code = FailureCode.IMAGE
+
 
 @dataclass(slots=True)
 class Picture:
@@ -184,7 +192,7 @@ class ImageSteps:
                     images.following += 1
                     sequence.image_limit = images.limit
             except ImageError as error:
-                failed.append(table.drop(sequence, FailureCode.INVALID, str(error)))
+                failed.append(table.drop(sequence, error.code, str(error)))
             except Exception as error:
                 if self._is_device_broken():
                     raise
@@ -236,8 +244,10 @@ class ImageSteps:
                 return None
             sequence.pending_images = None
             if (error := pending.exception()) is not None:
-                raise ImageError(
-                    str(error) if isinstance(error, ImageError) else f"an image cannot be used: {typed_line(error)}"
+                raise (
+                    error
+                    if isinstance(error, ImageError)
+                    else ImageError(f"an image cannot be used: {typed_line(error)}")
                 )
             sequence.images = images = pending.result()
             if self._bidirectional:

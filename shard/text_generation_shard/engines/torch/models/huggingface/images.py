@@ -26,7 +26,13 @@ from text_generation_common.one_line import one_line
 from text_generation_common.progress import phase
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, NewSequence
-from text_generation_shard.engines.torch.engine.images import ImageError, Picture, PromptImages, RowCache
+from text_generation_shard.engines.torch.engine.images import (
+    ImageError,
+    Picture,
+    PromptImages,
+    RowCache,
+    UnreadableImage,
+)
 from text_generation_shard.engines.torch.models.huggingface.config import unquantized
 from text_generation_shard.engines.torch.models.huggingface.library import (
     LibraryConfig,
@@ -85,12 +91,17 @@ class LibraryImages:
             name: each.to(self._device, dtype if each.is_floating_point() else None)
             for name, each in picture.inputs().items()
         }
+        if (
+            is_single := len(picture.places) == 1
+        ):  # the library drops the dimension of one row of Pixtral's: it takes two images
+            inputs = {name: torch.cat([each, each]) for name, each in inputs.items()}
         output = self._model.get_image_features(**inputs)
         added = getattr(output, "deepstack_features", None) or ()
         rows = output.pooler_output
         if rows is None:  # Llama 4 projects them later
             rows = self._model.multi_modal_projector(output.last_hidden_state)
-        return torch.stack([_rows(rows), *map(_rows, added)])
+        encoded = torch.stack([_rows(rows), *map(_rows, added)])
+        return encoded[:, : encoded.shape[1] // 2] if is_single else encoded
 
     def encode_largest(self) -> Tensor:
         side = LARGEST_SIDE[self._device.type]
@@ -144,7 +155,7 @@ class LibraryImages:
             self._grids.pop(next(iter(self._grids)), None)
 
     def _inputs(self, data: bytes, number: int) -> dict[str, Tensor]:
-        """Return the arguments of the encoder for a file. Raises ImageError."""
+        """Return the arguments of the encoder for a file. Raises UnreadableImage."""
         try:
             files = self._files.get()
             try:
@@ -153,7 +164,7 @@ class LibraryImages:
                 self._files.put(files)
             return self._processed(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1))
         except Exception as error:  # noqa: BLE001 – decoders and processors raise errors of many kinds
-            raise ImageError(f"image {number} cannot be read: {one_line(error)}") from None
+            raise UnreadableImage(f"image {number} cannot be read: {one_line(error)}") from None
 
     def _processed(self, image: Image.Image) -> dict[str, Tensor]:
         return dict(self._processor(images=[image], return_tensors="pt"))
