@@ -196,12 +196,12 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
         part, parts = (
             (replica * here + number, config.num_replicas * here) if config.parts == "shards" else (number, here)
         )
-        start, size = host_cache.part(part, parts)
+        start, part_bytes = host_cache.part(part, parts)
         settings |= {
             "host_cache_fd": host_cache.descriptor,
             "host_cache_name": f"{host_cache.name}-{replica if config.parts == 'shards' else 0}",
             "host_cache_start": start,
-            "host_cache_bytes": size,
+            "host_cache_bytes": part_bytes,
         }
     shard_config = ShardConfig.of(**settings)
     spec = ShardSpec(
