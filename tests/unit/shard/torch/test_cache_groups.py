@@ -17,7 +17,7 @@ from text_generation_shard.engine import EngineInfo, InsufficientMemory, Schedul
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape
 from text_generation_shard.engines.torch.build.footprint import native_footprint
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target
-from text_generation_shard.engines.torch.engine.warm_up import cache_groups
+from text_generation_shard.engines.torch.engine.warm_up import cache_groups, with_host_blocks
 from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
@@ -70,6 +70,14 @@ def test_a_cache_with_windows_holds_more_tokens(cache: CacheShape, gain: float, 
     # A tenth, and enough for a sequence that computes the largest chunk.
     assert window >= full // 10 - BLOCK_SIZE
     assert window > 8192
+
+
+@pytest.mark.parametrize("cache", [GEMMA_3_27B, GPT_OSS_20B], ids=["gemma", "20b"])
+def test_a_host_cache_is_used_whole_also_where_few_sequences_run(cache: CacheShape) -> None:
+    info, nbytes = replace(INFO, max_slots=1), 64 << 30
+    groups = with_host_blocks(cache.kinds, info, LIMITS, cache.block_bytes, nbytes)
+    taken = sum(group.host_blocks * size for group, size in zip(groups, cache.block_bytes, strict=True))
+    assert 0.99 * nbytes < taken <= nbytes
 
 
 def test_a_window_not_shorter_than_a_sequence_has_no_group() -> None:

@@ -18,7 +18,7 @@ from text_generation_shard.engines.torch.batch.kv_cache import FP8_DTYPES, Cache
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
 from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.device.memory import margin_of
-from text_generation_shard.engines.torch.engine.warm_up import cache_groups, host_blocks
+from text_generation_shard.engines.torch.engine.warm_up import cache_groups, with_host_blocks
 from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
@@ -75,8 +75,7 @@ class Footprint:
         groups = cache_groups(self.info, limits, shape.kinds, shape.block_bytes, self.cache)
         if not self.host_cache or self.info.keeps_states:
             return groups
-        numbers = host_blocks(self.info, limits, shape.kinds, shape.block_bytes, self.host_cache)
-        return tuple(replace(group, host_blocks=number) for group, number in zip(groups, numbers, strict=True))
+        return with_host_blocks(groups, self.info, limits, shape.block_bytes, self.host_cache)
 
 
 def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limits: WarmUpLimits) -> Footprint:

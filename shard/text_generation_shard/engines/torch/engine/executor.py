@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from threading import Timer
 
@@ -30,7 +30,7 @@ from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.images import ImageSteps, shift_of
 from text_generation_shard.engines.torch.engine.runner import Runner
-from text_generation_shard.engines.torch.engine.warm_up import host_blocks
+from text_generation_shard.engines.torch.engine.warm_up import with_host_blocks
 from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, spare_bytes
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -172,10 +172,11 @@ class Executor:
         """Divide the host cache into blocks of each group, and return the groups with these. Raises InsufficientMemory."""
         if self.host is None:
             return groups
-        numbers = host_blocks(info, limits, self.kinds, self.block_bytes, self.host.size)
+        groups = with_host_blocks(groups, info, limits, self.block_bytes, self.host.size)
+        numbers = [group.host_blocks for group in groups]
         self._broadcast(WorkerCommand.ALLOCATE_HOST, np.array(numbers, dtype=np.int64).tobytes())
         self.host.allocate(numbers, self._runner.block_parts())
-        return tuple(replace(group, host_blocks=number) for group, number in zip(groups, numbers, strict=True))
+        return groups
 
     def begin_copy(self, copy: Copy, on_end: Callable[[], None]) -> None:
         """Begin a copy on all ranks. `on_end` is called on a thread when `copied` may return it."""

@@ -126,19 +126,24 @@ def cache_groups(
     return tuple(group(kind, largest if kind.is_state else wanted or largest) for kind in kinds)
 
 
-def host_blocks(
-    info: EngineInfo, limits: WarmUpLimits, kinds: Sequence[CacheGroup], block_bytes: Sequence[int], available: int
-) -> list[int]:
-    """Return the blocks of each group in `available` bytes of the host cache, by the rule for the device's memory.
+def with_host_blocks(
+    groups: tuple[CacheGroup, ...],
+    info: EngineInfo,
+    limits: WarmUpLimits,
+    block_bytes: Sequence[int],
+    available: int,
+) -> tuple[CacheGroup, ...]:
+    """Return groups with their blocks in `available` bytes of the host cache, by the rule for the device's memory.
 
-    All shards that share the memory find the same numbers. Raises InsufficientMemory.
+    It holds prefixes of more sequences than run at once. All shards that share it find the same numbers. Raises InsufficientMemory.
     """
-    limits = WarmUpLimits(limits.max_batch_prefill_tokens, 0, 0)
+    sizes = [each + CHECK_BYTES for each in block_bytes]
+    info, limits = replace(info, max_slots=available // sizes[0]), WarmUpLimits(limits.max_batch_prefill_tokens, 0, 0)
     try:
-        groups = cache_groups(info, limits, kinds, [each + CHECK_BYTES for each in block_bytes], available)
+        on_host = cache_groups(info, limits, groups, sizes, available)
     except InsufficientMemory:
         raise InsufficientMemory(f"a host cache of {available / 2**30:.2f} GiB is too small for this model") from None
-    return [group.num_blocks for group in groups]
+    return tuple(replace(group, host_blocks=host.num_blocks) for group, host in zip(groups, on_host, strict=True))
 
 
 def blocks_for(tokens: int) -> int:
