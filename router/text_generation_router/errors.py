@@ -269,18 +269,6 @@ class GrammarFailed(ClientError):
     operations = Operation.GENERATE
 
 
-class ImageFailed(ClientError):
-    """The file of an image cannot be decoded; found after the request was admitted."""
-
-    status = 422
-    error_type = "validation"
-    openai_code: ClassVar[str | None] = "invalid_value"
-    prefix = "Input validation error: "
-    metric_label = "generation"
-    outcome = Outcome.ERROR
-    operations = Operation.GENERATE
-
-
 class BatchTooLarge(ClientError):
     """The request has more prompts than allowed."""
 

@@ -131,6 +131,7 @@ async def test_sizes_decide_the_tokens_and_there_are_limits_of_them(stack: Stack
     ("content", "said"),
     [
         ([part("data:image/png;base64,AAAA")], "image 1 cannot be read: it is no PNG, JPEG, WebP or GIF"),
+        ([part(BLUE.replace(b"IDATx", b"IDATy"))], "image 1 cannot be read: broken"),  # which the engine finds
         ([part(RED), part(RED[:-20])], "image 2 cannot be read: its file is cut off"),
         ([part("data:image/png;base64,?")], "image 1 cannot be read: its `data:` URI is not valid base64"),
         ([part("data:image/svg+xml,<svg/>")], "image 1 cannot be read: its `data:` URI is not in base64"),

@@ -66,8 +66,7 @@ class SchedulerWorld:
         self.scheduler = Scheduler(policy, len(replicas))
         self._setups = dict(enumerate(replicas))
         self.replicas: dict[int, ReplicaWorld | None] = dict.fromkeys(self._setups)
-        self._lost: dict[int, ReplicaWorld] = {}
-        """The last sessions of lost replicas, which may still copy."""
+        self._lost: dict[int, ReplicaWorld] = {}  # they may still copy
         self.views: dict[RequestId, ClientView] = {}
         self.live: dict[RequestId, ClientView] = {}
         self.resubmitted: set[RequestId] = set()
@@ -84,13 +83,10 @@ class SchedulerWorld:
             return
         if blocks is not None:
             self._setups[replica] = replace(self._setups[replica], blocks=blocks)
-        self._end_copies(replica)
-        world = self.replicas[replica] = ReplicaWorld(self._setups[replica])
-        self._unfit(self.scheduler.open(replica, world.spec))
-
-    def _end_copies(self, replica: int) -> None:
         if (lost := self._lost.pop(replica, None)) is not None:
             lost.engine.reset()
+        world = self.replicas[replica] = ReplicaWorld(self._setups[replica])
+        self._unfit(self.scheduler.open(replica, world.spec))
 
     def _unfit(self, deliveries: Deliveries) -> None:
         self.history.append(deliveries)
@@ -107,17 +103,14 @@ class SchedulerWorld:
         return at_prompt and view.moves.fruitless <= self.policy.max_request_moves
 
     def restart(self, joined_first: bool) -> None:
-        """Replace the scheduler by a new one. Clients hand over their live requests, before or after replicas join.
-
-        All replicas drop their sequences.
-        """
+        """Replace the scheduler; replicas drop their sequences. Clients hand over live requests, before or after replicas join."""
         stats = self.scheduler.stats()
         self.counts["restarts"] += 1
         self.counts["moves"] += stats.moves
         self.counts["preemptions"] += stats.preemptions
-        self._lost |= {replica: world for replica, world in self.replicas.items() if world is not None}
-        for replica in list(self._lost):
-            self._end_copies(replica)
+        for world in (*self._lost.values(), *filter(None, self.replicas.values())):
+            world.engine.reset()
+        self._lost.clear()
         self.scheduler = Scheduler(self.policy, 0)
         self._setups = {self.scheduler.add(): setup for setup in self._setups.values()}
         self.replicas = dict.fromkeys(self._setups)
@@ -143,7 +136,8 @@ class SchedulerWorld:
         """Let a replica leave, running requests or not. One stays: it may not serve."""
         if len(self.replicas) > 1:
             self.lose(replica)
-            self._end_copies(replica)
+            if (lost := self._lost.pop(replica, None)) is not None:
+                lost.engine.reset()
             del self.replicas[replica]
             self.counts["leaves"] += 1
             self._unfit(self.scheduler.remove(replica))
@@ -165,10 +159,8 @@ class SchedulerWorld:
 
     def spoil(self, draw: Random) -> None:
         """Damage half of the blocks of hosts: their checksums are wrong."""
-        for host in {setup.host for setup in self._setups.values()} - {None}:
-            for block in sorted(host.contents) if host is not None else ():
-                if draw.random() < 0.5:
-                    del host.contents[block]
+        for host in {setup.host for setup in self._setups.values() if setup.host is not None}:
+            host.spoil(draw)
 
     def drain(self, replica: int, draining: bool) -> None:
         self.scheduler.drain(replica, draining=draining)

@@ -12,7 +12,13 @@ from typing_extensions import TypeVar
 from text_generation_common.panics import as_exception
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, FinishReason
-from text_generation_router.errors import DeadlineExceeded, GenerationFailed, GrammarFailed, ImageFailed, ServingError
+from text_generation_router.errors import (
+    DeadlineExceeded,
+    GenerationFailed,
+    GrammarFailed,
+    InvalidRequest,
+    ServingError,
+)
 from text_generation_router.request import LogprobJson, RequestId, TokenListener, TopToken
 from text_generation_router.scheduling.messages import Deliveries, Failed
 from text_generation_router.shards.convert import (
@@ -183,5 +189,5 @@ def _error_of(failed: Failed) -> ServingError:
     if failed.kind is FailureCode.GRAMMAR:
         return GrammarFailed(failed.message)
     if failed.kind is FailureCode.IMAGE:
-        return ImageFailed(failed.message)
+        return InvalidRequest(failed.message)
     return GenerationFailed(failed.message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Protocol
 
 from text_generation_proto.copies import Copy, CopyEnd
@@ -32,6 +33,12 @@ class HostBlocks:
         self.contents: dict[tuple[int, int], tuple[int, object]] = {}
         self.writing: set[tuple[int, int]] = set()
         """The blocks of stores under way, also of engines whose stream broke: their checksums say nothing about a second writer."""
+
+    def spoil(self, draw: Random) -> None:
+        """Damage half of the blocks."""
+        for block in sorted(self.contents):
+            if draw.random() < 0.5:
+                del self.contents[block]
 
 
 @dataclass

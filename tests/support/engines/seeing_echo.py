@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import BytesIO
 
 from checked_echo import CheckedEcho
 from http_stack import LIMITS
+from PIL import Image
 
+from text_generation_proto.values import FailureCode
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, Orders
 
@@ -14,10 +17,20 @@ WITH_IMAGES = replace(LIMITS, max_images=3)
 
 
 class EchoOfImages(CheckedEcho):
-    """The echo engine, which takes images and looks at none."""
+    """The echo engine, which takes images and does nothing but decode them."""
 
     def apply(self, orders: Orders) -> list[Failure]:
-        return super().apply(replace(orders, placements=tuple(replace(each, media=()) for each in orders.placements)))
+        placements, failed = [], []
+        for each in orders.placements:
+            try:
+                for media in each.media:
+                    Image.open(BytesIO(media.data)).load()
+                placements.append(replace(each, media=()))
+            except (OSError, SyntaxError) as error:
+                failed.append(Failure(each.slot, FailureCode.IMAGE, f"image 1 cannot be read: {error}"))
+        kept = {each.slot for each in placements}
+        prefill = tuple(each for each in orders.prefill if each[0] in kept or each[0] in self.table.sequences)
+        return failed + super().apply(replace(orders, placements=tuple(placements), prefill=prefill))
 
 
 def echo_with_images(config: ShardConfig) -> Engine:

@@ -23,7 +23,6 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
-from text_generation_shard.engines.torch.engine.images import UnreadableImage
 from text_generation_shard.engines.torch.models.huggingface.config import EMBEDS_IMAGES
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 from text_generation_shard.progress import StepMonitor
@@ -206,13 +205,16 @@ def test_files_that_are_no_picture(small: tuple[VisionModel, TorchEngine], tmp_p
     svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
     bomb = bytearray(picture(8, 8))
     bomb[16:24] = (30_000).to_bytes(4, "big") * 2  # the size in the header
+    driver = Driver(engine, engine.warm_up(limits()))
     for data in (b"", svg, picture(40, 40, file_format="BMP"), picture(40, 40)[:300], bytes(bomb)):
         good = vision.prompt([picture(40, 40)])
         media = replace(good.media[0], data=data, digest=sha256(data).digest())
-        error = decoded(engine, Prompt(good.ids, (media,)))["images"].exception()
-        assert isinstance(error, UnreadableImage)
-        assert str(error).startswith("image 1 ")
-        assert "\n" not in str(error)
+        failed = driver.admit(good.ids, NEW_TOKENS, **decoded(engine, Prompt(good.ids, (media,))))
+        driver.run()
+        assert failed.failure is not None
+        assert failed.failure.code is FailureCode.IMAGE
+        assert failed.failure.message.startswith("image 1 ")
+        assert "\n" not in failed.failure.message
 
 
 def test_prompts_decode_their_pictures_in_turns_until_they_are_cancelled(

@@ -20,7 +20,6 @@ from text_generation_router.errors import (
     Draining,
     GenerationFailed,
     GrammarFailed,
-    ImageFailed,
     InvalidRequest,
     ModelNotFound,
     NotFound,
@@ -92,7 +91,6 @@ INVALID = "invalid_request_error"
         (Draining(), "server_error", None, "overloaded", "overloaded_error"),
         (Unhealthy(), "server_error", None, "healthcheck", "overloaded_error"),
         (GrammarFailed("no"), INVALID, None, "grammar_error", INVALID),
-        (ImageFailed("no"), INVALID, None, "invalid_value", INVALID),
         (GenerationFailed("no"), "server_error", None, "generation", "api_error"),
     ],
 )  # fmt: skip
