@@ -27,7 +27,7 @@ def test_ranks_have_parts_of_the_host_cache_that_replicas_share() -> None:
     parts = [(each.host_cache_name, each.host_cache_start, each.host_cache_bytes) for each in shards_of(apart)]
     assert parts == [(f"m-{number // 2}", number * 2 * page, 2 * page) for number in range(4)], "routers share nothing"
     assert not any(each.host_cache_bytes for each in shards_of(plan(4)))
-    whole = plan(on, num_replicas=2, num_shard=1, host_cache_size="36KiB")
+    whole = plan(on, num_replicas=2, num_shard=1, host_cache_size="1MiB")
     assert [shard.name for shard in whole.shards] == ["shard-0", "shard-1"]
 
 
