@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 from threading import Timer
@@ -33,6 +34,7 @@ from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.engine.warm_up import with_host_blocks
 from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, spare_bytes
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
+from text_generation_shard.engines.torch.parallel.channel import GroupBroken
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
 from text_generation_shard.step.sequence import StepRow, StepRows
@@ -206,9 +208,10 @@ class Executor:
         return confirmed
 
     def end_copies(self) -> None:
-        """Wait for the copies under way on all ranks, and forget them."""
+        """Wait for the copies under way on all ranks that have not left, and forget them."""
         if self.host is not None:
-            self._broadcast(WorkerCommand.END_COPIES)
+            with suppress(GroupBroken):
+                self._broadcast(WorkerCommand.END_COPIES)
             self.host.wait()
             self._unconfirmed.clear()
 

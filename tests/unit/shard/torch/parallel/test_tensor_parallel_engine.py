@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -70,14 +71,17 @@ def two_ranks(
     *program: str,
     model_impl: str = "native",
     second: dict[str, object] | None = None,
+    host_cache_fd: int = 0,
     **more: object,
 ) -> Iterator[Engine]:
     """Run rank 0's engine here and rank 1 as a shard process, whose program may be replaced, with settings of the `second`."""
+    more["host_cache_fd"] = host_cache_fd
     settings = settings_of(folder, model_impl) | {"world_size": 2, "group_address": f"unix://{tmp_path}/group"} | more
     given = settings | (second or {})
     flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     follower = subprocess.Popen(
         [sys.executable, *program, *flags, "--rank", "1", "--address", f"unix://{tmp_path}/one"],
+        pass_fds=(host_cache_fd,),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -242,12 +246,16 @@ def check_division(folder: Path, tmp_path: Path, model_impl: str) -> None:
             assert scores[1:] == pytest.approx(exact[1:], rel=1e-5, abs=1e-4)
 
 
-def test_a_rank_lost_in_a_step_is_named(folder: Path, tmp_path: Path) -> None:
-    with (
-        two_ranks(folder, tmp_path, "-c", textwrap.dedent(KILLED_IN_A_STEP)) as engine,
-        pytest.raises(GroupBroken, match=r"^rank 1 is gone$"),
-    ):
-        engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048))
+def test_a_rank_lost_in_a_step_is_named_and_the_others_close(folder: Path, tmp_path: Path) -> None:
+    program, host = textwrap.dedent(KILLED_IN_A_STEP), os.memfd_create("host")
+    os.ftruncate(host, 1 << 20)
+    try:
+        with two_ranks(folder, tmp_path, "-c", program, host_cache_fd=host, host_cache_bytes=1 << 20) as engine:
+            with pytest.raises(GroupBroken, match=r"^rank 1 is gone$"):
+                engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048))
+            engine.reset()  # as at the end of a session
+    finally:
+        os.close(host)
 
 
 @pytest.mark.full
