@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import aiohttp
@@ -79,10 +78,8 @@ async def test_sequences_of_a_shard_that_stops_move_without_being_computed_again
         while await metric(session, stack, "tgi_batch_current_size") < 6:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         loaded = await metric(session, stack, "text_generation_host_cache_loaded_blocks_total")
-        started = time.monotonic()
         stack.shard(0).terminate()
         stack.wait_for("shard stopped", "router")
-        print(f"drained in {time.monotonic() - started:.2f} s")
         assert await metric(session, stack, "text_generation_host_cache_loaded_blocks_total") > loaded
         assert await metric(session, stack, "text_generation_request_moves_total") == 0, "none lost its shard"
 
