@@ -14,6 +14,7 @@ A self-scheduling engine gets placements and releases only. Chunks and blocks ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
 
@@ -203,23 +204,22 @@ class ReplicaScheduler:
 
     def drop(self, sequence: ScheduledSequence) -> None:
         """Cancel `sequence`, which is here. One that was never sent leaves at once; idempotent."""
-        if sequence.loading:  # until the end of its load
-            self._leave(sequence)
-            sequence.state = State.CANCELLED
+        if sequence.state is State.RUNNING:
+            self._release(sequence, State.CANCELLED)
         elif sequence.state is State.PLACED:
             self._leave(sequence)
-            self._vacate(sequence, State.CANCELLED)
-        elif sequence.state is State.RUNNING:
-            self._release(sequence, State.CANCELLED)
-        else:
-            sequence.state = State.CANCELLED
+            if not sequence.loading:  # else at the end of its load
+                self._vacate(sequence, State.CANCELLED)
+        sequence.state = State.CANCELLED
 
-    def evacuate(self) -> list[ScheduledSequence]:
-        """Preempt all sequences, so that they go on elsewhere once they are stored. Return those that wait at once."""
-        for sequence in list(self._running.values()):
+    def evacuate(self, others: Sequence[ReplicaScheduler]) -> list[ScheduledSequence]:
+        """Preempt the sequences that one of `others` can hold: they go on there once they are stored. Return those that wait at once."""
+        sequences = [*self._running.values(), *self._placed.values()]
+        movable = [each for each in sequences if not each.loading and any(other.can_hold(each) for other in others)]
+        left = [sequence for sequence in movable if sequence.state is State.PLACED]
+        for sequence in movable[: len(movable) - len(left)]:
             self._release(sequence, State.PREEMPTED)
             self.copies.moving.add(sequence)
-        left = [sequence for sequence in self._placed.values() if not sequence.loading]
         for sequence in left:
             self._leave(sequence)
             self._vacate(sequence, State.WAITING)

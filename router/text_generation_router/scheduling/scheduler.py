@@ -322,9 +322,9 @@ class Scheduler:
         source = self.replicas[replica]
         if source is None or source.cache.host is None:
             return
-        if any(each.cache.host is source.cache.host for each in self.available):
-            for sequence in self.replays.forget(source.evacuate()):
-                self._requeue(sequence)
+        others = [each for each in self.available if each.cache.host is source.cache.host]
+        for sequence in self.replays.forget(source.evacuate(others)):
+            self._requeue(sequence)
 
     def _work(self, sequence: ScheduledSequence) -> int:
         """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""

@@ -135,6 +135,20 @@ def test_a_short_prefix_is_computed() -> None:
     assert not world.orders().copies
 
 
+def test_only_sequences_that_another_replica_can_hold_move_to_it() -> None:
+    world = World(SPEC, replace(SPEC, num_blocks=8))
+    world.scheduler.drain(1)
+    world.submit(range(200))
+    world.submit(range(300, 340))
+    orders = world.orders()
+    world.scheduler.drain(1, draining=False)
+    world.scheduler.drain(0)
+    world.scheduler.evacuate(0)
+    world.report()
+    (released,) = world.orders().release
+    assert dict(orders.prefill)[released] == 40
+
+
 def test_replicas_share_the_cache_of_their_host_alone() -> None:
     world = World(SPEC, SPEC, replace(SPEC, host_cache="b"), replace(SPEC, host_cache="", host_blocks=0))
     world.scheduler.drain(1)
