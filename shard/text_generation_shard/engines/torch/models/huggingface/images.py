@@ -91,9 +91,8 @@ class LibraryImages:
             name: each.to(self._device, dtype if each.is_floating_point() else None)
             for name, each in picture.inputs().items()
         }
-        if (
-            is_single := len(picture.places) == 1
-        ):  # the library drops the dimension of one row of Pixtral's: it takes two images
+        # The library drops the dimension of one row of Pixtral's, not of two.
+        if is_single := len(picture.places) == 1:
             inputs = {name: torch.cat([each, each]) for name, each in inputs.items()}
         output = self._model.get_image_features(**inputs)
         added = getattr(output, "deepstack_features", None) or ()
