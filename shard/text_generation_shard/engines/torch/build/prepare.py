@@ -16,7 +16,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
-from text_generation_shard.engines.torch.models.native.config import PREDICTION, ModelConfig
+from text_generation_shard.engines.torch.models.native.config import PREDICTING, PREDICTION, ModelConfig
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.grammar import Grammars, load_grammars
 
@@ -100,7 +100,8 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
 def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.device) -> ModelConfig:
     """Return a model with what drafts need, whose states are kept as the settings say."""
     longest = longest_draft(config, device, has_states=model_config.states is not None)
-    if longest and model_config.quantization is None and config.world_size == 1 and config.load_format != "dummy":
+    may_predict = model_config.model_type in PREDICTING and model_config.quantization is None and config.world_size == 1
+    if longest and may_predict and config.load_format != "dummy":
         names = Checkpoint(Path(config.model_path))
         model_config = replace(model_config, predicts=PREDICTION in names)
     if (states := model_config.states) is None:

@@ -45,6 +45,8 @@ USE_WINDOW = "use_sliding_window"
 HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 PREDICTION = "mtp.fc.weight"
 """A tensor of the layer that predicts the token after the next one."""
+PREDICTING = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""The model types whose layer of that name is known."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
