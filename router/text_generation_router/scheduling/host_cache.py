@@ -7,6 +7,7 @@ each evicts by the same order. A prefix enters when a report shows that it was s
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,8 @@ class HostCache:
         """The ends of the last stores of lost replicas."""
         self._free = list(range(first.num_blocks - 1, -1, -1))
         self._tags = [array("I", bytes(4 * group.num_blocks)) for group in self.groups]
-        self._numbers = count(1)
+        # Not from 1: a store of a router before may end late.
+        self._numbers = count(secrets.randbits(32))
 
     @property
     def available(self) -> int:
