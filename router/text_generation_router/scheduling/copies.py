@@ -26,7 +26,7 @@ from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, 
 from text_generation_router.scheduling.worth import MIN_LOADED_TOKENS, worth_storing
 
 MOST_WAITING = 256
-"""Prefixes that wait for their store; the oldest are dropped."""
+"""Prefixes that wait for their store; the oldest are dropped, but those of sequences that move."""
 MOST_STORED = 512
 """Blocks of the first group in a store, and an eighth of those of the device at most."""
 
@@ -243,7 +243,10 @@ class ReplicaCopies:
         else:
             self._waiting.append(WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, None))
         if len(self._waiting) > MOST_WAITING:
-            self._drop(next(each for each in self._waiting if self._store is None or each is not self._store.waiting))
+            stored = None if self._store is None else self._store.waiting
+            others = (each for each in self._waiting if each.moved is None and each is not stored)
+            if (oldest := next(others, None)) is not None:
+                self._drop(oldest)
 
     def _begin_store(self, waiting: WaitingPrefix, on_device: Prefix) -> Copy | None:
         """Return the next store of a prefix; None if nothing is left to store, or there is no room for it."""
