@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 from nvml_standin import FAKES, GIB, Machine, gpu
 from stack import Stack, running
 from standin import python_path
@@ -80,10 +81,12 @@ def test_env_prints_the_machine_and_the_settings(machine: Machine) -> None:
     """Without a model `--env`, which TGI has, does the same."""
     environ = os.environ | machine.environ | {"API_KEY": "a-secret", "CUDA_VISIBLE_DEVICES": "1"}
     command = [Path(sys.executable).with_name("text-generation-launcher"), "--env", "--max-batch-size", "7"]
-    lines = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    report = yaml.safe_load(subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    assert (report["driver"], report["devices"]) == ("580.95.05 (CUDA 13.0)", 1)
+    first, second = report["gpus"]
     cores = core_list(os.sched_getaffinity(0))
-    expected = ["driver: 580.95.05 (CUDA 13.0)", "devices: 1", "  index: 1", "  uuid: GPU-1000", "  memory_mib: 144384"]
-    expected += ["  visible: False", "  visible: True"]
-    expected += ["  compute_capability: 9.0", "  numa_nodes: 1", f"  near_cores: {cores}", "  mig: off"]
-    expected += ["  max_batch_size: 7", "  api_key: ***"]
-    assert [line for line in expected if line not in lines] == []
+    expected = {"index": 1, "uuid": "GPU-1000", "memory_mib": 144384, "compute_capability": "9.0", "numa_nodes": [1]}
+    expected |= {"near_cores": cores, "visible": True, "mig": "off"}
+    assert not first["visible"]
+    assert {name: second[name] for name in expected} == expected
+    assert (report["settings"]["max_batch_size"], report["settings"]["api_key"]) == (7, "***")
