@@ -1,6 +1,6 @@
 """Structured output over HTTP: answers follow their schemas, and hostile grammars are refused without delay for others.
 
-GRAMMAR_REQUESTS is the number of random schemas (default 40; the target is 500).
+GRAMMAR_REQUESTS is the number of random schemas (default 20; the target is 500).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sse_client import chunks, post
 
 Json = dict[str, Any]
 
-REQUESTS = int(os.environ.get("GRAMMAR_REQUESTS", "40"))
+REQUESTS = int(os.environ.get("GRAMMAR_REQUESTS", "20"))
 AT_ONCE = 8
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

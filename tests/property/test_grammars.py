@@ -1,6 +1,6 @@
 """Every schema is refused by name, or every text that the grammar allows parses and satisfies the schema.
 
-GRAMMAR_SCHEMAS sets how many random schemas are tried (100): the bar is 500.
+GRAMMAR_SCHEMAS sets how many random schemas are tried (50): the bar is 500.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import regex_grammar, response_format
 from text_generation_router.grammar.proof import compiled, prove
 
-SCHEMAS = int(os.environ.get("GRAMMAR_SCHEMAS", "100"))
+SCHEMAS = int(os.environ.get("GRAMMAR_SCHEMAS", "50"))
 ACCEPTED = 0.95
 TOKENS = 3_000
 """A text that is longer is no evidence, and no fault."""

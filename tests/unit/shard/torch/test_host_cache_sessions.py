@@ -131,10 +131,10 @@ class World:
 
 
 def play(world: World, sessions: int, seed: int, *, file: int | None = None) -> list[list[int]]:
-    """Play sessions of four turns, round by round, with deaths of shards; return all answers. With `file`, spoil half of it."""
+    """Play sessions of three turns, round by round, with deaths of shards; return all answers. With `file`, spoil half of it."""
     draw = Random(seed)
     texts = [tuple(draw.randrange(300) for _ in range(draw.randint(60, 130))) for _ in range(sessions)]
-    for turn in range(4):
+    for turn in range(3):
         requests = [world.submit((*text, *MARKER), draw.choice([1, 30, 60])) for text in texts]
         for _ in range(draw.randint(5, 25)):
             world.step()
