@@ -107,7 +107,8 @@ class HostCaches:
         if not spec.host_cache:
             return None
         self._names[replica] = spec.host_cache
-        cache = self._caches.setdefault(spec.host_cache, HostCache(spec, self._counts))
+        if (cache := self._caches.get(spec.host_cache)) is None:
+            cache = self._caches[spec.host_cache] = HostCache(spec, self._counts)
         cache.finish(replica)
         return cache if cache.groups == spec.host_groups else None
 
