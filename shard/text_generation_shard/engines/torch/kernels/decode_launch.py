@@ -7,14 +7,13 @@ from typing import Literal
 
 import triton
 
-from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
-
-MAX_SPLITS = 32
 FLOATS_PER_WARP = 2048
 """Results that a warp can hold in registers, and partial results that it merges at a time."""
-LONG_ROW_TOKENS = 1024
-"""Minimum split length when the rows alone occupy the device: shorter rows are not split."""
-LONG_ROW_SPLITS = 4
+FEWEST_SPLITS, MAX_SPLITS = 8, 64
+"""A row that is much longer than the others is split even if the rows alone occupy the device."""
+MOST_BLOCKS, PROGRAMS_PER_BLOCK = 64, 11
+"""Short rows are not split then: the more rows and KV heads there are, the more blocks has a part. Measured on an H200 with rows of
+576 tokens: 3 parts are best for 128 rows and heads, one for 256 and more."""
 SECOND_KERNEL_PROGRAMS = 64
 """Rows times KV heads up to which a second kernel merges the partial results. Measured on an H200, 8 KV heads of 4 query heads,
 head_dim 128, 600 tokens: second kernel 6.8 µs and last arrival 11.4 µs at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12.
@@ -45,15 +44,13 @@ def config_for(
     """Return the launch configuration for a number of rows; it does not depend on lengths."""
     programs = rows * num_kv_heads
     results = group_rows(num_heads, num_kv_heads) * triton.next_power_of_2(head_dim)
-    stages = 6 if head_dim <= 64 else 4 if head_dim <= 256 else 2
     # A single warp needs no synchronization, but must hold all results in its registers.
     warps = min(max_warps, -(-results // FLOATS_PER_WARP))
-    if programs >= 6 * multiprocessors:
-        return LaunchConfig(LONG_ROW_SPLITS, LONG_ROW_TOKENS // BLOCK_SIZE, warps, stages, "last arrival")
-    splits = min(MAX_SPLITS, triton.next_power_of_2(-(-4 * multiprocessors // programs)))
+    splits = triton.next_power_of_2(-(-8 * multiprocessors // programs))
+    min_blocks = min(max(programs // PROGRAMS_PER_BLOCK, 2), MOST_BLOCKS)
     merge: Merge = "second kernel" if programs <= SECOND_KERNEL_PROGRAMS else "last arrival"
-    # With so few rows the device is not full: more warps start and merge the partial results sooner.
-    return LaunchConfig(splits, 1, warps if splits <= 8 else max_warps, stages, merge)
+    stages = 3 if head_dim <= 256 else 2
+    return LaunchConfig(min(max(splits, FEWEST_SPLITS), MAX_SPLITS), min_blocks, warps, stages, merge)
 
 
 def group_rows(num_heads: int, num_kv_heads: int) -> int:

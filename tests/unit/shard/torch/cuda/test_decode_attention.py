@@ -149,7 +149,7 @@ def test_a_single_long_row_is_split_into_many_parts(merge: Merge, device: torch.
 def test_short_rows_are_not_split_in_large_batches(device: torch.device, dtype: torch.dtype) -> None:
     config = config_for(6, *SMOL, multiprocessors=1)
     assert config.splits > 1
-    config = replace(config, min_blocks=config.min_blocks // 32)
+    assert config.min_blocks == 2
     case = a_case(SMOL, [32, 33], device, dtype)
     result = case.run(DecodeAttention(*SMOL, 2, device, config=config), out_dtype=torch.float32)
     unsplit = case.run(DecodeAttention(*SMOL, 2, device, config=replace(config, splits=1)), out_dtype=torch.float32)
@@ -182,7 +182,7 @@ def test_a_second_kernel_merges_if_there_are_few_programs() -> None:
 def test_the_workspace_is_bounded_and_the_device_is_filled(kv_heads: int, head_dim: int) -> None:
     for rows in range(1, 513):
         config = config_for(rows, 4 * kv_heads, kv_heads, head_dim, H200_MULTIPROCESSORS)
-        assert rows * config.splits * kv_heads * head_dim * 4 < 12 << 20  # bytes, per query head of a KV head
+        assert rows * config.splits * kv_heads * head_dim * 4 < 20 << 20  # bytes, per query head of a KV head
         assert rows * config.splits * kv_heads > 2 * H200_MULTIPROCESSORS or config.splits == MAX_SPLITS
 
 
