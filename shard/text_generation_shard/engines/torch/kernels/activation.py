@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.operands import GatedActivation
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
 
 _BLOCK = 1024
 """Columns per program: eight per thread, with four warps."""
@@ -48,6 +49,7 @@ def launch_activation(
         BINS=triton.next_power_of_2(experts),
         BLOCK=_BLOCK,
         num_warps=4,
+        **pdl(gate_up),
     )
 
 
@@ -68,7 +70,9 @@ def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    after_previous(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER

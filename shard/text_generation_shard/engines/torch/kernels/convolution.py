@@ -10,6 +10,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
 from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.operands import Convolution
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
 
 _CHANNELS = 256
 """Channels of a program for decode rows."""
@@ -38,6 +39,7 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
             TAPS=taps,
             ACTIVATES=convolution.activates,
             CHANNELS=_CHANNELS,
+            **pdl(x),
         )
     if rows.chunks:
         grid = len(rows.chunks), triton.cdiv(rows.longest_chunk, _TOKENS), triton.cdiv(channels, _TILE_CHANNELS)
@@ -97,7 +99,9 @@ def _step_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     TAPS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     CHANNELS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    after_previous(USE_PDL)
     row = tl.program_id(0)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = columns < channels

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
+
 _CHUNK = 2048
 """Most pairs that a program reads at a time."""
 _NOWHERE = tl.constexpr(1 << 30)
@@ -42,14 +44,23 @@ def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
     memory = torch.empty(2 * pairs + experts + 1, dtype=torch.int32, device=ids.device)
     order, rows, offsets = torch.split(memory, [pairs, pairs, experts + 1])
     chunk = min(max(triton.next_power_of_2(pairs), 32), _CHUNK)
-    _place_kernel[(experts,)](ids, order, rows, offsets, pairs, CHUNK=chunk, num_warps=min(max(chunk // 128, 1), 8))
+    _place_kernel[(experts,)](
+        ids, order, rows, offsets, pairs, CHUNK=chunk, num_warps=min(max(chunk // 128, 1), 8), **pdl(ids)
+    )
     return ExpertGroups(order, rows, offsets)
 
 
 @triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["rows", "offsets"])
 def _place_kernel(
-    ids: tl.tensor, order: tl.tensor, rows: tl.tensor, offsets: tl.tensor, pairs: int, CHUNK: tl.constexpr
+    ids: tl.tensor,
+    order: tl.tensor,
+    rows: tl.tensor,
+    offsets: tl.tensor,
+    pairs: int,
+    CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    after_previous(USE_PDL)
     expert = tl.program_id(0)
     at = tl.arange(0, CHUNK)
     before = tl.zeros((CHUNK,), tl.int32)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
 
 _COLUMNS = 1024
 """Columns per program."""
@@ -18,7 +19,7 @@ def gathered(x: Tensor, groups: ExpertGroups, each: int) -> Tensor:
     out = x.new_empty(rows, hidden)
     grid = (rows, triton.cdiv(hidden, _COLUMNS))
     _gather_kernel[grid](
-        x, groups.order, out, x.stride(0), HIDDEN=hidden, EXPERTS_EACH=each, COLUMNS=_COLUMNS, num_warps=4
+        x, groups.order, out, x.stride(0), HIDDEN=hidden, EXPERTS_EACH=each, COLUMNS=_COLUMNS, num_warps=4, **pdl(x)
     )
     return out
 
@@ -56,12 +57,13 @@ def weighted_sum(  # noqa: PLR0913 – the options of one kernel
         ADD=add,
         COLUMNS=_COLUMNS,
         num_warps=4,
+        **pdl(results),
     )
     return out
 
 
 @triton.jit
-def _gather_kernel(
+def _gather_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     order: tl.tensor,
     out: tl.tensor,
@@ -69,7 +71,9 @@ def _gather_kernel(
     HIDDEN: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    after_previous(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
@@ -92,7 +96,9 @@ def _sum_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     EXPERTS_EACH: tl.constexpr,
     ADD: tl.constexpr,
     COLUMNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    after_previous(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < HIDDEN

@@ -22,6 +22,7 @@ from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGrou
 from text_generation_shard.engines.torch.kernels.expert_rows import gathered, weighted_sum
 from text_generation_shard.engines.torch.kernels.few_experts import few_experts
 from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation, few_weights
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
 from text_generation_shard.engines.torch.kernels.rows import is_on_hopper
 
 ALIGNMENT = 8
@@ -164,6 +165,7 @@ def grouped_product(
         BLOCK_K=tiling.block_k,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **pdl(x),
     )
     return out
 
@@ -194,11 +196,13 @@ def _product_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """Multiply the rows of an expert with some columns of its weight, which is the left operand: tensor cores want 64 rows there.
 
     INPUT_STRIDE is a constant because Triton does not specialize an annotated integer that is 1: it would load number by number.
     """
+    after_previous(USE_PDL)
     expert = tl.program_id(1)
     end = tl.load(offsets + expert + 1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

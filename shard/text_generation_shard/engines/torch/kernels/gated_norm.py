@@ -10,6 +10,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.norm import norm_scale
 from text_generation_shard.engines.torch.kernels.operands import GatedNorm
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
 from text_generation_shard.engines.torch.kernels.rows import row_tile
 
 _ELEMENTS_PER_THREAD = 8
@@ -33,6 +34,7 @@ def gated_norm(x: Tensor, gate: Tensor, norm: GatedNorm, out: Tensor | None = No
         WIDTH=norm.width,
         BLOCK=block,
         num_warps=num_warps,
+        **pdl(x),
     )
     return out
 
@@ -50,7 +52,9 @@ def _gated_norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     GATE_FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    after_previous(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK) < WIDTH
     columns = tl.program_id(1) * WIDTH + tl.arange(0, BLOCK)

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
 
 BLOCK = 256
 """Elements of a region: 4096 floats are 16 programs, so that many multiprocessors send at the same time."""
@@ -76,7 +76,6 @@ class LowLatencyCollectives:
         self._launch(_all_gather_kernel, tensor, out, tensor.shape[1], out.stride(0))
 
     def _launch(self, kernel: Any, tensor: Tensor, *others: Tensor | int) -> None:  # noqa: ANN401 – a kernel of Triton
-        use_pdl = supports_pdl(tensor)
         kernel[(triton.cdiv(tensor.numel(), BLOCK),)](
             tensor,
             self._addresses,
@@ -86,10 +85,9 @@ class LowLatencyCollectives:
             CAPACITY=self.capacity,
             RANK=self._rank,
             SIZE=len(self._addresses),
-            USE_PDL=use_pdl,
             BLOCK=BLOCK,
             num_warps=_WARPS,
-            launch_pdl=use_pdl,
+            **pdl(tensor),
         )
 
 
@@ -174,8 +172,7 @@ def _send(  # noqa: PLR0913 – called from kernels only, whose arguments are fl
     USE_PDL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Send the float32 `values` of a region to the inboxes of all peers; return the values and the epoch."""
-    launch_dependents(USE_PDL)
-    wait_for_previous(USE_PDL)
+    after_previous(USE_PDL)
     own = tl.load(values + indices, mask=inside, other=0.0)
     epoch = tl.load(epochs)
     packed = (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch << 32)

@@ -3,6 +3,9 @@
 A kernel launched with `launch_pdl` allows its successor to start as soon as all its own programs have started. It does the work
 that does not depend on other kernels while its predecessor ends, then waits. The successor need not use PDL: without it, it
 starts after the end as usual.
+
+Attention, and what is before it, does not: the next product would start too early. On an H200 a step of a row took 4.17 ms instead of
+3.66 then (Llama-8B shape), 2.40 instead of 2.38 (Qwen3-30B-A3B).
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from triton.language.extra import cuda
 def supports_pdl(tensor: Tensor) -> bool:
     """Return True if the device of `tensor` supports PDL: GPUs from Hopper on."""
     return tensor.is_cuda and _has_pdl(tensor.device.index)
+
+
+def pdl(tensor: Tensor) -> dict[str, bool]:
+    """Return the options of a kernel that calls `after_previous`."""
+    use = supports_pdl(tensor)
+    return {"USE_PDL": use, "launch_pdl": use}
 
 
 @cache
@@ -41,3 +50,10 @@ def wait_for_previous(USE_PDL: tl.constexpr) -> None:
     """
     if USE_PDL:
         cuda.gdc_wait()
+
+
+@triton.jit
+def after_previous(USE_PDL: tl.constexpr) -> None:
+    """Start while the previous kernel ends, and let the next one do so, if USE_PDL: called before anything else."""
+    launch_dependents(USE_PDL)
+    wait_for_previous(USE_PDL)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from text_generation_shard.engines.torch.kernels.convolution import row_length
 from text_generation_shard.engines.torch.kernels.operands import UNIT_EPS
+from text_generation_shard.engines.torch.kernels.pdl import after_previous
 
 COLUMNS = 64
 """Columns of the values of a program: the best of 8 to 128 on an H200, for states in float32 and bfloat16."""
@@ -94,7 +95,9 @@ def decode_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are 
     DRAFTS: tl.constexpr,
     DRAFT_START: tl.constexpr,
     DRAFT_WIDTH: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    after_previous(USE_PDL)
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < VALUES

@@ -8,6 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.operands import Routing
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
+
+_LEAST_KEY = tl.constexpr(-(1 << 63))
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -36,8 +39,15 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         CHOSEN_PADDED=triton.next_power_of_2(routing.chosen),
         HAS_SHARED=routing.has_shared,
         num_warps=1,
+        **pdl(logits),
     )
     return ids, weights
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor) -> tl.tensor:
+    power = tl.exp(-tl.abs(x))
+    return tl.where(x < 0.0, power, 1.0) / (1.0 + power)
 
 
 @triton.jit
@@ -58,7 +68,9 @@ def _route_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     CHOSEN: tl.constexpr,
     CHOSEN_PADDED: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    after_previous(USE_PDL)
     token = tl.program_id(0)
     experts, places = tl.arange(0, BINS), tl.arange(0, CHOSEN_PADDED)
     inside = experts < EXPERTS
@@ -67,12 +79,11 @@ def _route_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     is_number = row == row
     numbers = tl.where(is_number, row, -3e38)
     if choice_bias is None:
-        probabilities = tl.exp(numbers - tl.max(numbers, axis=0))
-        left = probabilities
+        highest = tl.max(numbers, axis=0)
+        left = tl.exp(numbers - highest)
+        total = tl.sum(left, axis=0)
     else:
-        power = tl.exp(-tl.abs(numbers))
-        probabilities = tl.where(numbers < 0.0, power, 1.0) / (1.0 + power)
-        left = probabilities + tl.load(choice_bias + experts, mask=inside, other=0.0)
+        left = _sigmoid(numbers) + tl.load(choice_bias + experts, mask=inside, other=0.0)
     left = tl.where(inside, left, -3e38)
     if GROUPS_KEPT < GROUPS:
         group = experts // (EXPERTS // GROUPS)
@@ -90,21 +101,27 @@ def _route_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
             kept = kept | (group == number)
             totals = tl.where(group == number, -3e38, totals)
         left = tl.where(kept, left, -3e38)
-    total = tl.sum(probabilities, axis=0)
+    # Floats in order are integers in order, if those of negative ones are reversed. The lowest bits prefer the first expert.
+    bits = left.to(tl.int32, bitcast=True)
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (BINS - 1 - experts)
+    keys = tl.where(inside, keys, _LEAST_KEY)
     chosen_ids = tl.zeros((CHOSEN_PADDED,), tl.int32)
-    chosen = tl.zeros((CHOSEN_PADDED,), tl.float32)
     for place in tl.static_range(CHOSEN):
-        best = tl.max(left, axis=0)
-        index = tl.min(tl.where((left == best) & inside, experts, EXPERTS - 1), axis=0)
-        chosen_ids = tl.where(places == place, index, chosen_ids)
-        probability = tl.sum(tl.where(experts == index, probabilities, 0.0), axis=0)
-        chosen = tl.where(places == place, probability, chosen)
-        left = tl.where(experts == index, -3e38, left)
-    divisor = tl.sum(chosen, axis=0) + eps if NORMALIZE else total
-    if choice_bias is not None and not NORMALIZE:
+        best = tl.max(keys, axis=0)
+        keys = tl.where(keys == best, _LEAST_KEY, keys)
+        chosen_ids = tl.where(places == place, BINS - 1 - (best & 0xFFFFFFFF).to(tl.int32), chosen_ids)
+    is_place = places < CHOSEN
+    chosen = tl.load(logits + token * logits_stride + chosen_ids)
+    chosen = tl.where(chosen == chosen, chosen, -3e38)
+    chosen = tl.exp(chosen - highest) if choice_bias is None else _sigmoid(chosen)
+    chosen = tl.where(is_place, chosen, 0.0)
+    if NORMALIZE:
+        divisor = tl.sum(chosen, axis=0) + eps
+    elif choice_bias is None:
+        divisor = total
+    else:
         divisor = 1.0
     values = chosen / divisor + tl.sum(tl.where(is_number, 0.0, row), axis=0)
-    is_place = places < CHOSEN
     if expert_scale is not None:
         values *= tl.load(expert_scale + chosen_ids).to(tl.float32)
     out = token * (CHOSEN + HAS_SHARED)

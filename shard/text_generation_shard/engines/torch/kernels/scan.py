@@ -15,6 +15,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
 from text_generation_shard.engines.torch.kernels.operands import Recurrence
+from text_generation_shard.engines.torch.kernels.pdl import pdl
 from text_generation_shard.engines.torch.kernels.recurrent_decode import COLUMNS, decode_kernel, step_size, unit
 
 _PIECE = 64
@@ -76,6 +77,7 @@ def scan(
             DRAFTS=drafted.shape[1] // 2,
             DRAFT_START=recurrence.drafted.start,
             DRAFT_WIDTH=recurrence.draft_width,
+            **pdl(qkv),
         )
     if not rows.chunks:
         return out
