@@ -44,6 +44,7 @@ from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
 from text_generation_shard.engines.torch.weights.load import load
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import E2M1
 from text_generation_shard.grammar import Grammars
 from text_generation_shard.step.drafts.drafter import Drafter
 
@@ -292,10 +293,25 @@ def loaded(cache_layer: Tensor, scales: Tensor | None) -> Tensor:
     return cache_layer if scales is None else cache_layer * scales.view(2, -1, 1, 1)
 
 
+def dequantized(weight: PackedWeight) -> Tensor:
+    """Return the weight in float32."""
+    (outputs, groups), bits = weight.scales.shape, weight.bits
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=weight.words.device)
+    codes = (weight.words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
+    codes = codes.view(outputs, -1, weight.plane, 32 // bits).transpose(2, 3).reshape(outputs, groups, -1)
+    if not weight.floats:
+        values = codes.float() - (1 << (bits - 1) if weight.zeros is None else weight.zeros.unsqueeze(2).float())
+    elif bits == 8:
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        values = torch.tensor(E2M1, device=codes.device)[codes]
+    return (values * weight.scales.float().unsqueeze(2)).view(outputs, -1)
+
+
 def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
     """Return x · weightᵀ (+ bias) in the dtype of x."""
     if isinstance(weight, PackedWeight):
-        weight = weight.dequantized()
+        weight = dequantized(weight)
     product = x @ weight.to(x.dtype).t()
     return product if bias is None else product + bias
 

@@ -21,16 +21,13 @@ from torch import Tensor
 from text_generation_shard.engines.torch.kernels.activation import gated
 from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_weight import WORD_BITS, PackedWeight
-from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
+from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, pdl, wait_for_previous
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
-_MANTISSA_BITS = 23
+_MANTISSA_BITS, _EXPONENT_BIAS = {32: 23, 8: 3, 4: 1}, {32: 127, 8: 7, 4: 1}
+"""Of floats by their bits: float32, E4M3 and E2M1."""
 _DENORMAL_BITS = 149
 """The smallest float32 is 2^-149."""
-_FLOAT_BITS = tl.constexpr(0x87F00000 - (1 << 32))
-"""The bits of an E4M3 code in a float32, as an int32: its sign, and four bits behind it, which repeat it, the rest."""
-_FLOAT_SCALE_BITS = 120
-"""The difference of the exponents' biases of float32 and E4M3."""
 _UNIT = tl.constexpr(2.0**-63)
 """The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
 _WORDS_OF_A_WARP = 128
@@ -50,8 +47,12 @@ class PackedConfig:
     """Parts of a row, of 128 words for each warp, that are loaded before x, or in advance."""
 
 
-def config_for(outputs: int, inputs: int, bits: int, *, gated: bool = False) -> PackedConfig:
+def config_for(outputs: int, inputs: int, bits: int, *, gated: bool = False, experts: bool = False) -> PackedConfig:
     """Return the tiling of a weight; if `gated`, `outputs` counts gate and up rows."""
+    if experts:
+        # The best, or nearly, for those of gpt-oss-20b in E2M1 and of Qwen3-30B-A3B in E4M3 and int4, on an H200.
+        padding = [-inputs * bits // WORD_BITS % (_WORDS_OF_A_WARP * warps) for warps in (2, 1)]
+        return PackedConfig(_BLOCK_N // 2 if gated else _BLOCK_N, 2 if padding[0] <= padding[1] else 1, 2)
     columns, parts = outputs // (2 if gated else 1), inputs * bits // WORD_BITS // _WORDS_OF_A_WARP
     block_n = _BLOCK_N
     while block_n > 1 and columns < block_n * PROGRAMS_WANTED:
@@ -85,8 +86,9 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
     inputs = x.shape[1]
     if experts is not None:
         outputs //= experts.count
-    config = config or config_for(outputs * len(out), inputs, weight.bits, gated=activation is not None)
-    use_pdl = supports_pdl(x)
+    config = config or config_for(
+        outputs * len(out), inputs, weight.bits, gated=activation is not None, experts=experts is not None
+    )
     block_w = min(_WORDS_OF_A_WARP * config.num_warps, triton.next_power_of_2(width))
     columns = outputs if activation is None else outputs // 2
     _packed_kernel[(triton.cdiv(columns, config.block_n), len(out))](
@@ -114,12 +116,11 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
         INTERLEAVED=activation is not None and activation.interleaved,
         ADD=add,
         SCALE=scale,
-        USE_PDL=use_pdl,
         AHEAD=config.ahead,
         BLOCK_N=config.block_n,
         BLOCK_W=block_w,
         num_warps=config.num_warps,
-        launch_pdl=use_pdl,
+        **pdl(x),
     )
 
 
@@ -277,22 +278,34 @@ def _sum_of_fours(values: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) ->
 @triton.constexpr_function
 def _shift(BITS: int, j: int) -> int:
     """Return the number of bits by which a word is shifted right, so that code j lies in the mantissa, its 23 lowest bits."""
-    return 0 if BITS * (j + 1) <= _MANTISSA_BITS else WORD_BITS // 2
+    return 0 if BITS * (j + 1) <= _MANTISSA_BITS[WORD_BITS] else WORD_BITS // 2
 
 
 @triton.constexpr_function
 def _factor(BITS: int, j: int, FLOATS: bool) -> float:  # noqa: FBT001 – as called in a kernel
     """Return the factor that makes each product of x and code j, as `_code` returns it, _UNIT times their product."""
     if FLOATS:
-        return float(_UNIT.value * 2.0**_FLOAT_SCALE_BITS)
+        return float(_UNIT.value * 2.0 ** (_EXPONENT_BIAS[WORD_BITS] - _EXPONENT_BIAS[BITS]))
     return float(_UNIT.value * 2.0 ** (_DENORMAL_BITS - BITS * j + _shift(BITS, j)))
+
+
+@triton.constexpr_function
+def _float_shift(BITS: int) -> int:
+    """Return the number of bits by which a code in the highest bits is shifted, so that its mantissa begins that of a float32."""
+    return WORD_BITS - BITS - (_MANTISSA_BITS[WORD_BITS] - _MANTISSA_BITS[BITS])
+
+
+@triton.constexpr_function
+def _float_mask(BITS: int) -> int:
+    """Return the bits of a code in a float32, as an int32: its sign, which the bits after it repeat, and the others."""
+    return (((1 << BITS - 1) - 1) << _MANTISSA_BITS[WORD_BITS] - _MANTISSA_BITS[BITS]) - (1 << WORD_BITS - 1)
 
 
 @triton.jit
 def _code(words: tl.tensor, BITS: tl.constexpr, j: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
     """Return code j of each word as float32, times a power of two."""
     if FLOATS:
-        code = ((words << (32 - BITS * (j + 1))).to(tl.int32, bitcast=True) >> 4) & _FLOAT_BITS
+        code = (words << (32 - BITS * (j + 1))).to(tl.int32, bitcast=True) >> _float_shift(BITS) & _float_mask(BITS)
     else:
         SHIFT: tl.constexpr = _shift(BITS, j)
         code = (words >> SHIFT) & (((1 << BITS) - 1) << (BITS * j - SHIFT))

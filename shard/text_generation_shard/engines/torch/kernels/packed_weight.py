@@ -32,7 +32,7 @@ class Fp8Weight:
 class PackedWeight:
     """A weight [outputs, inputs] = (code - zero point) · scale, with 32 / bits codes of a row in a word.
 
-    Codes are integers, or floats of 8 bits (E4M3), which have no zero points.
+    Codes are integers, or floats of 8 or 4 bits (E4M3 or E2M1), which have no zero points.
 
     Words are in blocks of `plane` words, all of one group: code j of word t of a block, from its lowest bits on, belongs to input
     j · plane + t of the block.
@@ -70,18 +70,6 @@ class PackedWeight:
             target.copy_(joined.view(len(source), -1))
         scales = scales.clone(memory_format=torch.contiguous_format)
         return cls(reordered, scales, zeros, bits, plane, floats)
-
-    def dequantized(self) -> Tensor:
-        """Return the weight in float32."""
-        outputs, groups = self.scales.shape
-        blocks = _codes(self.words, self.bits).view(outputs, -1, self.plane, WORD_BITS // self.bits)
-        codes = blocks.transpose(2, 3).reshape(outputs, groups, -1)
-        if self.floats:
-            values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-            return (values * self.scales.float().unsqueeze(2)).view(outputs, -1)
-        codes = codes.float()
-        zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros.unsqueeze(2).float()
-        return ((codes - zeros) * self.scales.float().unsqueeze(2)).view(outputs, -1)
 
 
 MatvecWeight = Tensor | Fp8Weight | PackedWeight

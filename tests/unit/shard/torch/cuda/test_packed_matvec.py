@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from full_grid import full
+from reference_kernels import dequantized
 from reference_ops import activate, relative_error, rms_norm, rounded_once
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from text_generation_shard.engines.torch.kernels.matvec import matvec
 from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_matvec import PackedConfig, packed_matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import E2M1
 from text_generation_shard.engines.torch.weights.quantization.formats.integers import packed
 
 EPS = 1e-5
@@ -44,9 +46,12 @@ class Case:
         return weight, (codes - middle) * scales.double().repeat_interleave(self.group, 1)
 
     def of_floats(self, codes: Tensor) -> tuple[PackedWeight, Tensor]:
-        """Return a weight of E4M3 codes."""
-        codes = codes.where(codes % 128 != 127, 0)  # NaN
-        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        """Return a weight of E4M3 or E2M1 codes."""
+        if self.bits == 8:
+            codes = codes.where(codes % 128 != 127, 0)  # NaN
+            values = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        else:
+            values = torch.tensor(E2M1, dtype=torch.float64, device=codes.device)[codes]
         factors = torch.rand(self.outputs, self.inputs // self.group, device=codes.device) / 1000
         weight = PackedWeight.of(packed(codes, self.bits, 1), factors, None, self.bits, floats=True)
         assert weight is not None
@@ -58,6 +63,7 @@ CASES = [
     Case(4, 32, 10, 512, zeros=True),
     Case(8, 64, 10, 512, zeros=True),
     Case(8, 128, 10, 512, zeros=False, floats=True),
+    Case(4, 32, 10, 288, zeros=False, floats=True),
     full(Case(4, 96, 6, 288, zeros=False)),  # no power of two
     full(Case(8, 1024, 6, 1024, zeros=False)),
 ]
@@ -76,7 +82,7 @@ def normal(like: PackedWeight, *shape: int, dtype: torch.dtype = torch.float32) 
 
 def test_a_packed_weight_stands_for_its_values(weights: tuple[PackedWeight, Tensor]) -> None:
     weight, values = weights
-    assert torch.equal(weight.dequantized(), values.float())
+    assert torch.equal(dequantized(weight), values.float())
 
 
 def test_the_products_of_chosen_experts(weights: tuple[PackedWeight, Tensor], dtype: torch.dtype) -> None:

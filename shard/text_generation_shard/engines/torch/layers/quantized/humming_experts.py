@@ -72,7 +72,7 @@ class HummingExperts:
 
     def process_weights_after_loading(self) -> None:
         """Copy the weights for our own kernel of a few rows; reorder them for humming's."""
-        if has_matvec_copy(self._experts[0], self._weights, self._layer.weight.device):
+        if has_matvec_copy(self._experts[0], self._layer.weight.device):
             tensors = {name: tensor.flatten(0, 1) for name, tensor in packed_tensors(self._layer).items()}
             stored = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
             self.matvec_weight = matvec_copy(self._weights, *stored)
