@@ -17,22 +17,25 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
 from text_generation_shard.engines.torch.kernels.operands import AdapterStack
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, launch_dependents, pdl, supports_pdl
 
 FEW_TOKENS = 256
 """Up to this many tokens in a step, blocks have few of them, and the inputs are divided among more programs."""
-BLOCK_ROWS, FEW_BLOCK_ROWS = 64, 16
+BLOCK_ROWS, FEW_BLOCK_ROWS = 32, 16
 """Tokens of a block."""
 PROGRAMS, FEW_PROGRAMS = 16, 4
 """Most programs that take the blocks of an adapter in turns. Those without a block end at once."""
 ROWS_OF_A_PROGRAM = 64
 """Tokens of a step for each of few programs."""
-SPLITS, FEW_SPLITS = 2, 16
+SPLITS, FEW_SPLITS = 2, 8
 """Most programs that divide the inputs of a block."""
-MIN_SPLIT = 512
+MIN_SPLIT = 1024
 """Inputs of a program, at least."""
 MAX_RANK_TILE = 64
 INPUTS, FEW_INPUTS = 128, 256
 """Inputs of an iteration."""
+TILES = 4
+"""Tiles of outputs that a program expands to, one after the other."""
 
 
 @cache
@@ -63,7 +66,7 @@ class GroupedRows:
         beside.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(beside):
             self._shrink(x, stack, shrunk)
-            self._expand(shrunk, stack, change.zero_())
+            self._expand(shrunk, stack, change, adds=False)
         self._shrunk = shrunk
         return change
 
@@ -100,30 +103,36 @@ class GroupedRows:
             BLOCK_ROWS=self._block_rows,
             RANK_TILE=tile,
             STEP=step,
+            USE_PDL=supports_pdl(x),
             num_warps=4,
         )
 
-    def _expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor) -> None:
-        groups, rank = self._groups, stack.rank
-        _expand_kernel[(math.prod(self._programs), len(stack.tiles))](
+    def _expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor, *, adds: bool = True) -> None:
+        groups, rank, (count, programs) = self._groups, stack.rank, self._programs
+        numbers = count if adds else count + 1
+        _expand_kernel[(numbers * programs, triton.cdiv(len(stack.tiles), TILES))](
             shrunk,
             stack.up,
             y,
             stack.tiles,
             groups.order,
             groups.offsets,
-            self._programs[0],
+            numbers,
             shrunk.shape[1],
             y.stride(0),
+            len(stack.tiles),
             SPLITS=shrunk.shape[0],
             WIDTH=shrunk.shape[2],
             OUTPUTS=stack.up.shape[1],
             RANK=rank,
-            PROGRAMS=self._programs[1],
+            PROGRAMS=programs,
             BLOCK_ROWS=self._block_rows,
             RANK_TILE=min(rank, MAX_RANK_TILE),
             TILE=stack.TILE,
+            EACH=TILES,
+            ADDS=adds,
             num_warps=4,
+            **pdl(y),
         )
 
 
@@ -144,7 +153,9 @@ def _shrink_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK_ROWS: tl.constexpr,
     RANK_TILE: tl.constexpr,
     STEP: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    launch_dependents(USE_PDL)
     number = 1 + tl.program_id(0) % adapters
     end = tl.load(offsets + number + 1)
     ranks = tl.program_id(1) * RANK_TILE + tl.arange(0, RANK_TILE)
@@ -174,9 +185,10 @@ def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tiles: tl.tensor,
     order: tl.tensor,
     offsets: tl.tensor,
-    adapters: int,
+    numbers: int,
     tokens: int,
     y_stride: int,
+    tile_count: int,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -185,29 +197,48 @@ def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK_ROWS: tl.constexpr,
     RANK_TILE: tl.constexpr,
     TILE: tl.constexpr,
+    EACH: tl.constexpr,
+    ADDS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
-    number = 1 + tl.program_id(0) % adapters
+    after_previous(USE_PDL)
+    # If nothing is added to, the tokens without an adapter get zeros.
+    number = tl.program_id(0) % numbers + (1 if ADDS else 0)
+    has_adapter = number > 0
     end = tl.load(offsets + number + 1)
-    tile = tiles + tl.program_id(1) * 3
-    outputs = tl.load(tile) + tl.arange(0, TILE)
-    exists = outputs < tl.load(tile + 1)
-    part = tl.load(tile + 2)
-    weights = up + (number - 1).to(tl.int64) * (OUTPUTS * RANK) + outputs * RANK
-    first = tl.load(offsets + number) + tl.program_id(0) // adapters * BLOCK_ROWS
+    weights = up + tl.maximum(number - 1, 0).to(tl.int64) * (OUTPUTS * RANK)
+    first = tl.load(offsets + number) + tl.program_id(0) // numbers * BLOCK_ROWS
+    first_tile = tl.program_id(1) * EACH
+    last_tile = tl.minimum(first_tile + EACH, tile_count) - 1
     for start in range(first, end, PROGRAMS * BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         inside = rows < end
-        targets = y + tl.load(order + rows, mask=inside, other=0).to(tl.int64)[:, None] * y_stride + outputs[None, :]
-        mask = inside[:, None] & exists[None, :]
-        base = tl.load(targets, mask=mask, other=0.0)
-        total = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
-        for at in range(0, RANK, RANK_TILE):
-            ranks = at + tl.arange(0, RANK_TILE)
-            places = shrunk + rows[:, None] * WIDTH + (part * RANK + ranks)[None, :]
-            values = tl.load(places, mask=inside[:, None], other=0.0)
-            for split in tl.static_range(1, SPLITS):
-                values += tl.load(places + split * tokens * WIDTH, mask=inside[:, None], other=0.0)
-            b = tl.load(weights[None, :] + ranks[:, None], mask=exists[None, :], other=0.0)
-            total += tl.dot(values.to(b.dtype), b, input_precision="ieee")
-        total += base.to(tl.float32)
-        tl.store(targets, total.to(y.dtype.element_ty), mask=mask)
+        is_real = inside[:, None] & has_adapter
+        y_rows = y + tl.load(order + rows, mask=inside, other=0).to(tl.int64)[:, None] * y_stride
+        # Tiles, and what is added to, are loaded one iteration ahead.
+        outputs, stop, part = _tile(tiles, first_tile, TILE)
+        base = tl.load(y_rows + outputs[None, :], mask=inside[:, None] & (outputs < stop)[None, :] & ADDS, other=0.0)
+        for tile in range(first_tile, last_tile + 1):
+            next_outputs, next_stop, next_part = _tile(tiles, tl.minimum(tile + 1, last_tile), TILE)
+            mask = inside[:, None] & (next_outputs < next_stop)[None, :] & (tile < last_tile) & ADDS
+            next_base = tl.load(y_rows + next_outputs[None, :], mask=mask, other=0.0)
+            exists = (outputs < stop)[None, :]
+            total = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
+            for at in range(0, RANK, RANK_TILE):
+                ranks = at + tl.arange(0, RANK_TILE)
+                places = shrunk + rows[:, None] * WIDTH + (part * RANK + ranks)[None, :]
+                values = tl.load(places, mask=is_real, other=0.0)
+                for split in tl.static_range(1, SPLITS):
+                    values += tl.load(places + split * tokens * WIDTH, mask=is_real, other=0.0)
+                b = tl.load(weights + outputs[None, :] * RANK + ranks[:, None], mask=exists, other=0.0)
+                total += tl.dot(values.to(b.dtype), b, input_precision="ieee")
+            total += base.to(tl.float32)
+            tl.store(y_rows + outputs[None, :], total.to(y.dtype.element_ty), mask=inside[:, None] & exists)
+            outputs, stop, part, base = next_outputs, next_stop, next_part, next_base
+
+
+@triton.jit
+def _tile(tiles: tl.tensor, index: tl.tensor, TILE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the outputs of a tile, the end of those that exist, and their projection."""
+    tile = tiles + index * 3
+    return tl.load(tile) + tl.arange(0, TILE), tl.load(tile + 1), tl.load(tile + 2)
