@@ -110,7 +110,7 @@ class DeviceOps:
         residual, norm = stream.residual, (before.weight, before.eps)
         logits = torch.empty(len(residual), weight.shape[0], dtype=torch.float32, device=residual.device)
         self._kernels.matvec(residual, weight, logits, router.bias, norm=norm)
-        ids, weights = self.route(logits, routing)
+        ids, weights = self.route(logits[:, : len(gate_up.weight)], routing)
         self._kernels.few_experts(
             residual,
             ids,

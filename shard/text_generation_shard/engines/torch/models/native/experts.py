@@ -19,6 +19,9 @@ from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
 from text_generation_shard.engines.torch.weights.parameter import OtherSource, ParameterShard
 
+ROUTER_ROWS = 8
+"""The rows of a router's weight are a multiple of this."""
+
 
 def shares_form(model: ModelConfig, layer: str) -> bool:
     """Return True if the expert shared by all tokens has the size and the format of the others: it is then one more of them."""
@@ -65,8 +68,10 @@ class Experts:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        # Rounded logits would choose other experts: they are float32 in any precision.
-        self._router = DenseLinear(empty(count, hidden), empty(count) if biased else None, torch.float32)
+        # Rounded logits would choose other experts: they are float32 in any precision. Those of the last rows are not used: cuBLAS
+        # has a slow kernel for odd numbers of them.
+        rows = -(-count // ROUTER_ROWS) * ROUTER_ROWS
+        self._router = DenseLinear(empty(rows, hidden), empty(rows) if biased else None, torch.float32)
         has_gate = shared is not None and config.family.shared_gate
         self._shared_gate = DenseLinear(empty(1, hidden), None, torch.float32) if has_gate else None
         choice_bias = torch.zeros(config.count, device=device) if config.family.sigmoid else None
@@ -116,16 +121,13 @@ class Experts:
 
     @property
     def router_weight(self) -> Tensor:
-        """[experts, hidden]."""
-        return self._router.weight
+        """[experts, hidden], without a row of the expert that all tokens share."""
+        return self._router.weight[: self._config.count]
 
     def route(self, ops: Ops, x: Tensor, expert_scale: Tensor | None = None) -> Routed:
         """Return the experts of each token: see `choose_top_k`."""
         routing = self._routing if expert_scale is None else replace(self._routing, scale=expert_scale)
-        # Rows of 16 bytes, where there is a shared expert, too: cuBLAS has a slow kernel for others.
-        count = len(self._router.weight)
-        logits = torch.empty(len(x), -(-count // 4) * 4, dtype=torch.float32, device=x.device)[:, :count]
-        return ops.route(self._router(x, logits), routing)
+        return ops.route(self._router(x)[:, : len(self._gate_up.weight)], routing)
 
     def outputs(self, ops: Ops, x: Tensor, routed: Routed) -> Tensor:
         """Return the weighted outputs of the chosen experts, without the other ranks' parts."""
@@ -134,10 +136,10 @@ class Experts:
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill. Those of an expert may be in a tensor of all experts instead: see OtherSource."""
         family, prefix = self._config.family, self._prefix
-        router = self._router.weight[: self._config.count]
+        router = self.router_weight
         parameters: dict[str, ParameterShard | Tensor] = {f"{prefix}{family.router}.weight": router}
         if self._router.bias is not None:
-            parameters[f"{prefix}{family.router}.bias"] = self._router.bias
+            parameters[f"{prefix}{family.router}.bias"] = self._router.bias[: self._config.count]
         if self._routing.choice_bias is not None and self._config.chosen_by_bias:
             parameters[f"{prefix}{family.choice_bias}"] = self._routing.choice_bias
         if self._shared is not None:
@@ -145,7 +147,9 @@ class Experts:
         if self._shared_gate is not None:
             parameters[f"{prefix}shared_expert_gate.weight"] = self._shared_gate.weight
         if self._shared_name:
-            parameters[f"{prefix}shared_expert_gate.weight"] = self._router.weight[-1:]
+            parameters[f"{prefix}shared_expert_gate.weight"] = self._router.weight[
+                self._config.count : self._config.count + 1
+            ]
         if self._prefix != self._fused:
             other = OtherSource(f"{self._fused}{family.router}.weight", tuple(router.shape))
             parameters[f"{prefix}{family.router}.weight"] = replace(ParameterShard.whole(router), other=other)
