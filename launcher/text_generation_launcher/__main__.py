@@ -1,7 +1,5 @@
 """Entry of `text-generation-launcher`. A signal ends it at once, also while its modules are imported, which takes a second."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ The functions are those of a start, up to the point where weights are read: the 
 code in a process of its own, the router's tokenizer, chat template and limits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tempfile

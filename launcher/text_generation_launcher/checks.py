@@ -3,8 +3,6 @@
 Imports nothing of TensorRT-LLM; the shard checks the rest.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys

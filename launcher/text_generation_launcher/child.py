@@ -1,7 +1,5 @@
 """One child process: start it, forward its output line by line, stop it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The commands of `text-generation-launcher`: serve a model, check or convert one, print the environment or a completion script."""
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import os

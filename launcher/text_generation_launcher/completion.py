@@ -1,7 +1,5 @@
 """The completion of `text-generation-launcher` for shells."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser
 from typing import Any
 

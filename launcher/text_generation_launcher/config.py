@@ -3,8 +3,6 @@
 Names are those of TGI where TGI has the setting. A TGI flag that is not supported is rejected by name, never ignored.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

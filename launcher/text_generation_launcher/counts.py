@@ -1,7 +1,5 @@
 """The numbers of partitions, processes and devices that the settings ask for. Pure: computed from settings and facts."""
 
-from __future__ import annotations
-
 from text_generation_common.exit_codes import CannotServe
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices

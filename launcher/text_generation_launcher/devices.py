@@ -1,7 +1,5 @@
 """The accelerators of this machine, from the environment and NVML. Loads no model runtime."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 A download that was killed is continued by the next one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The settings of launcher, router and shards as a start would use them, for --print-config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -7,8 +7,6 @@ ends the ranks in order.
 It imports only the standard library, because it starts while a model loads.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The report of `text-generation-launcher env`: versions, devices, packages and settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -10,8 +10,6 @@ SIGABRT makes faulthandler write the stacks of all threads, also while a thread 
 handles it only when it continues.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

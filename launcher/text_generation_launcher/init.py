@@ -4,8 +4,6 @@ The kernel gives orphans to the first process of their PID namespace, and keeps 
 them. It also drops signals that this process has no handler for.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

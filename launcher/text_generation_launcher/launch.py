@@ -1,7 +1,5 @@
 """The launcher from settings to exit code: check the settings, find the model, plan, supervise."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

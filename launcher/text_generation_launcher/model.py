@@ -1,7 +1,5 @@
 """Find the folders of the model and of its adapters; download those that are named by an id on the hub."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

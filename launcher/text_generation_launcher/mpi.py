@@ -18,8 +18,6 @@ The shard is therefore an ordinary child with its own lifeline, signals and exit
 ends, and stops the ranks; if the ranks end first, it stops the shard.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -5,8 +5,6 @@ its own session (`orted --set-sid`). But a process inherits the environment of i
 environment finds them all. Otherwise they would keep the GPU memory that the next shard needs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The processes to start, with their arguments and environments. Pure: computed from settings and facts."""
 
-from __future__ import annotations
-
 import dataclasses
 import ipaddress
 import sys

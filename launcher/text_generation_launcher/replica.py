@@ -14,8 +14,6 @@ the requests of the others. It is stopped, and counts as one that died before it
 The router is not notified: its stream breaks, and it connects to the same address again.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager

@@ -19,8 +19,6 @@ cannot live does not keep the machine busy. After `max_restarts` restarts in a r
 still tried, at the longest delay, while another unit of its kind serves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ One process, or the scheduler process and the HTTP workers. Each is restarted al
 processes find each other again by themselves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from contextlib import suppress

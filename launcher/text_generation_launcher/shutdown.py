@@ -1,7 +1,5 @@
 """Graceful shutdown: the first signal drains, a second one forces."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable

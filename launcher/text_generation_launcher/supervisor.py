@@ -12,8 +12,6 @@ outer group that dies in that time is still restarted. An error that ends servin
 the other tasks, inner ones first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import closing

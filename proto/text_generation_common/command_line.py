@@ -1,7 +1,5 @@
 """Command line of a process: its settings, or the help, the version or one line about an error."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The number of CPU cores that this process may use."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A reserve of file descriptors for work that must succeed when none is left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

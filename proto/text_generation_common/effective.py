@@ -1,7 +1,5 @@
 """The text of --print-config: the effective settings of processes, the source of each, and no secret."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The orientation of a photo, as router and shard read it: it decides the sides of the image, and so its tokens."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from struct import error, unpack_from
 

@@ -1,7 +1,5 @@
 """Exit codes of the launcher, the router and the shards."""
 
-from __future__ import annotations
-
 import signal
 from enum import IntEnum
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Options with which router and shard compile grammars. They must agree: the router's proof holds for what the shard runs."""
 
-from __future__ import annotations
-
 from typing import Final
 
 MAX_GRAMMAR_TEXT: Final = 256 << 10

@@ -10,8 +10,6 @@ does not count: after a stop, or on a busy machine, it has made no checks either
 heartbeats, so they prove that the process runs, its event loop turns, and its interpreter lock is free.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """The text of --help: the options of a command by topic, in short, or some of them in full."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

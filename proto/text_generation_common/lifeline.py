@@ -4,8 +4,6 @@ The launcher holds the only write end; each child inherits the read end. End of 
 any reason. The child then stops as after SIGTERM and has LIFELINE_GRACE seconds for it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

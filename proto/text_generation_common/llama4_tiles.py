@@ -1,7 +1,5 @@
 """The tiles of an image in Llama 4: the router counts their tokens, and the shard cuts them."""
 
-from __future__ import annotations
-
 from struct import Struct
 
 _FLOAT32 = Struct("f")

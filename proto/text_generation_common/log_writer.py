@@ -5,8 +5,6 @@
 A disk that is full, a pipe without a reader and a reader that stalls stop the log, never the process.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import select

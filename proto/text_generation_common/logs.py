@@ -4,8 +4,6 @@ The launcher forwards its children's lines without parsing them, so a record mus
 Python writes to standard error, the log and the rest, goes through a LogWriter: no reader of the log can stop a process.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import logging

@@ -4,8 +4,6 @@ TGI's grammar: `id`, `id=path`, `id@revision` or `id=path@revision`, with commas
 the adapter on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The memory of this machine."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ cannot have another file of the machine read, or shown to clients. The hub's cac
 the folder `blobs` of the same repository.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

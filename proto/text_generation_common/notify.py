@@ -7,8 +7,6 @@ A message that the service manager cannot take now is sent again with the next b
 sent.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Messages of errors in one line: for logs, replies and exit messages."""
 
-from __future__ import annotations
-
 MAX_LINE = 300
 """Characters that are kept of a message."""
 

@@ -4,8 +4,6 @@ pyo3 raises a panic as PanicException. That is a BaseException, which `except Ex
 process in place of a request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar

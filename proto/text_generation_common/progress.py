@@ -4,8 +4,6 @@ The launcher owns the terminal. A child that it tells so (logs.py) writes its st
 those of its log; the launcher shows the last one of each child below the log. Work that ends soon reports nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

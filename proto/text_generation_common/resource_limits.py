@@ -1,7 +1,5 @@
 """Resource limits of a process. A service manager may set them too low."""
 
-from __future__ import annotations
-
 import resource
 from contextlib import suppress
 

@@ -4,8 +4,6 @@ The environment with which a process was started stays readable in /proc/PID/env
 not making the process undumpable, leaves debuggers and profilers their work.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """Settings of a process: their types, defaults, and the environment as their source."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """Settings for access to shards, which launcher, router and shards share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Self

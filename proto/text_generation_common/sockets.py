@@ -5,8 +5,6 @@ The launcher puts its shards' sockets in a private folder that it only names. `c
 stays in the file system even if the launcher is killed.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

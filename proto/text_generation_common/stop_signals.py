@@ -1,7 +1,5 @@
 """The signals that stop a process."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Callable

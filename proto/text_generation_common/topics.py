@@ -1,7 +1,5 @@
 """The topics by which --help and docs/flags.md list the settings."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

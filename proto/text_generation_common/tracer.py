@@ -5,8 +5,6 @@ of its own. The queue is bounded: while the collector is away, spans are dropped
 resource, headers, certificates, timeouts, sizes of queue and batches.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

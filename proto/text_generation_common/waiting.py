@@ -1,7 +1,5 @@
 """Waits: for the first of several events, for a stop signal, for a condition that lasts; and work beside a wait."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine

@@ -4,8 +4,6 @@ A client reads the certificates when it connects, a server at each new connectio
 without a restart. Unix sockets carry no TLS: their mode is 0600.
 """
 
-from __future__ import annotations
-
 import ssl
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Addresses of shards and routers: host:port, or unix:///path."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from pathlib import Path

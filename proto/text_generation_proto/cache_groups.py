@@ -1,7 +1,5 @@
 """CacheGroup: the blocks of layers that need the same positions or states, and the rule that says which."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

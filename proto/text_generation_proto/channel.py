@@ -5,8 +5,6 @@ on it fails. The server here allows a ping every 10 s and counts no strikes; the
 client that is stopped, or lost with its host, loses its session within SERVER_PING_S + SERVER_PING_TIMEOUT_S.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

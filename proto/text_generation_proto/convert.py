@@ -3,8 +3,6 @@
 Only fields that differ from their neutral value are written, so that a new sequence stays small.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from itertools import chain, islice
 

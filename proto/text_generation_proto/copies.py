@@ -1,7 +1,5 @@
 """Copies of blocks between the device and the host cache, as both sides of the wire know them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

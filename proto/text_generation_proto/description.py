@@ -1,7 +1,5 @@
 """Comparison of a shard's description of itself with another: may it take the other's place?"""
 
-from __future__ import annotations
-
 from text_generation_proto.v1 import shard_pb2 as pb
 
 FIELDS = (

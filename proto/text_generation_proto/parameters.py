@@ -4,8 +4,6 @@
 conversion of request bodies are derived from these descriptions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum

@@ -3,8 +3,6 @@
 Orders ──split──► part, part, …, last part ──Joiner──► Orders
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """The `text-generation-router` command."""
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import sys

@@ -8,8 +8,6 @@ long work never holds the last one, nor does one tenant once another was seen. A
 smallest count of the active ones: it has not accumulated credit, and is not charged for idle capacity.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
 """ClusterInterface: the replicas behind their scheduler, as the HTTP side of the router sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Protocol
 

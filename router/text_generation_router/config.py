@@ -1,7 +1,5 @@
 """The settings of the router. Flags, environment names, --help and docs/flags.md are derived from them."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import socket

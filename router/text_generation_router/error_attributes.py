@@ -1,7 +1,5 @@
 """Attributes of error classes: the operations that raise them, the outcome that is counted, the form of the body."""
 
-from __future__ import annotations
-
 from enum import Enum, Flag, auto
 
 OPEN_STATUSES = {422: 400, 424: 500}

@@ -11,8 +11,6 @@ follow from the class attributes. Texts and types are TGI's, because its clients
     └── DeadlineExceeded, GenerationFailed, IncompleteGeneration, ClientLeft
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Cluster ── on_token(id, logprob) ──► Generation ── on_output(text …) ──► Sink (an SSE stream, or a collector)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

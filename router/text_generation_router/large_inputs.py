@@ -4,8 +4,6 @@ One thread: two would take the interpreter's lock from each other, and the event
 here should call Python code every few milliseconds, because the lock changes hands only there.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ glibc keeps freed memory in its heaps, and after the first large free it takes l
 gives each body pages of its own, which go back at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 

@@ -1,7 +1,5 @@
 """The limit of concurrent generations: counted in this process, or in the scheduler process (remote_permits.py)."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol

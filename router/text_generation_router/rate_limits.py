@@ -1,7 +1,5 @@
 """The rate limits of API keys: token buckets, counted in one process for all that serve HTTP."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A seccomp filter allows the system calls that computing needs and refuses all ot
 same in part where the kernel has no seccomp. Only Linux confines; elsewhere workers have limits of memory and time alone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

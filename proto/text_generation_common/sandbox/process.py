@@ -1,7 +1,5 @@
 """Starts the child process of a sandbox."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

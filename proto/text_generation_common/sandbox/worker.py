@@ -8,8 +8,6 @@ the kernel refused. Each later body is an input of the job.
 Only what the job needs is imported here: a worker must start fast and be small.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: vLLM's routes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 

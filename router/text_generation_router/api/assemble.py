@@ -1,7 +1,5 @@
 """The parts behind the routes, started and stopped together. Chat templates and grammars run in worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path

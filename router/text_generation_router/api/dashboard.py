@@ -4,8 +4,6 @@ The page and its files contain nothing of this server and need no key. The strea
 other tenants, and shows errors, addresses and settings, only to a caller that may act for them: see `KeyHolder.trusted`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """GET /v1/models and /v1/models/{model}: in Anthropic's form for requests with its version header, else in OpenAI's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Literal

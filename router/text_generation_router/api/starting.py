@@ -1,7 +1,5 @@
 """The application of a router that knows no shard yet: alive, not ready."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from aiohttp import web

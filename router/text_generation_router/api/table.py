@@ -3,8 +3,6 @@
 The server and its OpenAPI document are both made from it. To add a route, write a handler and its row here.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from text_generation_router.api.adapters import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody

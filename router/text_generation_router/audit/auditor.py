@@ -1,7 +1,5 @@
 """Auditor: chooses requests, watches what they get and use, replays them while there is room, and reports what differs."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, deque

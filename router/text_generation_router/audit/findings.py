@@ -1,7 +1,5 @@
 """Findings: texts that a replay did not confirm, and the feature that they have in common."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Set
 

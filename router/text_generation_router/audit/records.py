@@ -1,7 +1,5 @@
 """Records: findings as JSON files, each with the order that replays it on a shard."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import asdict

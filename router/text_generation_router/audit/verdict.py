@@ -1,7 +1,5 @@
 """The verdict of an audit: served tokens against their scores in a replay. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """The values of a chat request, in any dialect."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

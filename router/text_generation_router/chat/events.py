@@ -1,7 +1,5 @@
 """The events of a model's answer: text, reasoning, tool calls. Parsers produce them, dialects write them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -5,8 +5,6 @@ nothing of a template; compiling does, because constants are folded (`'a' * 10**
 imports nothing but Jinja: a worker must be small and start fast.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Events are found by comparing the state of the server with that of a second befo
 replica that is lost and back within the second has both events, because sessions and losses are counted.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterable

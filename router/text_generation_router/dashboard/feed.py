@@ -3,8 +3,6 @@
 StateKeeper ──► Samples, of the server ──► Feed of each process ──► its viewers
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A row has the difference of two samples as JSON without zeros, about 100 bytes: 
 twelve seconds at a time before them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Counters are sent as they are: the page computes rates and distributions over time from their differences.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator

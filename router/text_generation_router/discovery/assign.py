@@ -4,8 +4,6 @@ Bounded rendezvous hashing. Each pair of router and shard has a weight; the heav
 router has room. When a router goes, its shards are spread over the others, which keep almost all of theirs. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
 

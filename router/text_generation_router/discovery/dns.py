@@ -1,7 +1,5 @@
 """Members by DNS: the addresses of one name, as of a headless service."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator

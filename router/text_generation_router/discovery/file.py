@@ -1,7 +1,5 @@
 """Members by a file: a YAML list of addresses."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

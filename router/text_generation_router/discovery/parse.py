@@ -1,7 +1,5 @@
 """The source that a setting names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

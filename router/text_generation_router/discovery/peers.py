@@ -7,8 +7,6 @@ Routers may disagree for a while. A shard serves one router at a time, so what t
 until it lets go, its last one only for another: see `shards.member`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """The protocol of a source of members, and the addresses it gives."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 from collections.abc import AsyncIterator, Iterable

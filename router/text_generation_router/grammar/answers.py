@@ -1,7 +1,5 @@
 """Grammars of answers that are calls of tools, in the model's own format, or follow a constraint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 

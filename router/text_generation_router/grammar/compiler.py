@@ -1,7 +1,5 @@
 """Asks the sandbox whether an engine can follow a grammar, and caches the answers."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

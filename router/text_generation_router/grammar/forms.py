@@ -9,8 +9,6 @@
 TGI requires `properties` at the top of a schema; OpenAI's forms do not.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

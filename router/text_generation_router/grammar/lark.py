@@ -3,8 +3,6 @@
 A special token has no text for a matcher: a rule names its id. So the caller says which texts are special tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Edits of a client's schema before it is compiled: annotations are dropped, equivalent spellings become one."""
 
-from __future__ import annotations
-
 from text_generation_router.grammar.schema import Schema, every
 
 _ANNOTATIONS: dict[str, type] = {

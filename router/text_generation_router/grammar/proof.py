@@ -5,8 +5,6 @@ grammar was translated} or {}. llguidance compiles lazily, so a compile alone pr
 through, and every step is timed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -4,8 +4,6 @@ A property named `oneOf` is not a combinator, so places are found by keyword. No
 the wrong type contains no schemas.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammars of tool calls, alone, in free text, or in place of an answer that a constraint describes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from text_generation_proto.values import Grammar, GrammarKind

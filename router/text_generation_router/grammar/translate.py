@@ -4,8 +4,6 @@ EBNF             GBNF as of llama.cpp, vLLM and SGLang (`root ::= …`); Lark ru
 structural tag   {"format": {"type": …}}, and the older {"structures": [{"begin", "schema", "end"}], "triggers": […]}
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ it, however the host was named. Redirects are checked like the first URL.
 Answers are read by an event loop of their own: one in a million chunks or interim responses would hold up the streams of others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import socket

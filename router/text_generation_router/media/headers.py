@@ -5,8 +5,6 @@ cut off, or that goes on after its end, is refused, so that it cannot be a file 
 append previews and films.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from struct import Struct, error, unpack_from
 from typing import Any

@@ -4,8 +4,6 @@ A chat template writes a short text for each image. One token of it is replaced 
 token that the model replaces by what it sees. The sizes come from config.json, preprocessor_config.json and processor_config.json.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

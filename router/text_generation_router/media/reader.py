@@ -1,7 +1,5 @@
 """ImageReader: from the URLs of a request to its images, within limits of bytes, pixels and number, of the request and of tenants."""
 
-from __future__ import annotations
-
 import binascii
 import re
 import weakref

@@ -13,8 +13,6 @@ To add a metric, add its instrument to the registry, in one of these modules, an
 counted per token: the cost is per step or per request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

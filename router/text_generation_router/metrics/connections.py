@@ -1,7 +1,5 @@
 """Metrics of HTTP: connections that are open, connections that a limit of the server closed, and all requests."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from text_generation_router.metrics.instruments import Counter, GrowingCounter, Reading, Registry

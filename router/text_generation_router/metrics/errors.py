@@ -1,7 +1,5 @@
 """The last errors that clients received, for the dashboard."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

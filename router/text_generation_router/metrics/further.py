@@ -3,8 +3,6 @@
 Nothing is counted twice: each is another name of a metric of ours, with the labels that dashboards select by.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Metrics of the GPUs, from the states that the shards' reports bring."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice

@@ -8,8 +8,6 @@ tgi_request_failure, and started = finished by reason. `api/http/record.py` defi
 some routes twice, once for the handler and once for the generation in it, and never counts tool errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

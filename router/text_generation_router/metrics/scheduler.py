@@ -3,8 +3,6 @@
 The five names that begin with `trtllm_` are those that gateways of the Kubernetes inference extension read.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator

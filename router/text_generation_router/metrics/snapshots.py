@@ -8,8 +8,6 @@ it had counted by its last snapshot has been added. Its gauges are taken off, an
 failed. Zeros are left out of a snapshot. The next scheduler process starts with what the workers have counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from typing import Any
 

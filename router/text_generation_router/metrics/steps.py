@@ -4,8 +4,6 @@ TGI alternates prefill and decode. Here one step does both: a step that computes
 `method="prefill"`, any other as `method="decode"`. A failed step reports no prompt tokens and counts as decode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 
 from text_generation_proto.v1 import shard_pb2 as pb

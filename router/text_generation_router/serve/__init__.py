@@ -5,8 +5,6 @@ scheduler     the scheduler process            shards, and a link to each HTTP w
 worker        an HTTP worker                   http, and a link to the scheduler process
 """
 
-from __future__ import annotations
-
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_router.config import RouterConfig
 

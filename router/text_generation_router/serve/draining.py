@@ -1,7 +1,5 @@
 """The end of a process that serves requests."""
 
-from __future__ import annotations
-
 from collections.abc import Coroutine
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The HTTP side of a router: tokenizer, templates and application; it listens, and drains when it stops."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """The limits of a request, from the settings and from the model that the shards serve."""
 
-from __future__ import annotations
-
 from text_generation_proto.values import LOGPROB_PARAMETERS
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.config import RouterConfig

@@ -1,7 +1,5 @@
 """The whole router in one process."""
 
-from __future__ import annotations
-
 from text_generation_common.exit_codes import ExitCode
 from text_generation_common.waiting import background
 from text_generation_router.config import RouterConfig

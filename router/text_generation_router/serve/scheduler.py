@@ -1,7 +1,5 @@
 """The scheduler process: queue, scheduling and shards for all HTTP workers. It serves no HTTP and knows no text."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The shards of a router: found, joined, and driven by one cluster."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """An HTTP worker: HTTP and text, in front of the scheduler process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from text_generation_common.exit_codes import ExitCode

@@ -5,8 +5,6 @@ HTTP worker          RemoteStats ── calls ──► scheduler process: Summe
                      counts of the worker ◄── calls ──┘
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from text_generation_router.dashboard.feed import Samples

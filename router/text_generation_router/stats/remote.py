@@ -1,7 +1,5 @@
 """RemoteStats: the figures of the whole server as an HTTP worker gets them, from the scheduler process."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """SummedStats: the figures of all HTTP workers and of the scheduler process, added up in that process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress

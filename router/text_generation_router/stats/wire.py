@@ -1,7 +1,5 @@
 """The methods of the statistics, and a sample as bytes."""
 
-from __future__ import annotations
-
 import struct
 
 from text_generation_router.dashboard.state import Sample

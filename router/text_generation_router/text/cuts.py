@@ -11,8 +11,6 @@ one piece. A cut lies after a letter or digit and before a separator. It changes
   tokens are dropped. This is tried with short texts for each separator when the first long text comes.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Iterable, Iterator, Sequence, Set

@@ -7,8 +7,6 @@ The match that *completes first* wins, so the result does not depend on how the 
            longest end of the text that is a prefix of a stop string
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -3,8 +3,6 @@
 As in TGI (serde), values are not coerced, numbers have a size, and unknown fields are ignored.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 

@@ -1,7 +1,5 @@
 """Errors of request bodies that cannot be read. On TGI's routes their texts are those of TGI's web framework."""
 
-from __future__ import annotations
-
 from text_generation_router.error_attributes import TgiBody
 from text_generation_router.errors import ClientError
 

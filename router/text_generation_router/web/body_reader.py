@@ -4,8 +4,6 @@ A large body is parsed when it is its tenant's turn, which lasts until the reque
 `MAX_PREPARED` large bodies are in memory as objects.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The error for a JSON value that is not a valid body: it names the field, and the value that the field must have."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The HTTP library does not decode them: it would do so on the event loop, and to the end also where a body is refused early.
 """
 
-from __future__ import annotations
-
 import zlib
 
 from aiohttp import hdrs, web

@@ -7,8 +7,6 @@ when it closes.
              readiness 503; each new request gets 503 and `Connection: close`; no connection is refused before the end
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable

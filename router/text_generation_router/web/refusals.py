@@ -3,8 +3,6 @@
 Callers without a key must not be able to fill a disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -14,8 +14,6 @@ Only this module depends on how aiohttp writes: after a chunked response is prep
 aiohttp's `write_eof` ends it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 

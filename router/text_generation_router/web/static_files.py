@@ -1,7 +1,5 @@
 """Static files of pages, which load nothing from other servers."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 from pathlib import PurePath

@@ -4,8 +4,6 @@ An object or array costs a hundred times its bytes when it is parsed, and a micr
 short text costs twenty times its bytes.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 from text_generation_router.web.body_errors import InvalidJson

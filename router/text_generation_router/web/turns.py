@@ -4,8 +4,6 @@ The event loop runs everything that is ready before it looks at its sockets agai
 would hold up all running streams for a second or two.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 

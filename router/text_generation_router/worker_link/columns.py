@@ -1,7 +1,5 @@
 """WorkerDelivery: hands the news of a report on to HTTP workers, in columns and without an object for each token."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Conversion of requests, errors and the state of the replicas to messages of worker_link.proto, and back."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Link: one end of the connection between an HTTP worker and the scheduler process. Frames of worker_link.proto."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

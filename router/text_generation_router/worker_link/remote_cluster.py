@@ -4,8 +4,6 @@ When the link is lost, the worker connects again and submits its unfinished requ
 requests wait meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence

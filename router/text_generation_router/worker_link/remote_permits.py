@@ -1,7 +1,5 @@
 """RemotePermits: the limit of concurrent generations as an HTTP worker sees it. The scheduler process counts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """RemoteRates: the rate limits of API keys as an HTTP worker sees them. The scheduler process counts."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Calls over the link: those of this end to the other one, and those of the other end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count

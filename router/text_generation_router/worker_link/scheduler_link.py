@@ -1,7 +1,5 @@
 """SchedulerLink: the link of an HTTP worker to the scheduler process. A link that is lost is replaced by a new one."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """WorkerLinkServer: the scheduler process's end of the links. A connection for each HTTP worker, over one cluster."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

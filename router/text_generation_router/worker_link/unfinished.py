@@ -1,7 +1,5 @@
 """UnfinishedRequest: the record of a request in an HTTP worker, by which it goes on in another scheduler process."""
 
-from __future__ import annotations
-
 from array import array
 
 from text_generation_router.errors import DeadlineExceeded

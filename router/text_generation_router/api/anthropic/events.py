@@ -7,8 +7,6 @@
 An error is an event `error` in place of the rest.
 """
 
-from __future__ import annotations
-
 import secrets
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Messages bodies as conversations and options. A tool result, here a block, becomes a message of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from text_generation_proto.parameters import Api

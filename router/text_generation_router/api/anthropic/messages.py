@@ -1,7 +1,5 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens."""
 
-from __future__ import annotations
-
 from aiohttp import web
 
 from text_generation_router.api.anthropic.events import MessageWriter, TokenCount

@@ -1,7 +1,5 @@
 """Request bodies of Anthropic's Messages API. `null` is absence everywhere, unknown fields are ignored."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 

@@ -4,8 +4,6 @@ Unlike TGI, readiness is checked, outputs keep the order of inputs, and errors k
 as in TGI, or a string, as in the protocol.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 

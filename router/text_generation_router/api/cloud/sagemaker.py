@@ -1,7 +1,5 @@
 """Amazon SageMaker: one route, POST /invocations. A key of the body selects the handler."""
 
-from __future__ import annotations
-
 from aiohttp import web
 
 from text_generation_router.api.http.dialects import DIALECT, Dialect

@@ -4,8 +4,6 @@ Unlike TGI, which drops every parameter but `max_new_tokens` and `seed`, all par
 and status.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from aiohttp import web

@@ -1,7 +1,5 @@
 """Admission: the way from a prompt and its options to a Request."""
 
-from __future__ import annotations
-
 import random
 import time
 from array import array

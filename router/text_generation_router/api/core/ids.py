@@ -1,7 +1,5 @@
 """The head of an answer: id, model, time."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -5,8 +5,6 @@
 A writer makes both, so a stream and a whole reply never differ.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace

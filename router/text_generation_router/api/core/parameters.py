@@ -9,8 +9,6 @@ The numbers give the order of TGI's rules, which clients can see: the first brok
 values that only TGI refuses, are in tgi/generate.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan

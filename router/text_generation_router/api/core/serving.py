@@ -1,7 +1,5 @@
 """Running requests for routes of every dialect: start, collect, stream."""
 
-from __future__ import annotations
-
 import asyncio
 import marshal
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The settings of the HTTP API."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

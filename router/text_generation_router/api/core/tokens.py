@@ -1,7 +1,5 @@
 """The tokens of a text as JSON, for /tokenize and /chat_tokenize, written chunk by chunk."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Examples of request bodies for the OpenAPI document: small, with a bounded answer. Most are README's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _QUESTION = "Tell me the capital of France in one sentence."

@@ -1,7 +1,5 @@
 """The OpenAPI 3.1 document, made from the table of routes and the types of their bodies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache

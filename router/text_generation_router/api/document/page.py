@@ -3,8 +3,6 @@
 Every file comes from this server, and the page's content security policy allows no other source.
 """
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from importlib.util import find_spec

@@ -10,8 +10,6 @@ The names are those of inference gateways (llm-d, the Gateway API's inference ex
 have one. `x-llm-d-slo-tpot-ms` is not read: the time per step is a setting of the server, not of a request.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ The status depends only on the error and on the dialect (`errors.py` has both). 
     Anthropic  {"type": "error", "error": {"type", "message"}}       in a stream, as `event: error`
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Any, Literal, NotRequired
 

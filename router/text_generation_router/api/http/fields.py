@@ -1,7 +1,5 @@
 """Types of the fields of bodies. As in TGI (serde), numbers have a size."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 Probes and /metrics always are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from aiohttp import hdrs, web

@@ -3,8 +3,6 @@
 Requests are correlated across services by `x-request-id`, which every response repeats, and by W3C's `traceparent`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

@@ -1,7 +1,5 @@
 """A route is one row of a table. The server and its OpenAPI document are both made from the table."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Responses in OpenAI's dialect: the types of chats and completions, and the parts that both write."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions and /chat_tokenize."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Every delta has the role: some of TGI's clients need it. The last chunk of a cho
 choice has ended follow the usage, if requested, and [DONE].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import orjson

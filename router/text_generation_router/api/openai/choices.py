@@ -1,7 +1,5 @@
 """The stream of several choices, for completions and chats."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """POST /v1/completions: prompts as texts or token ids, each with one or several answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Bodies of chats and completions as conversations and options, in all the variants that clients send."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """POST /v1/responses, stateless: responses are not stored, so none can be fetched, continued or deleted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from aiohttp import web

@@ -9,8 +9,6 @@
 Every event carries its name and the next `sequence_number`. No [DONE] follows.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NotRequired

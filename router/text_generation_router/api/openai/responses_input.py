@@ -1,7 +1,5 @@
 """Responses bodies as conversations and options. Several items can make one chat message."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from text_generation_proto.parameters import Api

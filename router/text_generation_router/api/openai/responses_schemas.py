@@ -3,8 +3,6 @@
 Fields that need stored responses are defined here so that they can be refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -7,8 +7,6 @@
 A reported call has the function's own name and its namespace.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Fields of other servers (vLLM's `ignore_eos`, `min_tokens`, …) are accepted be
 send them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 

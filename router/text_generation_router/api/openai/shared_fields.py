@@ -3,8 +3,6 @@
 docs/api.md lists the request parameters of OpenAI, vLLM, SGLang and trtllm-serve, one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

@@ -4,8 +4,6 @@ Validation rules are numbered as in TGI. Rules 0 and 1 and the refusal of neutra
 the others are in core/parameters.py.
 """
 
-from __future__ import annotations
-
 import orjson
 from aiohttp import web
 

@@ -1,7 +1,5 @@
 """TGI's responses: their types, and their writers, exact to the byte: key order, omissions, 32-bit log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Literal, NotRequired, TypeVar, cast
 

@@ -3,8 +3,6 @@
 `null` means absent for a field without a default value; for others it is a wrong type.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

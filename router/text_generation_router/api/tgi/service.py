@@ -1,7 +1,5 @@
 """Routes about the service: /health, /info, /metrics, /tokenize, /detokenize, /tokenizer_info."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """Parsers of model answers by format name, and the format that a chat template implies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final

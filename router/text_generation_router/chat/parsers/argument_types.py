@@ -3,8 +3,6 @@
 A client's schema may be any JSON: a part that says nothing about the type of a value, or that is not a schema, is skipped.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ Apertus         <|tools_prefix|>[{NAME: {…}}, …]<|tools_suffix|>
 Command A, R7B  <|START_ACTION|>[{"tool_call_id": "0", "tool_name": NAME, "parameters": {…}}, …]<|END_ACTION|>
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The base of the parsers of tool calls: text, markers and calls, and calls that break off."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final

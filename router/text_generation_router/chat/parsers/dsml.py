@@ -5,8 +5,6 @@ V3.2    <｜DSML｜function_calls>\\n<｜DSML｜invoke name="NAME">\\n<｜DSML�
 V4      the same in <｜DSML｜tool_calls>
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

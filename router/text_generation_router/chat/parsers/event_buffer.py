@@ -1,7 +1,5 @@
 """The events that a parser has found: adjacent ones of a kind are joined, calls are numbered, blanks are held back."""
 
-from __future__ import annotations
-
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 

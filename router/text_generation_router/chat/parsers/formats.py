@@ -1,7 +1,5 @@
 """The formats in which models write tool calls: one parser for each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -2,8 +2,6 @@
 FunctionGemma: `<start_function_call>call:NAME{key:<escape>text<escape>}<end_function_call>`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar, Final
 

@@ -8,8 +8,6 @@
 The prompt ends with `<|start|>assistant`. The recipient may also stand before the channel.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Final

@@ -1,7 +1,5 @@
 """JSON objects, checked and decoded one character at a time: RFC 8259 as a generator, constant work per character."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Generator

@@ -4,8 +4,6 @@ Python      {'a': [1, None, True], "b": 'x'}, (1, 2), and the arguments of a cal
 Gemma 4     {a:<|"|>text<|"|>,b:[1,null,true]}: names are bare, strings have a mark of their own and no escapes
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Tool calls as Python calls: `[f(a=1, b="x"), g()]` of Llama 4, Llama 3.2 and LFM2, and one a line of OLMo 3."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Readers of one tool call, `{"name": …, "arguments": {…}}` or its arguments alone, one character at a time."""
 
-from __future__ import annotations
-
 import json
 import sys
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Parsers around that of a format: for `<think>…</think>` in front of the answer, and for the first call alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Final
 

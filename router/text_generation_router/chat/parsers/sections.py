@@ -7,8 +7,6 @@ Kimi K2             <|tool_calls_section_begin|><|tool_call_begin|>functions.NAM
                     <|tool_call_end|><|tool_calls_section_end|>
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Final
 
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools

@@ -8,8 +8,6 @@ Hunyuan 3       <tool_calls>\\n<tool_call>NAME<tool_sep>\\n<arg_key>KEY</arg_key
                 </tool_calls>
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import ClassVar, Final
