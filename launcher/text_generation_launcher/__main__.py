@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> None:
-    """Run the launcher."""
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
             # Until the event loop takes over. An exception could be swallowed by the module that is being imported. An interrupted

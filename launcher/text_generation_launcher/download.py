@@ -140,7 +140,6 @@ def _reason(error: Exception, config: DownloadConfig) -> str:
 
 
 def main() -> None:
-    """Download the model of the command line."""
     config = parse_config(DownloadConfig)
     configure_logging(config, "download")
     follow_parent(config.lifeline_fd)

@@ -273,7 +273,6 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def main() -> None:
-    """Run mpirun and a shard as the command line says."""
     own, mpirun, shard = split(sys.argv[1:])
     config = parse_config(MpirunConfig, own)
     follow_parent(config.lifeline_fd, cleanup=partial(orphans.kill, os.environ[orphans.VARIABLE]))

@@ -51,8 +51,6 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec(ChildSpec):
-    """A shard to start."""
-
     replica: int
     """Index of the replica it belongs to, from 0."""
     rank: int
@@ -64,8 +62,6 @@ class ShardSpec(ChildSpec):
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """All processes to start."""
-
     shards: tuple[ShardSpec, ...]
     """Ordered by replica, then by rank."""
     router: tuple[ChildSpec, ...]
@@ -296,7 +292,6 @@ def _router(
 def _router_process(
     config: LauncherConfig, context: LaunchContext, settings: Mapping[str, object], env: Mapping[str, str]
 ) -> ChildSpec:
-    """Return a process of the router."""
     router_config = RouterConfig.of(**settings)
     return ChildSpec(
         name=router_config.process_name,

@@ -43,8 +43,6 @@ log = structlog.get_logger()
 
 
 class ReplicaUnit(Unit):
-    """The shards of one replica."""
-
     def __init__(
         self,
         shards: Sequence[ShardSpec],

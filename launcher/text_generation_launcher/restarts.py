@@ -189,7 +189,6 @@ class Restarts:
         self._give_up = give_up
 
     def __len__(self) -> int:
-        """Return the number of units."""
         return len(self._units)
 
     @property

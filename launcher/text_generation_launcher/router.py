@@ -17,14 +17,11 @@ from text_generation_proto.v1 import shard_pb2 as pb
 
 
 class RouterUnit(Unit):
-    """One process of the router."""
-
     def __init__(self, spec: ChildSpec, stop: GracefulShutdown, reserve: DescriptorReserve) -> None:
         super().__init__("router", {"child": spec.name}, stop, reserve)
         self._spec = spec
 
     async def run(self) -> UnitExit:
-        """Run the process once."""
         serves: asyncio.Future[pb.InfoResponse] = asyncio.get_running_loop().create_future()
         serves.add_done_callback(lambda _: self.mark_serving())
         running = run_to_end(

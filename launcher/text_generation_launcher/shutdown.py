@@ -43,7 +43,6 @@ class GracefulShutdown:
                 asyncio.get_running_loop().add_signal_handler(sig, self.receive, sig)
 
     def receive(self, sig: signal.Signals) -> None:
-        """Handle a signal."""
         if sig is signal.SIGHUP and self._reloads:
             self.reload.set()
             self.reload = asyncio.Event()

@@ -26,7 +26,6 @@ class DescriptorReserve:
                 self._fill()
 
     def close(self) -> None:
-        """Close the reserve."""
         while self._held:
             os.close(self._held.pop())
 

@@ -46,7 +46,6 @@ class Silence:
 
     @property
     def seconds(self) -> float:
-        """The length."""
         return self._checks * CHECK_EVERY_S
 
     def exceeds(self, timeout_s: float) -> bool:

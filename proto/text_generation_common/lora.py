@@ -26,7 +26,6 @@ class AdapterSource:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Return True if an adapter may have this name."""
     fits = name.isprintable() and name == name.strip() and 0 < len(name) <= MAX_NAME_LENGTH
     return fits and not set(name) & set(",=@")
 

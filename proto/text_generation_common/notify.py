@@ -46,14 +46,12 @@ class Notifier:
         self._send()
 
     def ready(self) -> None:
-        """Tell that the server serves."""
         self.on_ready()
         self.is_ready = True
         self._unsent["READY"] = "1"
         self._send()
 
     def stopping(self) -> None:
-        """Tell that the server begins to stop."""
         self._unsent["STOPPING"] = "1"
         self._send()
 

@@ -60,7 +60,6 @@ class WorkProgress:
         return self._clock() - self._started
 
     def add(self, amount: int = 1) -> None:
-        """Count work that is done."""
         self.done += amount
         now = self._clock()
         if self.done >= self.total or now - self._told < (SHOWN_S if _displays else LOG_S):

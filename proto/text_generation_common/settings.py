@@ -98,7 +98,6 @@ class ProcessConfig(BaseSettings):
 
     @classmethod
     def default(cls, name: str) -> Any:  # noqa: ANN401 - of the type of the setting
-        """Return the default of a setting."""
         return cls.model_fields[name].get_default(call_default_factory=True, validated_data={})
 
 

@@ -72,7 +72,6 @@ def sampling_from_pb(message: pb.Sampling) -> Sampling:
 
 
 def stopping_to_pb(stopping: Stopping) -> pb.Stopping:
-    """Return the message."""
     return pb.Stopping(
         max_new_tokens=stopping.max_new_tokens,
         eos_token_ids=stopping.eos_token_ids,
@@ -82,7 +81,6 @@ def stopping_to_pb(stopping: Stopping) -> pb.Stopping:
 
 
 def stopping_from_pb(message: pb.Stopping) -> Stopping:
-    """Return the value."""
     return Stopping(
         max_new_tokens=message.max_new_tokens,
         eos_token_ids=frozenset(message.eos_token_ids),
@@ -92,7 +90,6 @@ def stopping_from_pb(message: pb.Stopping) -> Stopping:
 
 
 def logprobs_to_pb(options: LogprobOptions) -> pb.LogprobOptions:
-    """Return the message."""
     return pb.LogprobOptions(
         top_n=options.top_n,
         prompt=options.prompt,
@@ -103,7 +100,6 @@ def logprobs_to_pb(options: LogprobOptions) -> pb.LogprobOptions:
 
 
 def logprobs_from_pb(message: pb.LogprobOptions) -> LogprobOptions:
-    """Return the value."""
     return LogprobOptions(
         message.top_n,
         message.prompt,
@@ -114,7 +110,6 @@ def logprobs_from_pb(message: pb.LogprobOptions) -> LogprobOptions:
 
 
 def grammar_to_pb(grammar: Grammar) -> pb.Grammar:
-    """Return the message."""
     return pb.Grammar(kind=GRAMMAR_KINDS_TO_PB[grammar.kind], text=grammar.text)
 
 

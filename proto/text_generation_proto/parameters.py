@@ -56,8 +56,6 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a request."""
-
     field: str
     """The name in `values` and on the wire."""
     neutral: Any

@@ -56,8 +56,6 @@ class FailureCode(Enum):
 
 
 class GrammarKind(Enum):
-    """The language of a grammar."""
-
     UNSPECIFIED = "unspecified"
     """A kind that this version does not know: refused."""
     JSON_SCHEMA = "json_schema"
@@ -137,8 +135,6 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Log-probabilities to report."""
-
     top_n: int = parameter(0, tgi="top_n_tokens", openai="top_logprobs", completions="logprobs")
     """The most probable tokens of each position to report."""
     prompt: bool = parameter(
@@ -158,7 +154,6 @@ class LogprobOptions:
     """Score the tokens generated before, at the end of the prompt: a replay. No client asks for it."""
 
     def without_prompt(self) -> LogprobOptions:
-        """Return the options without those for the prompt."""
         return replace(self, prompt=False, prompt_top_n=0)
 
 

@@ -70,7 +70,6 @@ class RateLimits:
         self._prune_at = MIN_PRUNED
 
     def __len__(self) -> int:
-        """Return the number of buckets that are kept."""
         return len(self._buckets)
 
     async def start_request(self, rates: Rates) -> None:

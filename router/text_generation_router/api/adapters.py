@@ -30,8 +30,6 @@ class UnloadAdapterBody(Body):
 
 
 class AdapterRoutes:
-    """Handlers that load and unload LoRA adapters."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 

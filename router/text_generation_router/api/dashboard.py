@@ -38,8 +38,6 @@ _POLICY = "require-trusted-types-for 'script'"
 
 
 class DashboardRoutes:
-    """Handlers of the dashboard."""
-
     def __init__(self, serving: Serving, stats: Stats, model: pb.InfoResponse) -> None:
         self._serving = serving
         self._about = {"engine": model.engine, "dtype": model.dtype, "device": model.device.partition(":")[0]}
@@ -48,7 +46,6 @@ class DashboardRoutes:
         self._watching = Counter[TenantId]()
 
     def routes(self) -> list[Route]:
-        """The routes of the dashboard."""
         folder = files("text_generation_router") / "dashboard" / "static"
         contents = {path.name: path.read_bytes() for path in folder.iterdir()}
         page = contents.pop("index.html")

@@ -61,8 +61,6 @@ class ModelPage(ResponseBody):
 
 
 class ModelRoutes:
-    """Handlers of the list of models."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 

@@ -35,7 +35,6 @@ _CHAT = Operation.GENERATE | Operation.TEMPLATE
 
 
 def service_routes(service: InfoRoutes, settings: Settings) -> list[Route]:
-    """Routes about the service."""
     get, post = partial(Route, "GET", tag="Service"), partial(Route, "POST", tag="Service")
     probe = partial(get, operations=Operation.HEALTH, probe=True)
     metrics = partial(get, content_type="text/plain", probe=settings.config.open_metrics, always=True)
@@ -54,7 +53,6 @@ def service_routes(service: InfoRoutes, settings: Settings) -> list[Route]:
 
 
 def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: InfoRoutes) -> list[Route]:
-    """TGI's routes."""
     post = partial(Route, "POST", tag="TGI")
     answering = partial(post, operations=Operation.GENERATE)
     tokens = partial(post, operations=Operation.TOKENIZE)
@@ -91,7 +89,6 @@ def openai_routes(
 
 
 def adapter_routes(adapters: AdapterRoutes) -> list[Route]:
-    """vLLM's routes that load and unload LoRA adapters."""
     operations = Operation.OPERATE | Operation.FIND
     post = partial(Route, "POST", tag="Adapters", answer=str, content_type="text/plain", operations=operations)
     return [
@@ -101,7 +98,6 @@ def adapter_routes(adapters: AdapterRoutes) -> list[Route]:
 
 
 def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
-    """Anthropic's routes."""
     post = partial(Route, "POST", tag="Anthropic")
     chatting = partial(post, operations=_CHAT, events=anthropic.MessageEvent)
     count = partial(post, operations=Operation.TOKENIZE | Operation.TEMPLATE)
@@ -114,7 +110,6 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
 def cloud_routes(
     sagemaker: SageMakerRoutes, vertex: VertexRoutes, kserve: KServeRoutes, service: InfoRoutes, settings: Settings
 ) -> list[Route]:
-    """Routes of cloud platforms: SageMaker, Vertex AI, KServe."""
     config = settings.config
     model = "/v2/models/{name}/versions/{version}"
     get = partial(Route, "GET", tag="KServe")

@@ -25,8 +25,6 @@ REPLAY_SALT = "\0replay"
 
 @dataclass(slots=True)
 class Served:
-    """A request and what it has got."""
-
     request: Request
     """Without its prompt once it is kept."""
     prompt: array[int] = field(default_factory=lambda: array("I"))
@@ -55,7 +53,6 @@ class Served:
         self.cached_tokens += cached_tokens
 
     def lost(self) -> None:
-        """Record the loss of its replica."""
         self.moves += 1
         self.replica = -1
 

@@ -13,8 +13,6 @@ MEAN_OF = 8
 
 
 class Verdict(Enum):
-    """The result of an audit."""
-
     SAME = "same"
     DIFFERENT = "different"
     UNJUDGED = "unjudged"

@@ -28,7 +28,6 @@ def image_part(source: str) -> Json:
 
 
 def text_part(text: str) -> Json:
-    """Return the part of a content that is a text."""
     return {"type": "text", "text": text}
 
 

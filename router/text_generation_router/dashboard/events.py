@@ -34,8 +34,6 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """The last events."""
-
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._ids = count(time.monotonic_ns() // 1000)  # a page may know events of a process before
@@ -46,7 +44,6 @@ class EventLog:
         self._counted = dict.fromkeys(SUM_S, 0)
 
     def add(self, kind: str, text: str, reason: str = "") -> Event:
-        """Remember an event of now."""
         now, event_id = time.monotonic(), next(self._ids)
         event = {"id": event_id, "began": now, "at": now, "kind": kind, "text": text, "reason": reason[:MAX_REASON]}
         self._events.append(event)

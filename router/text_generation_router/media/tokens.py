@@ -23,8 +23,6 @@ MARKDOWN = re.compile(r"!\[\]\(([^()\s]{1,2048}|data:image/[a-z+.-]{1,32};base64
 
 
 class ReadImage(NamedTuple):
-    """An image that was read."""
-
     image: ImageFile
     size: Size
 

@@ -107,7 +107,6 @@ class Metrics(HttpMetrics):
         )
 
     def add_audits(self, auditor: Auditor) -> None:
-        """Add the metrics of audits."""
         verdicts, features = [verdict.value for verdict in Verdict], [*FEATURES, "none"]
         self.registry.add(
             Readings,

@@ -25,8 +25,6 @@ def token_buckets(largest: int) -> tuple[float, ...]:
 
 
 class Instrument(Protocol):
-    """A metric."""
-
     def text(self) -> str:
         """The metric in Prometheus' text format: lines, HELP and TYPE first."""
 

@@ -37,7 +37,6 @@ class WorkerSums:
         """By number of the worker: the number of the process that sent its last snapshot, and the values by instrument."""
 
     def update(self, worker: int, snapshot: bytes) -> None:
-        """Count a new snapshot of a worker."""
         process, values, errors = orjson.loads(snapshot)
         last, before = self._last.get(worker, (process, {}))
         if last != process:

@@ -14,8 +14,6 @@ from text_generation_router.shards.cluster import Cluster
 
 
 class Stats(Protocol):
-    """The figures of the whole server."""
-
     async def metrics(self, *, openmetrics: bool) -> bytes:
         """Return every metric in Prometheus' text format, or in OpenMetrics'. Raises Unhealthy."""
 

@@ -32,7 +32,6 @@ class SummedStats(OwnStats):
 
     @property
     def handlers(self) -> Handlers:
-        """The handlers of the calls of workers."""
         return {METRICS: self._answer_metrics, SAMPLE: self._answer_sample, HISTORY: self._answer_history}
 
     async def collect(self) -> None:

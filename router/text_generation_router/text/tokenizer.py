@@ -56,8 +56,6 @@ def tokenizer_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A text as tokens."""
-
     ids: Sequence[TokenId]
     starts: Sequence[int]
     """The first character of each token; 0 for tokens the tokenizer adds."""
@@ -124,7 +122,6 @@ class Tokenizer:
 
     @without_panics
     def encode_ids(self, text: str, *, add_special_tokens: bool) -> list[TokenId]:
-        """Return the token ids of `text`."""
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
@@ -162,7 +159,6 @@ class Tokenizer:
 
     @without_panics
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
-        """Return a detokenizer for the tokens after `prompt`."""
         if self._bytes is not None:
             return ByteLevelDetokenizer(self._bytes, self._whole)
         return StreamDetokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:])

@@ -42,8 +42,6 @@ T = TypeVar("T")
 
 
 class _Piece(NamedTuple):
-    """A piece of a text."""
-
     start: int
     stop: int
     digest: bytes

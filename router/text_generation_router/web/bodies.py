@@ -125,7 +125,6 @@ def compact_json(value: object) -> bytes:
 
 
 def json_response(value: object) -> web.Response:
-    """A response with a JSON body."""
     return web.Response(body=orjson.dumps(value), content_type=JSON)
 
 

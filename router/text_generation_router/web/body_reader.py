@@ -101,4 +101,3 @@ class BodyReader:
 
 
 BODIES = web.AppKey("bodies", BodyReader)
-"""The reader of the application's bodies."""

@@ -58,8 +58,6 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits of HTTP connections."""
-
     limit: int = 4096
     """Most open connections, without the reserve."""
     headers_s: float = 10.0
@@ -218,7 +216,6 @@ class _Http(web.RequestHandler):
 
 
 def connection_of(request: web.BaseRequest) -> Connection:
-    """The connection of a request."""
     return cast(_Http, request.protocol).connection
 
 
@@ -304,13 +301,11 @@ class Connections:
     # --------------------------------------------------------------------------------------------- called by a connection
 
     def opened(self, connection: Connection) -> None:
-        """Add a connection."""
         self._open.add(connection)
         self.metrics.open += 1
         self.waiting(connection)
 
     def closed(self, connection: Connection) -> None:
-        """Remove a connection."""
         self._open.discard(connection)
         self.metrics.open -= 1
         self.not_waiting(connection)

@@ -163,7 +163,6 @@ class HttpServer:
         await _until(lambda: all(each.idle for each in connections), LAST_REQUESTS_S)
 
     async def close(self) -> None:
-        """Close the listeners and all connections."""
         for listener in self._listeners:
             listener.close()
         await self._runner.cleanup()

@@ -38,8 +38,6 @@ _HEADERS = {
 
 
 class EventStream:
-    """A streamed response."""
-
     __slots__ = (
         *("_attention", "_chunked", "_connection", "_ended", "_error", "_error_event", "_flowing", "_held"),
         *("_keep_alive_s", "_last_write", "_loop", "_max_unread", "_request", "_response", "_transport", "_uncounted"),

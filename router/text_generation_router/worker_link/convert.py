@@ -139,7 +139,6 @@ def progress_from_pb(message: pb.Submit) -> RequestProgress | None:
 
 
 def refusal_to_pb(error: ServingError) -> pb.Refusal:
-    """Convert an error for a client."""
     return pb.Refusal(
         error=type(error).__name__, text=str(error).removeprefix(error.prefix), retry_after_s=error.retry_after_s
     )

@@ -7,8 +7,6 @@ from text_generation_router.request import NO_MOVES, Request, RequestProgress
 
 
 class UnfinishedRequest:
-    """A request that has not ended, and its progress."""
-
     __slots__ = ("accepted", "generated", "generated_when_placed", "moves", "request", "scored")
 
     def __init__(self, request: Request) -> None:

@@ -98,8 +98,6 @@ _DELTAS = {
 
 
 class MessageWriter(ReplyWriter[Block]):
-    """Writes one message."""
-
     def __init__(self, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:
         super().__init__()
         self._prompt_tokens = prompt_tokens

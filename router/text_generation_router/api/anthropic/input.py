@@ -37,7 +37,6 @@ _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "none": ToolMode.NONE
 
 
 def to_options(body: MessagesBody) -> GenerationOptions:
-    """Return the options of a body."""
     return GenerationOptions(
         api=Api.MESSAGES,
         sampling=open_sampling(body, Api.MESSAGES),

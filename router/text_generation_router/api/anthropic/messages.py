@@ -15,8 +15,6 @@ from text_generation_router.web.bodies import beside, json_response, parse_body
 
 
 class MessagesRoutes(AnswerRoutes):
-    """Handlers of Anthropic's Messages API."""
-
     async def create_message(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages: answer a conversation, whole or in events.
 

@@ -123,8 +123,6 @@ class InferAnswer(ResponseBody):
 
 
 class KServeRoutes:
-    """Handlers in KServe's dialect."""
-
     def __init__(self, serving: Serving, generate: GenerateRoutes, healthy: Callable[[], bool]) -> None:
         self._serving = serving
         self._generate = generate

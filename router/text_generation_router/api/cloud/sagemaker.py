@@ -16,8 +16,6 @@ InvocationBody = CompatGenerateBody | ChatBody | CompletionBody
 
 
 class SageMakerRoutes:
-    """Handlers of SageMaker's container contract."""
-
     def __init__(self, generate: GenerateRoutes, chat: ChatRoutes, completions: CompletionRoutes) -> None:
         self._generate = generate
         self._chat = chat

@@ -76,8 +76,6 @@ class VertexAnswer(ResponseBody):
 
 
 class VertexRoutes:
-    """Handlers of the Vertex AI dialect."""
-
     def __init__(self, serving: Serving, generate: GenerateRoutes, chat: ChatRoutes) -> None:
         self._serving = serving
         self._generate = generate

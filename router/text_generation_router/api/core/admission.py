@@ -57,7 +57,6 @@ class RequestPreparer:
         self._random = random.Random()  # seeds are not secret: the system's random numbers cost a system call
 
     def serves_grammar(self, kind: GrammarKind) -> bool:
-        """Return True if requests may have a grammar of this kind."""
         return kind in self._grammar_kinds
 
     async def prepare(

@@ -61,8 +61,6 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The end of one answer."""
-
     finish: Finish
     ending: GenerationResult
     reasoning_tokens: int = 0
@@ -117,8 +115,6 @@ class Call:
 
 @dataclass(slots=True)
 class ParsedAnswer:
-    """A whole answer."""
-
     finish: Finish
     text: str
     reasoning: str
@@ -132,7 +128,6 @@ class ChatRequest:
 
     requests: Sequence[Request]
     prompt: str
-    """The prompt text."""
     form: AnswerForm
 
     @property
@@ -163,7 +158,6 @@ class ChatRequest:
         return tokens.count
 
     async def answer(self, ending: GenerationResult) -> ParsedAnswer:
-        """Return a finished text as an answer."""
         events, end = await self.read(ending)
         texts, thoughts, calls = [], [], list[tuple[str, list[str]]]()
         for event in events:
@@ -182,8 +176,6 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The format of an answer."""
-
     format: str = PLAIN
     """The name of the format of calls, or of text."""
     tools: Tools = field(default_factory=dict)
@@ -202,7 +194,6 @@ class AnswerForm:
         return self.format == PLAIN and self.reasoning is None
 
     def parser(self) -> OutputParser:
-        """Return a parser for one answer."""
         inner = create_parser(self.format, tools=self.tools)
         if any(isinstance(event, ToolCallStart) for event in inner.feed(self.begun)):
             # The prompt has calls of its own, which are not the answer's: those are numbered from 0.
@@ -214,8 +205,6 @@ class AnswerForm:
 
 
 class ChatPreparer:
-    """Prepares chats."""
-
     def __init__(
         self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: tuple[str, str] | None
     ) -> None:

@@ -148,8 +148,6 @@ class ReplyWriter(ABC, Generic[BlockT]):
 
 
 class AnswerRoutes:
-    """Handlers that give one answer."""
-
     def __init__(self, serving: Serving, chats: ChatPreparer) -> None:
         self._serving = serving
         self._chats = chats

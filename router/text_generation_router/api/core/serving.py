@@ -272,7 +272,6 @@ class Serving:
         return {"x-compute-type": self.settings.config.compute_type, "x-compute-characters": str(characters)}
 
     def stream(self, request: web.Request, headers: Mapping[str, str], error_event: ErrorEvent) -> EventStream:
-        """Return a response that streams events."""
         settings = self.settings
         return EventStream(request, headers, settings.keep_alive_s, settings.config.max_unread_bytes, error_event)
 

@@ -45,8 +45,6 @@ _FILES = ("swagger-ui.css", "swagger-ui-bundle.js", "favicon-32x32.png")
 
 
 class DocsRoutes:
-    """Handlers of the documentation."""
-
     def __init__(self, table: list[Route], settings: Settings) -> None:
         """`table`: the documented routes, to which these are added."""
         self._table = table
@@ -57,7 +55,6 @@ class DocsRoutes:
         """For /docs and for /docs/."""
 
     def routes(self) -> list[Route]:
-        """The routes of the documentation."""
         folder = _swagger_ui()
         documentation = partial(Route, "GET", tag="Documentation")
         return [

@@ -126,7 +126,6 @@ class QosFields(Body):
 
     @property
     def asked_priority(self) -> Priority | None:
-        """The priority that the body asks for, or None."""
         if self.priority is None:
             return None
         if self.priority < 0:

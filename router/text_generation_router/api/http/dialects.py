@@ -86,7 +86,6 @@ ANTHROPIC_VERSION = "anthropic-version"
 
 
 def dialect_of(request: web.Request) -> Dialect:
-    """The dialect of the response to this request."""
     if DIALECT in request:
         return request[DIALECT]
     spoken = request.app.get(ROUTE_DIALECTS, {}).get(request.match_info.route)
@@ -104,12 +103,10 @@ def dialect_of_path(path: str) -> Dialect:
 
 
 def status_of(dialect: Dialect, error: ServingError | type[ServingError]) -> int:
-    """The status of an error in a dialect."""
     return error.status if dialect is Dialect.TGI else error.open_status
 
 
 def error_answer(dialect: Dialect, error: ServingError) -> ErrorAnswer | OpenAIErrorAnswer | AnthropicErrorAnswer:
-    """The error object of a dialect."""
     match dialect:
         case Dialect.TGI:
             return {"error": error.tgi_prefix + str(error), "error_type": error.error_type}
@@ -131,7 +128,6 @@ def error_answer(dialect: Dialect, error: ServingError) -> ErrorAnswer | OpenAIE
 
 
 def error_response(dialect: Dialect, error: ServingError) -> web.Response:
-    """The error as a response."""
     headers = dict(error.headers)
     if error.retry_after is not None:
         headers[hdrs.RETRY_AFTER] = str(error.retry_after)

@@ -69,7 +69,6 @@ class KeyHolder:
             await self.counter.start_request(self.rates)
 
     def spend_tokens(self, tokens: int) -> None:
-        """Count prompt or new tokens."""
         if self.rates is not None:
             self.counter.spend_tokens(self.rates, tokens)
 

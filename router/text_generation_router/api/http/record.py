@@ -40,8 +40,6 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, kw_only=True)
 class _MayFail:
-    """A record that may end with an error."""
-
     error: type[ServingError] | None = None
     error_text: str = ""
     """The text of the error, cut after MAX_ERROR_TEXT characters."""
@@ -91,7 +89,6 @@ class GenerationRecord(_MayFail):
         return cached_tokens((self,))
 
     def latencies(self, now: float) -> Latencies:
-        """The latency breakdown of a finished generation."""
         times = self.times
         return Latencies(
             total_s=now - self.arrived,

@@ -63,7 +63,6 @@ class Route:
 
     @property
     def dialects(self) -> tuple[Dialect, ...]:
-        """Dialects of the responses."""
         return self.speaks or (dialect_of_path(self.path),)
 
     @property

@@ -53,7 +53,6 @@ class RequestSpans:
             record.trace, record.trace_id = record.span.carried, record.span.carried.trace_id
 
     def end(self, record: Record, span: OpenSpan, request: web.Request, status: int) -> None:
-        """Record the spans of a request that is over."""
         now = time.monotonic()
         route = route_of(request)
         attributes = _of_http(request, route, status)

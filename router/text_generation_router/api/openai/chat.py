@@ -35,8 +35,6 @@ STREAM_HELPER = "x-stainless-helper-method"
 
 
 class ChatRoutes:
-    """Handlers of chats in OpenAI's dialect."""
-
     def __init__(self, serving: Serving, chats: ChatPreparer) -> None:
         self._serving = serving
         self._chats = chats

@@ -31,8 +31,6 @@ from text_generation_router.web.sse import EventStream
 
 
 class ChatStream(ChoicesStream):
-    """The stream of one request, with all its choices."""
-
     def __init__(
         self,
         stream: EventStream,
@@ -55,14 +53,12 @@ class ChatStream(ChoicesStream):
         self._predicted = body.prediction is not None
 
     def sinks(self) -> list[Sink]:
-        """The sink of each choice."""
         choices = [ChatChoiceStream(self, index, record) for index, record in enumerate(self._records)]
         if self._chat.form.is_plain:
             return list(choices)
         return [Reader(self._chat.form.parser(), choice) for choice in choices]
 
     def logprobs(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs:
-        """The log-probabilities of tokens."""
         return content_logprobs(outputs, self._tokenizer, self._chat.requests[0].logprobs.top_n)
 
     def usage(self, generated: int, reasoning: int | None) -> Usage:

@@ -59,8 +59,6 @@ class ChoicesStream(ABC):
 
 
 class ChoiceSink(Sink):
-    """The sink of one choice."""
-
     __slots__ = ("_choices", "_head", "_record", "_stream")
 
     def __init__(self, choices: ChoicesStream, index: int, record: GenerationRecord) -> None:
@@ -75,7 +73,6 @@ class ChoiceSink(Sink):
         self._stream.fail(error)
 
     def _send_last(self, chunk: bytes, ending: GenerationResult, reasoning: int = 0, *, counts: bool = True) -> None:
-        """Send the last chunk of the choice."""
         self._record.ending = ending
         self._stream.send(chunk + self._choices.ended(ending.generated_tokens, reasoning), counts=counts)
         self._choices.close()

@@ -27,8 +27,6 @@ from text_generation_router.web.sse import EventStream
 
 
 class CompletionStream(ChoicesStream):
-    """The stream of one request, with all its choices."""
-
     def __init__(
         self,
         stream: EventStream,
@@ -60,8 +58,6 @@ class CompletionStream(ChoicesStream):
 
 
 class CompletionChoiceStream(ChoiceSink):
-    """The sink of one choice."""
-
     __slots__ = ("_before", "_chunks", "_columns", "_plain", "_request")
 
     def __init__(
@@ -142,7 +138,6 @@ class LogprobColumns:
                 yield
 
     def add(self, output: TokenOutput) -> None:
-        """Add a new token."""
         self._add(output.token_id, output.logprob, output.top)
 
     def _add(self, token_id: TokenId, logprob: LogprobJson | None, top: Sequence[TopToken]) -> None:
@@ -162,7 +157,6 @@ class LogprobColumns:
         self._top.append(orjson.Fragment(compact_json(alternatives)))
 
     def copy(self) -> LogprobColumns:
-        """An independent copy."""
         twin = LogprobColumns(self._tokenizer, tops=self._tops)
         twin._offset = self._offset
         twin._tokens, twin._logprobs = list(self._tokens), list(self._logprobs)

@@ -43,8 +43,6 @@ class Prompt:
 
 
 class CompletionRoutes:
-    """Handlers of completions in OpenAI's dialect."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 

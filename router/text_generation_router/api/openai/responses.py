@@ -19,8 +19,6 @@ from text_generation_router.web.bodies import parse_body
 
 
 class ResponsesRoutes(AnswerRoutes):
-    """Handlers of OpenAI's Responses API."""
-
     async def create_response(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses: answer a conversation, whole or in events.
 

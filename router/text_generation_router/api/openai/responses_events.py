@@ -171,8 +171,6 @@ _DELTAS = {
 
 
 class ResponseWriter(ReplyWriter[OutputItem]):
-    """Writes one response."""
-
     def __init__(
         self,
         body: ResponsesBody,

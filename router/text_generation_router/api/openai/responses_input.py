@@ -27,7 +27,6 @@ INCLUDED = (
 
 
 def to_options(body: ResponsesBody) -> GenerationOptions:
-    """Return the options of a body."""
     return GenerationOptions(
         api=Api.RESPONSES,
         sampling=open_sampling(body, Api.RESPONSES),

@@ -135,7 +135,6 @@ class OpenAIBody(ConstraintFields, OpenFields):
 
     @property
     def lora_path(self) -> str | None:
-        """The folder of that adapter."""
         return None if self.lora_request is None else self.lora_request.lora_path
 
     @property

@@ -22,8 +22,6 @@ from text_generation_router.web.bodies import JSON, parse_body
 
 
 class GenerateRoutes:
-    """Handlers that generate in TGI's dialect."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 

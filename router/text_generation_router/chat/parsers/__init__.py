@@ -23,8 +23,6 @@ from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A form of answers."""
-
     parser: Callable[[Tools], OutputParser]
     signs: Sequence[str] = ()
     """Texts in the chat template, or special tokens, of the models that write it."""

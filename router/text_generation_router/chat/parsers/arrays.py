@@ -30,8 +30,6 @@ def _array(start: str, end: str = "", call: Pieces = _JSON) -> CallSyntax:
 
 
 class GraniteParser(ArrayParser, starts=(GRANITE_CALLS, "<tool_call>")):
-    """Granite 3."""
-
     CALLS = (_array(GRANITE_CALLS), _array("<tool_call>"), _array(f"{GRANITE_CALLS} "), _array("<tool_call> "))
 
 
@@ -58,8 +56,6 @@ class KeyCallReader(JsonCallReader):
 
 
 class ApertusParser(ArrayParser, starts=(APERTUS_CALLS,), ends=("<|tools_suffix|>",)):
-    """Apertus."""
-
     READER = KeyCallReader
     CALLS = (_array(APERTUS_CALLS, "<|tools_suffix|>", ('{"', Slot.NAME, '": ', Slot.ARGUMENTS, "}")),)
 

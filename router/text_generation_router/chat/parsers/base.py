@@ -143,7 +143,6 @@ class CallParser:
         return is_bare and any(tag.startswith(rest.strip()) for tag in tags)
 
     def _on_marker(self, marker: str) -> None:
-        """Handle a marker in the text."""
         if marker not in self.ENDS:
             self._opening = [marker]
             self._phase = self._head

@@ -42,6 +42,4 @@ class DeepSeek32Parser(TaggedParser):
 
 
 class DeepSeek4Parser(DeepSeek32Parser):
-    """DeepSeek V4."""
-
     TAGS = _tags("tool_calls")

@@ -55,7 +55,6 @@ class EventBuffer:
             self._blanks.clear()
 
     def finish(self) -> None:
-        """End the answer."""
         if not self.calls:
             self._add("".join(self._blanks), TextDelta)
         self._blanks.clear()

@@ -196,7 +196,6 @@ class LiteralScanner:
         return (yield)
 
     def _escape(self) -> Generator[None, str, str]:
-        """Return the text of an escape."""
         self._unit = "\\"
         char = yield
         text = _ESCAPES.get(char, "\\" + char)

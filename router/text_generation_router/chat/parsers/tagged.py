@@ -365,5 +365,4 @@ class Hunyuan3Parser(TaggedParser):
 
 
 def unquoted(name: str) -> str:
-    """Return a name without the quotes around it."""
     return name.strip().strip("\"'")
