@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 
-import structlog
-
 from text_generation_common import heartbeat
 from text_generation_common.descriptors import DescriptorReserve
+from text_generation_common.log import log
 from text_generation_common.logs import COLOUR, PRIORITIES, VARIABLE, LogReader, escape, log_reader
 from text_generation_common.progress import RELAYED, show
 from text_generation_launcher import hangs, orphans
@@ -30,8 +29,6 @@ MAX_LINE_BYTES = 64 * 1024
 
 _states: dict[str, str] = {}
 """The progress of each child that tells it, by its name, as the line of the terminal shows it."""
-
-log = structlog.get_logger()
 
 
 async def run_to_end(

@@ -7,11 +7,10 @@ import signal
 import sys
 from collections.abc import Mapping
 
-import structlog
-
 from text_generation_common.command_line import exit_with_usage_error, print_to_end
 from text_generation_common.effective import print_config
 from text_generation_common.exit_codes import CannotServe, ExitCode
+from text_generation_common.log import log
 from text_generation_common.logs import configure_logging
 from text_generation_common.resource_limits import apply_limits, log_unexpected, low_limits
 from text_generation_common.secrets import erase_secrets
@@ -50,7 +49,7 @@ def _run_configured(config: LauncherConfig, *, only_env: bool) -> ExitCode:
     faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
     apply_limits()
     if limits := low_limits():
-        structlog.get_logger().warning("resource limits may be too low", **limits)
+        log.warning("resource limits may be too low", **limits)
     environ = dict(os.environ)
     erase_secrets()
     if only_env or not config.model_id:

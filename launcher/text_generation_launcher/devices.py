@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_shard.gpus import NO_GPU, Gpu, GpusUnreadable, driver_version, read_gpus, visible_gpus
 
 NVML_TIMEOUT = 30.0
 """Seconds; the first call after boot initialises the driver."""
 
-log = structlog.get_logger()
 
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import structlog
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import (
@@ -32,6 +31,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from text_generation_common.command_line import parse_config
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.lifeline import follow_parent
+from text_generation_common.log import log
 from text_generation_common.logs import configure_logging
 from text_generation_common.one_line import one_line
 from text_generation_common.progress import WorkProgress
@@ -46,8 +46,6 @@ ENGINES = ("*.engine",)
 
 HUB_ERRORS = (HfHubHTTPError, OfflineModeIsEnabled, EntryNotFoundError, HFValidationError, OSError)
 """Errors of a call of the hub."""
-
-log = structlog.get_logger()
 
 
 class _Progress(tqdm):

@@ -16,10 +16,10 @@ import signal
 from base64 import b64decode
 from contextlib import suppress
 
-import structlog
 from google.protobuf.message import DecodeError
 
 from text_generation_common.heartbeat import ALIVE, CHECK_EVERY_S, HANG_TIMEOUT_S, STUCK, Silence
+from text_generation_common.log import log
 from text_generation_common.waiting import background
 from text_generation_launcher.plan import ChildSpec
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -28,8 +28,6 @@ MAX_DESCRIPTION = 1 << 20
 """Bytes of the line that describes a child."""
 ABORT_GRACE = 1.0
 """Seconds between SIGABRT and SIGKILL: time to write the stacks."""
-
-log = structlog.get_logger()
 
 
 async def abort_if_hung(

@@ -10,12 +10,11 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-import structlog
-
 from text_generation_common.cpus import usable_cpus
 from text_generation_common.exit_codes import CannotServe, ExitCode, first_error
 from text_generation_common.heartbeat import send_heartbeats
 from text_generation_common.lifeline import open_lifeline
+from text_generation_common.log import log
 from text_generation_common.notify import Notifier
 from text_generation_common.sockets import PRIVATE_FOLDER_PREFIX, claim_socket
 from text_generation_common.waiting import background
@@ -39,8 +38,6 @@ from text_generation_shard.config import choose_engine
 
 LONGEST_TEMP_FOLDER = 64
 """Bytes; the path of a unix socket has at most 107."""
-
-log = structlog.get_logger()
 
 
 async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:

@@ -4,8 +4,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import structlog
-
 from text_generation_common.exit_codes import CannotServe
 from text_generation_common.lora import AdapterSource, adapters_to_text, parse_adapters
 from text_generation_common.settings import ChildConfig
@@ -17,8 +15,6 @@ from text_generation_launcher.shutdown import GracefulShutdown
 DOWNLOAD_STOP_TIMEOUT = 5.0
 
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
-
-log = structlog.get_logger()
 
 
 async def resolve_model(

@@ -31,12 +31,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-import structlog
-
 from text_generation_common import heartbeat
 from text_generation_common.command_line import parse_config
 from text_generation_common.exit_codes import ExitCode, exit_fields
 from text_generation_common.lifeline import follow_parent
+from text_generation_common.log import log
 from text_generation_common.logs import configure_logging
 from text_generation_common.secrets import erase
 from text_generation_common.settings import ChildConfig
@@ -95,8 +94,6 @@ _EXPORTED = re.compile(
     r"(PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$|(NCCL|TLLM|TRTLLM|UCX|HF|NVIDIA|TORCH|GRPC)_|CUDA_(?!VISIBLE_DEVICES)"
 )
 """Variables that ranks on other hosts get."""
-
-log = structlog.get_logger()
 
 
 def rank_environment(environ: Mapping[str, str], *, as_root: bool) -> dict[str, str]:

@@ -11,9 +11,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-import structlog
-
 from text_generation_common.descriptors import DescriptorReserve
+from text_generation_common.log import log
 
 VARIABLE = "TEXT_GENERATION_CHILD"
 """Environment variable with the mark, a unique one, of the child that a process belongs to."""
@@ -21,8 +20,6 @@ VARIABLE = "TEXT_GENERATION_CHILD"
 KILL_TIMEOUT = 5.0
 """Seconds to wait for killed processes to end: one inside a call of the GPU driver ends only with that call."""
 POLL_INTERVAL = 0.05
-
-log = structlog.get_logger()
 
 
 def find(mark: str) -> list[int]:

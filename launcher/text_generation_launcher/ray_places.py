@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import structlog
 import yaml
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -34,6 +33,7 @@ from typing_extensions import Buffer
 
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.lifeline import open_lifeline
+from text_generation_common.log import log
 from text_generation_common.one_line import one_line
 from text_generation_launcher.child import label, run_to_end
 from text_generation_launcher.devices import Devices, call_in_daemon
@@ -50,8 +50,6 @@ CONNECT_TIMEOUT_S = 20.0
 """Seconds for the cluster to answer."""
 PATIENCE_S = 10.0
 """Seconds without room in the cluster after which the log says so."""
-
-log = structlog.get_logger()
 
 
 async def connect() -> Devices:

@@ -18,10 +18,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
-import structlog
-
 from text_generation_common.descriptors import DescriptorReserve
 from text_generation_common.exit_codes import ExitCode
+from text_generation_common.log import log
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ShardSpec
 from text_generation_launcher.restarts import Unit, UnitExit
@@ -38,8 +37,6 @@ RunShard = Callable[..., Awaitable[int]]
 """Runs a shard to its end, as `child.run_to_end` does."""
 
 Description = asyncio.Future[pb.InfoResponse]
-
-log = structlog.get_logger()
 
 
 class ReplicaUnit(Unit):

@@ -25,10 +25,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import structlog
-
 from text_generation_common.descriptors import DescriptorReserve
 from text_generation_common.exit_codes import ExitCode, exit_fields
+from text_generation_common.log import log
 from text_generation_common.resource_limits import low_limits
 from text_generation_common.sockets import remove_socket
 from text_generation_launcher.shutdown import GracefulShutdown
@@ -39,8 +38,6 @@ DELAYS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 STABLE_AFTER = 2.0
 """Seconds of serving after which a death starts a new streak: the start was not at fault. The router handles requests
 that kill the shards which serve them: it fails a request that loses several replicas in a row."""
-
-log = structlog.get_logger()
 
 
 class ServerEnded(Exception):

@@ -5,7 +5,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-import structlog
+from text_generation_common.log import log
 
 FORCED_GRACE = 1.0
 """Seconds that a child has left once a second signal arrived."""
@@ -19,8 +19,6 @@ GracePeriod = Callable[[float, Callable[[], None]], AbstractAsyncContextManager[
 """Type of `GracefulShutdown.grace_period`: seconds and a function that sends SIGTERM again."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-log = structlog.get_logger()
 
 
 class GracefulShutdown:

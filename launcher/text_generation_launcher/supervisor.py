@@ -17,10 +17,9 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
-import structlog
-
 from text_generation_common.descriptors import DescriptorReserve
 from text_generation_common.exit_codes import ExitCode
+from text_generation_common.log import log
 from text_generation_common.notify import Notifier
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import LaunchPlan
@@ -31,8 +30,6 @@ from text_generation_launcher.shutdown import GracefulShutdown
 
 RESERVED_DESCRIPTORS = 10
 """Descriptors that are kept for the end and the restart of a child: two pipes, the search for orphans, subprocess's own."""
-
-log = structlog.get_logger()
 
 
 class Supervisor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-import structlog
+from text_generation_common.log import log
 
 RELAYED = "\x1eprogress "
 """Start of a line with a state for the launcher. An empty state removes the last one."""
@@ -18,7 +18,6 @@ LOG_S = 5.0
 SHOWN_AFTER_S, SHOWN_S = 0.5, 0.2
 """Seconds before the first state on a terminal, and between two."""
 
-log = structlog.get_logger()
 
 finished_work: dict[str, float] = {}
 """Seconds of the work that this process has finished, by its name."""

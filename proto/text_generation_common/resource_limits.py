@@ -3,9 +3,8 @@
 import resource
 from contextlib import suppress
 
-import structlog
-
 from text_generation_common.exit_codes import ExitCode
+from text_generation_common.log import log
 
 MOST_DESCRIPTORS = 1 << 20
 """Highest soft limit set. Some programs close every descriptor up to the limit, and containers may allow a billion."""
@@ -27,7 +26,7 @@ def apply_limits(*, parent_checked: bool = False) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if not parent_checked and (too_low := _below(LEAST)):
         needed = " ".join(f"Limit{name}={least}" for name, least in LEAST.items())
-        structlog.get_logger().error("cannot start", reason=f"{too_low} is too low, and at least {needed} is needed")
+        log.error("cannot start", reason=f"{too_low} is too low, and at least {needed} is needed")
         raise SystemExit(int(ExitCode.FAILED))
 
 
@@ -44,7 +43,6 @@ def _below(least: dict[str, int]) -> str:
 
 def log_unexpected(error: Exception) -> ExitCode:
     """Log an error that no handler expects, and return the exit code of the process."""
-    log = structlog.get_logger()
     if memory_is_out(error):
         log.error("no memory is left for a thread or a process", **low_limits())
         return ExitCode.FAILED

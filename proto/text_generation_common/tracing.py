@@ -10,9 +10,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-import structlog
-
 from text_generation_common.exit_codes import CannotServe
+from text_generation_common.log import log
 from text_generation_common.secrets import PASSED_ON, erase
 from text_generation_common.settings import OTLP_MISSING, SharedSettings, otlp_installed
 
@@ -26,8 +25,6 @@ LOG_EVERY_S = 60.0
 
 _OTLP = "OTEL_EXPORTER_OTLP"
 """First part of the names of the exporter's variables."""
-
-log = structlog.get_logger()
 
 
 def start_tracing(config: SharedSettings, default_name: str, instance: str, version: str) -> Tracer | None:

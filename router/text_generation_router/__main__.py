@@ -4,18 +4,15 @@ import asyncio
 import faulthandler
 import sys
 
-import structlog
-
 from text_generation_common.command_line import parse_config
 from text_generation_common.effective import print_own_config
 from text_generation_common.exit_codes import CannotServe, ExitCode, first_error
 from text_generation_common.lifeline import follow_parent
+from text_generation_common.log import log
 from text_generation_common.logs import configure_logging
 from text_generation_common.resource_limits import apply_limits, log_unexpected
 from text_generation_common.secrets import erase
 from text_generation_router.config import RouterConfig
-
-log = structlog.get_logger()
 
 SWITCH_INTERVAL_S = 0.0005
 """Seconds after which a busy thread releases the GIL: the event loop must not wait 5 ms, Python's default, for the thread

@@ -4,8 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_proto.values import GrammarKind
 from text_generation_router.admission_queue import MAX_WAITING_CHARACTERS, PendingWork
 from text_generation_router.api.core.admission import RequestPreparer
@@ -24,8 +23,6 @@ from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
-
-log = structlog.get_logger()
 
 
 @asynccontextmanager

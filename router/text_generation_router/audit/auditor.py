@@ -9,8 +9,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.findings import Findings
 from text_generation_router.audit.records import MAX_RECORDS, record_of, used, write_record
@@ -27,8 +26,6 @@ RETRY_S = 0.05
 """Seconds between two looks for room while requests wait for their replay."""
 SWEEP = 256
 """Watched requests beyond which those that ended otherwise are looked for."""
-
-log = structlog.get_logger()
 
 
 def is_chosen(request_id: RequestId, share: float) -> bool:

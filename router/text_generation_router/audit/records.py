@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import structlog
 from google.protobuf.json_format import MessageToDict
 
+from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.served import Served
 from text_generation_router.audit.verdict import Judgement, Scores
@@ -18,8 +18,6 @@ from text_generation_router.shards.convert import orders_to_pb
 
 MAX_RECORDS = 100
 """Files that one process writes: a fault that makes every text different must not fill the disk."""
-
-log = structlog.get_logger()
 
 
 def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.InfoResponse, suspect: str) -> bytes:

@@ -7,15 +7,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_router.dashboard.state import Sample
 from text_generation_router.errors import ServingError
 
 PERIOD_S = 1.0
 """Seconds between two samples."""
 
-log = structlog.get_logger()
 
 Viewer = Callable[[Sample | None], None]
 """Takes every sample, then None when the server drains; must neither block nor raise."""

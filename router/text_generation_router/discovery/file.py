@@ -4,16 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import structlog
 import yaml
 
+from text_generation_common.log import log
 from text_generation_common.one_line import one_line
 from text_generation_router.discovery.source import Address, Trouble, check_address
 
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at the file of `file://`."""
 
-log = structlog.get_logger()
 
 _Version = tuple[int, int, int, int]
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 import orjson
-import structlog
 
+from text_generation_common.log import log
 from text_generation_proto.access import client_context
 from text_generation_proto.addresses import join_host_port
 from text_generation_router.discovery.source import Address, Trouble, check_address, of_one_family
@@ -37,7 +37,6 @@ MAX_EVENT_BYTES = 1 << 23
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder of the pod's service account."""
 
-log = structlog.get_logger()
 
 _Slices = dict[str, Mapping[str, Any]]
 

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import aiohttp
-import structlog
 
+from text_generation_common.log import log
 from text_generation_proto.addresses import host_of, join_host_port
 from text_generation_router.discovery.assign import assign
 from text_generation_router.discovery.source import UNABLE, Address, Source
@@ -26,8 +26,6 @@ REFUSALS = 2
 """Refused or broken probes in a row after which a peer is gone: its process ended."""
 SILENCE_S = 4.0
 """Seconds without an answer after which a peer is gone: its host vanished, or it hangs."""
-
-log = structlog.get_logger()
 
 
 class SharedShards:

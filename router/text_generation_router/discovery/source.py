@@ -5,8 +5,7 @@ import ipaddress
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_proto.addresses import socket_path, split_host_port
 
 Address = str
@@ -14,8 +13,6 @@ Address = str
 
 UNABLE = "X-Unable"
 """Header of /health/live: why the router, which lives, should be given no shards by its peers."""
-
-log = structlog.get_logger()
 
 
 class Source(Protocol):

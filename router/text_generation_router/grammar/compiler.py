@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
-import structlog
 
 from text_generation_common.grammar_options import MAX_GRAMMAR_TEXT
+from text_generation_common.log import log
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.admission_queue import PendingWork
 from text_generation_router.errors import InvalidRequest, Unhealthy
@@ -25,8 +25,6 @@ from text_generation_router.sandbox.pool import (
     SandboxStackOverflow,
     SandboxTimeout,
 )
-
-log = structlog.get_logger()
 
 TIMEOUT_S = 1.5
 """CPU time of one compile; a refusal must come within three seconds."""

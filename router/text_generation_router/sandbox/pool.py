@@ -21,15 +21,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any, Self
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_common.sandbox.process import start_process
 from text_generation_common.sandbox.worker import HEADER, MAX_MESSAGE, FrameKind
 from text_generation_router.admission_queue import Claim, PendingWork, WorkerQueue
 from text_generation_router.errors import CannotKeepUp
 from text_generation_router.request import DEFAULT_TENANT, TenantId
-
-log = structlog.get_logger()
 
 START_TIMEOUT_S = 30.0
 """Time in which a worker must have created its job."""

@@ -3,15 +3,12 @@
 from collections.abc import Coroutine
 from typing import Any
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_common.notify import Notifier
 from text_generation_common.stop_signals import StopSignals
 from text_generation_common.waiting import first_of
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.shards.cluster import Cluster
-
-log = structlog.get_logger()
 
 
 async def drain(

@@ -11,11 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Self
 
-import structlog
 from aiohttp import web
 
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.heartbeat import send_heartbeats
+from text_generation_common.log import log
 from text_generation_common.notify import Notifier
 from text_generation_common.stop_signals import StopSignals
 from text_generation_common.tracing import start_tracing
@@ -42,8 +42,6 @@ from text_generation_router.stats import Stats
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.web.connections import MAX_UNREAD_TOTAL, ConnectionLimits
 from text_generation_router.web.listener import LAST_EVENTS_S, HttpServer
-
-log = structlog.get_logger()
 
 VERSION = version("text-generation-trtllm")
 

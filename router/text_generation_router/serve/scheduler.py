@@ -3,10 +3,9 @@
 import asyncio
 from pathlib import Path
 
-import structlog
-
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.heartbeat import send_heartbeats
+from text_generation_common.log import log
 from text_generation_common.notify import Notifier
 from text_generation_common.sockets import SocketInUse
 from text_generation_common.stop_signals import StopSignals
@@ -21,8 +20,6 @@ from text_generation_router.stats.summed import SummedStats
 from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink
 from text_generation_router.worker_link.remote_rates import rate_handlers
 from text_generation_router.worker_link.server import WorkerLinkServer
-
-log = structlog.get_logger()
 
 DRAIN_CHECK_S = 0.02
 """Seconds between two looks at the requests of a draining process."""

@@ -6,9 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from text_generation_common.exit_codes import CannotServe
+from text_generation_common.log import log
 from text_generation_common.stop_signals import StopSignals
 from text_generation_common.waiting import unless_stopped
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -29,8 +28,6 @@ from text_generation_router.shards.listeners import Delivery, Receiver
 
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
-
-log = structlog.get_logger()
 
 
 class Shards:

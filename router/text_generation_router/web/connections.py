@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
-import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from text_generation_common.log import log
 from text_generation_proto.addresses import plain_ip
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 from text_generation_router.web.refusals import RefusalLimiter
@@ -52,8 +52,6 @@ MAX_UNREAD_TOTAL = 256_000_000
 an equal part."""
 BARE_ANSWER = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 """The answer to headers that do not end in time, or are not HTTP: neither their bytes nor the name of a library."""
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

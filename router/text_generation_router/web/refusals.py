@@ -6,14 +6,12 @@ Callers without a key must not be able to fill a disk.
 import asyncio
 from collections import Counter
 
-import structlog
+from text_generation_common.log import log
 
 WINDOW_S = 10.0
 """Seconds over which log lines of refusals are counted."""
 MAX_REFUSALS_LOGGED = 50
 """Log lines per window for refusals with the same status. Further ones are counted, in one line at the end of the window."""
-
-log = structlog.get_logger()
 
 
 class RefusalLimiter:

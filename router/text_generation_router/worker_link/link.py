@@ -7,8 +7,9 @@ import struct
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
-import structlog
 from google.protobuf.message import DecodeError, Message
+
+from text_generation_common.log import log
 
 LENGTH = struct.Struct("<I")
 """The length of a frame before its bytes."""
@@ -26,7 +27,6 @@ HANDLED_AT_ONCE = 1 << 16
 CREDENTIALS = struct.Struct("3i")
 """The process, user and group of a peer."""
 
-log = structlog.get_logger()
 
 Received = TypeVar("Received", bound=Message)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import cast
 
 import orjson
-import structlog
 
+from text_generation_common.log import log
 from text_generation_common.waiting import holds_for
 from text_generation_proto import convert
 from text_generation_proto.client import LOAD_S
@@ -49,8 +49,6 @@ UNLOAD_AFTER_S = 2.0
 """Seconds after a loss in which all workers connect again: the requests of an adapter that is unloaded then are known."""
 ABANDONED_AFTER_S = 5.0
 """Seconds without a link, or without a shard, after which a worker that stops gives its requests up."""
-
-log = structlog.get_logger()
 
 
 def request_ids(worker: int) -> Iterator[RequestId]:

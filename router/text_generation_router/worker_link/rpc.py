@@ -4,15 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 
-import structlog
 from google.protobuf.message import Message
 
+from text_generation_common.log import log
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import GenerationFailed, ServingError
 from text_generation_router.worker_link.convert import refusal_from_pb, refusal_to_pb
 from text_generation_router.worker_link.link import LinkBroken
-
-log = structlog.get_logger()
 
 Handler = Callable[[bytes], Awaitable[bytes]]
 """Returns the reply to a call of one method. May raise ServingError."""

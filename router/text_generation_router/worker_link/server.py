@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import orjson
-import structlog
 
+from text_generation_common.log import log
 from text_generation_common.sockets import claim_socket, remove_socket
 from text_generation_common.waiting import background
 from text_generation_proto.worker_link import worker_link_pb2 as pb
@@ -31,8 +31,6 @@ from text_generation_router.worker_link.rpc import Handler, RpcPeer
 
 STATE_EVERY_S = 0.25
 """Seconds between two looks at the state of the cluster, which is sent when it changed."""
-
-log = structlog.get_logger()
 
 
 class WorkerLinkServer:

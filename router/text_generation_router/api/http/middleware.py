@@ -9,10 +9,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
-import structlog
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from text_generation_common.log import log
 from text_generation_common.panics import as_exception
 from text_generation_proto.values import TraceContext
 from text_generation_router.api.http.caller import HEADERS
@@ -25,8 +25,6 @@ from text_generation_router.errors import ClientLeft, IncompleteGeneration, Meth
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.web.body_reader import PREPARATION
 from text_generation_router.web.refusals import RefusalLimiter
-
-log = structlog.get_logger()
 
 X_REQUEST_ID = "x-request-id"
 ANTHROPIC_REQUEST_ID = "request-id"

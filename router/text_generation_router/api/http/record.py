@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import structlog
 from aiohttp import web
 
+from text_generation_common.log import log
 from text_generation_proto.addresses import plain_ip
 from text_generation_proto.values import TraceContext
 from text_generation_router.api.http.caller import Caller
@@ -34,8 +34,6 @@ from text_generation_router.web.refusals import RefusalLimiter
 
 if TYPE_CHECKING:
     from text_generation_common.tracer import OpenSpan
-
-log = structlog.get_logger()
 
 
 @dataclass(slots=True, kw_only=True)
