@@ -17,7 +17,7 @@ import orjson
 
 from text_generation_router.admission_queue import PendingWork
 from text_generation_router.chat.conversation import Conversation, Json, Tool, join_parts, text_part
-from text_generation_router.chat.parsers.harmony import HARMONY_CHANNEL
+from text_generation_router.chat.parsers.channels import HARMONY_CHANNEL
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
 from text_generation_router.chat.template_job import TOO_LONG
 from text_generation_router.errors import ContextLengthExceeded, InvalidRequest, TemplateError, Unhealthy

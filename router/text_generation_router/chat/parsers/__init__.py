@@ -5,17 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from text_generation_router.chat.events import OutputParser
-from text_generation_router.chat.parsers import (
-    arrays,
-    dsml,
-    formats,
-    gemma,
-    harmony,
-    nested,
-    pythonic,
-    sections,
-    tagged,
-)
+from text_generation_router.chat.parsers import channels, formats, pythonic, sections, special_tags, tagged
 from text_generation_router.chat.parsers.base import Tools
 from text_generation_router.chat.parsers.reasoning import END_THINK, THINK
 from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces
@@ -49,33 +39,35 @@ class Format:
 
 FORMATS: Final[dict[str, Format]] = {
     "openai": Format(
-        harmony.HarmonyParser,
-        (harmony.HARMONY_CHANNEL,),
+        channels.HarmonyParser,
+        (channels.HARMONY_CHANNEL,),
         ("gpt-oss", "harmony"),
         has_channels=True,
-        assistant=harmony.HARMONY_ASSISTANT,
-        answer_start=harmony.HARMONY_ANSWER,
-        call_start=harmony.HARMONY_CALL,
-        thought=harmony.HARMONY_THOUGHT,
+        assistant=channels.HARMONY_ASSISTANT,
+        answer_start=channels.HARMONY_ANSWER,
+        call_start=channels.HARMONY_CALL,
+        thought=channels.HARMONY_THOUGHT,
     ),
-    "gemma4": Format(gemma.Gemma4Parser, (gemma.GEMMA_CALL,), has_channels=True, thought=gemma.GEMMA_THOUGHT),
-    "functiongemma": Format(gemma.FunctionGemmaParser, (gemma.FUNCTION_CALL,)),
+    "gemma4": Format(channels.Gemma4Parser, (channels.GEMMA_CALL,), has_channels=True, thought=channels.GEMMA_THOUGHT),
+    "functiongemma": Format(channels.FunctionGemmaParser, (channels.FUNCTION_CALL,)),
     "deepseek_v3": Format(
         sections.DeepSeekParser, (sections.DEEPSEEK_CALLS,), ("deepseek_v31", "deepseekv3", "deepseekv31")
     ),
-    "deepseek_v4": Format(dsml.DeepSeek4Parser, (f"{dsml.DSML}tool_calls",), ("deepseekv4",)),
-    "deepseek_v32": Format(dsml.DeepSeek32Parser, (f"{dsml.DSML}function_calls", dsml.DSML), ("deepseekv32",)),
+    "deepseek_v4": Format(special_tags.DeepSeek4Parser, (f"{special_tags.DSML}tool_calls",), ("deepseekv4",)),
+    "deepseek_v32": Format(
+        special_tags.DeepSeek32Parser, (f"{special_tags.DSML}function_calls", special_tags.DSML), ("deepseekv32",)
+    ),
     "kimi_k2": Format(sections.KimiParser, (sections.KIMI_CALLS,)),
     "hy_v3": Format(tagged.Hunyuan3Parser, (tagged.HUNYUAN_SEPARATOR,)),
-    "hunyuan_a13b": Format(arrays.HunyuanParser, (f"{arrays.HUNYUAN_CALLS}[",), ("hunyuan",)),
+    "hunyuan_a13b": Format(formats.HunyuanParser, (f"{formats.HUNYUAN_CALLS}[",), ("hunyuan",)),
     "glm45": Format(tagged.GlmParser, (tagged.GLM_KEY,), ("glm47", "glm", "poolside_v1", "ling3")),
-    "minimax_m3": Format(nested.MiniMaxM3Parser, (nested.MINIMAX_TOKEN,)),
+    "minimax_m3": Format(special_tags.MiniMaxM3Parser, (special_tags.MINIMAX_TOKEN,)),
     "minimax_m2": Format(tagged.MiniMaxParser, (tagged.MINIMAX_BLOCK,), ("minimax-m2",)),
     "seed_oss": Format(tagged.SeedParser, (tagged.SEED_BLOCK,)),
-    "cohere_command": Format(arrays.CohereParser, (arrays.COHERE_CALLS,), ("cohere_command3", "cohere_command4")),
-    "apertus": Format(arrays.ApertusParser, (arrays.APERTUS_CALLS,)),
-    "phi4_mini_json": Format(arrays.PhiParser, (f"{arrays.PHI_CALLS}[", arrays.PHI_END)),
-    "granite": Format(arrays.GraniteParser, (arrays.GRANITE_CALLS,)),
+    "cohere_command": Format(formats.CohereParser, (formats.COHERE_CALLS,), ("cohere_command3", "cohere_command4")),
+    "apertus": Format(formats.ApertusParser, (formats.APERTUS_CALLS,)),
+    "phi4_mini_json": Format(formats.PhiParser, (f"{formats.PHI_CALLS}[", formats.PHI_END)),
+    "granite": Format(formats.GraniteParser, (formats.GRANITE_CALLS,)),
     "lfm2": Format(pythonic.Lfm2Parser, (pythonic.LFM_START,)),
     "olmo3": Format(pythonic.Olmo3Parser, (pythonic.OLMO_START,)),
     "qwen3_coder": Format(tagged.Qwen3CoderParser, (tagged.QWEN_FUNCTION,), ("qwen3_xml", "step3p5")),

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from text_generation_router.chat.parsers.json_scanner import NUMBER
 from text_generation_router.chat.parsers.literals import literal_as_json, refuse
+from text_generation_router.chat.parsers.readers import NUMBER
 
 Schema = Mapping[str, Any]
 

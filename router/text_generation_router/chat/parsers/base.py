@@ -4,10 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from text_generation_router.chat.events import Event
-from text_generation_router.chat.parsers.event_buffer import EventBuffer
-from text_generation_router.chat.parsers.json_scanner import SPACE
-from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader, CallReader, JsonCallReader
+from text_generation_router.chat.events import Event, EventBuffer
+from text_generation_router.chat.parsers.readers import MAX_NAME, SPACE, ArgumentsReader, CallReader, JsonCallReader
 from text_generation_router.chat.parsers.syntax import CallSyntax
 
 Tools = Mapping[str, Mapping[str, Any]]

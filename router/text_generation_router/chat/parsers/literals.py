@@ -14,9 +14,8 @@ from typing import Final
 
 import orjson
 
-from text_generation_router.chat.parsers.event_buffer import EventBuffer
-from text_generation_router.chat.parsers.json_scanner import HEX, MAX_DEPTH, SPACE, next_visible
-from text_generation_router.chat.parsers.readers import CallReader
+from text_generation_router.chat.events import EventBuffer
+from text_generation_router.chat.parsers.readers import HEX, MAX_DEPTH, SPACE, CallReader, next_visible
 
 MAX_PYTHON: Final = 8192
 """Characters of a whole literal in Python, which is converted at once: ten milliseconds."""

@@ -6,9 +6,8 @@ from typing import Final
 from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.base import Tools
 from text_generation_router.chat.parsers.formats import Llama3JsonParser
-from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.literals import LiteralCallReader
-from text_generation_router.chat.parsers.readers import MAX_NAME
+from text_generation_router.chat.parsers.readers import MAX_NAME, SPACE
 from text_generation_router.chat.parsers.syntax import CallSyntax, Slot
 
 PYTHON_START: Final = "<|python_start|>"

@@ -10,8 +10,7 @@ Kimi K2             <|tool_calls_section_begin|><|tool_call_begin|>functions.NAM
 from typing import ClassVar, Final
 
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
-from text_generation_router.chat.parsers.json_scanner import SPACE
-from text_generation_router.chat.parsers.readers import MAX_NAME, CallReader
+from text_generation_router.chat.parsers.readers import MAX_NAME, SPACE, CallReader
 from text_generation_router.chat.parsers.syntax import CallSyntax, Pattern, Slot
 
 DEEPSEEK_CALLS: Final = "<｜tool▁calls▁begin｜>"

@@ -21,9 +21,8 @@ from text_generation_router.chat.parsers.argument_types import (
     value_as_json,
 )
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
-from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.literals import json_text
-from text_generation_router.chat.parsers.readers import MAX_NAME
+from text_generation_router.chat.parsers.readers import MAX_NAME, SPACE
 from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces, Repeat, Slot, Until
 
 QWEN_FUNCTION: Final = "<function="

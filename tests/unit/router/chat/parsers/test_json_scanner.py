@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from text_generation_router.chat.parsers.json_scanner import MAX_DEPTH, ObjectScanner
+from text_generation_router.chat.parsers.readers import MAX_DEPTH, ObjectScanner
 
 
 def fits(text: str) -> bool:

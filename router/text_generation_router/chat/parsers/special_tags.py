@@ -1,6 +1,12 @@
-"""Tool calls in nested tags, each behind a special token: MiniMax-M3. NS stands for `]<]minimax[>[`.
+"""Tool calls in tags behind special tokens.
 
-NS<tool_call>\nNS<invoke name="NAME">NS<KEY>VALUENS</KEY>NS<KEY>NS<item>VALUENS</item>NS</KEY>NS</invoke>\nNS</tool_call>
+MiniMax-M3, nested; NS stands for `]<]minimax[>[`:
+NS<tool_call>\\nNS<invoke name="NAME">NS<KEY>VALUENS</KEY>NS<KEY>NS<item>VALUENS</item>NS</KEY>NS</invoke>\\nNS</tool_call>
+
+DeepSeek in DSML, tags whose arguments say if they are texts or JSON:
+V3.2    <｜DSML｜function_calls>\\n<｜DSML｜invoke name="NAME">\\n<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>\\n
+        </｜DSML｜invoke>\\n</｜DSML｜function_calls>
+V4      the same in <｜DSML｜tool_calls>
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from text_generation_router.chat.parsers.argument_types import (
+    JSON_OR_STRING,
     STRING,
     argument_types,
     member_schema,
@@ -19,14 +26,15 @@ from text_generation_router.chat.parsers.argument_types import (
     value_as_json,
 )
 from text_generation_router.chat.parsers.base import Markers
-from text_generation_router.chat.parsers.json_scanner import MAX_DEPTH
-from text_generation_router.chat.parsers.syntax import CallSyntax, Slot, Until
-from text_generation_router.chat.parsers.tagged import TaggedParser, Tags
+from text_generation_router.chat.parsers.readers import MAX_DEPTH
+from text_generation_router.chat.parsers.syntax import CallSyntax, Pattern, Slot, Until
+from text_generation_router.chat.parsers.tagged import TaggedParser, Tags, unquoted
 
 MINIMAX_TOKEN: Final = "]<]minimax[>["
+DSML: Final = "｜DSML｜"
 
 _TAG: Final = re.compile(re.escape(MINIMAX_TOKEN) + r"<(/?)([^>]*)>")
-
+_ARGUMENT: Final = re.compile(r'\s*"([^"]*)"(?:\s+string="([^"]*)")?\s*')
 _EMPTY: Final = {"array": "[]", "object": "{}"}
 _TEXT_OR_ELEMENTS: Final = STRING | {"elements"}
 """The types of a value without types in the schema, which is held until its elements show."""
@@ -104,3 +112,31 @@ class MiniMaxM3Parser(TaggedParser):
 
 def _array(values: Iterable[str]) -> str:
     return f"[{', '.join(values)}]"
+
+
+def _tags(block: str) -> Tags:
+    return Tags(
+        block=(f"<{DSML}{block}>", f"</{DSML}{block}>"),
+        call=(f"<{DSML}invoke name=", ">", f"</{DSML}invoke>"),
+        key=(f"<{DSML}parameter name=", ">"),
+        value=("", f"</{DSML}parameter>"),
+        quote='"',
+        attributes=(' string="', Pattern("true|false"), '"'),
+    )
+
+
+class DeepSeek32Parser(TaggedParser):
+    """DeepSeek V3.2. The types of the schema, where it has some, win over what the argument says."""
+
+    TAGS = _tags("function_calls")
+    SPECIAL = frozenset({DSML})
+
+    def _argument(self) -> tuple[str, frozenset[str]]:
+        found = _ARGUMENT.fullmatch(self._word)
+        name, is_text = (found[1], found[2] == "true") if found else (unquoted(self._word), False)
+        types = argument_types(self._schema, name, STRING if is_text else JSON_OR_STRING)
+        return name, STRING if is_text and types & STRING else types
+
+
+class DeepSeek4Parser(DeepSeek32Parser):
+    TAGS = _tags("tool_calls")
