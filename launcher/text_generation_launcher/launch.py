@@ -27,10 +27,10 @@ from text_generation_launcher.environment import describe_environment
 from text_generation_launcher.host_memory import host_memory
 from text_generation_launcher.model import resolve_adapters, resolve_model
 from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec, make_plan
-from text_generation_launcher.replica import RunShard
 from text_generation_launcher.restarts import RestartPolicy, ServerEnded
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
+from text_generation_launcher.units import RunShard
 from text_generation_proto.addresses import socket_path, split_host_port
 from text_generation_proto.channel import read_certificates
 from text_generation_router.config import listen_host

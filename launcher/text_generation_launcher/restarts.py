@@ -1,7 +1,6 @@
 """Restart processes that die, and give up when restarts are hopeless.
 
-A unit is what starts and ends together: the shards of a replica (replica.py), or one process of the router (router.py). One
-task runs each.
+A unit is what starts and ends together: the shards of a replica, or one process of the router (units.py). One task runs each.
 
     start ──► load ──► serve ──┐
       ▲         │              │ ends by itself, or hangs

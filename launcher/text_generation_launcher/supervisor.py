@@ -2,9 +2,9 @@
 
     launch (launch.py)
     └─ TaskGroup             the server · the stop request
-       └─ TaskGroup          one task per replica (replica.py)
+       └─ TaskGroup          one task per replica (units.py)
           └─ (all shards serve)
-             └─ TaskGroup    the router, or its scheduler process (router.py)
+             └─ TaskGroup    the router, or its scheduler process
                 └─ TaskGroup the HTTP workers
 
 An inner group is left first: HTTP workers drain while the scheduler process and the shards still serve, and a process of an
@@ -23,10 +23,9 @@ from text_generation_common.log import log
 from text_generation_common.notify import Notifier
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import LaunchPlan
-from text_generation_launcher.replica import ReplicaUnit, RunShard
 from text_generation_launcher.restarts import RestartPolicy, Restarts
-from text_generation_launcher.router import RouterUnit
 from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_launcher.units import ReplicaUnit, RouterUnit, RunShard
 
 RESERVED_DESCRIPTORS = 10
 """Descriptors that are kept for the end and the restart of a child: two pipes, the search for orphans, subprocess's own."""

@@ -1,4 +1,4 @@
-"""The limit of concurrent generations: counted in this process, or in the scheduler process (remote_permits.py)."""
+"""The limit of concurrent generations: counted in this process, or in the scheduler process (remote_limits.py)."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -123,7 +123,6 @@ async def test_examples_are_valid_and_accepted(stack: Stack) -> None:
         ("post", "/v1/messages", {**CHAT, "model": "tgi"}, 200),
         ("post", "/v1/messages", {**CHAT, "model": "tgi", "messages": []}, 400),
         ("post", "/v1/messages/count_tokens", {**CHAT, "model": "tgi"}, 200),
-        ("get", "/v1/responses/resp_1", None, 404),
         ("post", "/invocations", CHAT, 200),
         ("post", "/v1/completions", {"prompt": 1}, 400),
     ],

@@ -25,8 +25,7 @@ from text_generation_router.rate_limits import RateLimits
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
 from text_generation_router.worker_link.convert import request_to_pb
 from text_generation_router.worker_link.link import LENGTH, Link
-from text_generation_router.worker_link.remote_permits import RemotePermits
-from text_generation_router.worker_link.remote_rates import START_REQUEST, rate_handlers
+from text_generation_router.worker_link.remote_limits import START_REQUEST, RemotePermits, rate_handlers
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -49,7 +49,7 @@ from text_generation_router.web.listener import HttpServer
 from text_generation_router.worker_link.columns import WorkerDelivery
 from text_generation_router.worker_link.link import MAX_UNREAD_BYTES
 from text_generation_router.worker_link.remote_cluster import RemoteCluster
-from text_generation_router.worker_link.remote_permits import RemotePermits
+from text_generation_router.worker_link.remote_limits import RemotePermits
 from text_generation_router.worker_link.server import WorkerLinkServer
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine

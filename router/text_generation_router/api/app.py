@@ -17,9 +17,8 @@ from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.dashboard import DashboardRoutes
 from text_generation_router.api.document.page import DocsRoutes
-from text_generation_router.api.http.gate import Gate
 from text_generation_router.api.http.keys import tenant_of
-from text_generation_router.api.http.middleware import Cors, add_request_id, answering, end_preparation
+from text_generation_router.api.http.middleware import Cors, Gate, add_request_id, answering, end_preparation
 from text_generation_router.api.http.routes import add_routes
 from text_generation_router.api.http.spans import RequestSpans
 from text_generation_router.api.models import ModelRoutes

@@ -6,7 +6,7 @@ The server and its OpenAPI document are both made from it. To add a route, write
 from functools import partial
 
 from text_generation_router.api.adapters import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
-from text_generation_router.api.anthropic import events as anthropic
+from text_generation_router.api.anthropic import messages as anthropic
 from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
 from text_generation_router.api.cloud.kserve import InferAnswer, InferBody, KServeRoutes, LiveAnswer, ServerMetadata
@@ -74,15 +74,12 @@ def openai_routes(
     chatting = partial(post, operations=_CHAT)
     completing = partial(post, operations=Operation.GENERATE | Operation.COMPLETE)
     find = partial(get, operations=Operation.FIND)
-    delete = partial(Route, "DELETE", tag="OpenAI", operations=Operation.FIND)
     both = (Dialect.OPENAI, Dialect.ANTHROPIC)
     completion = openai.CompletionAnswer
     return [
         chatting("/v1/chat/completions", chat.chat_completions, ChatBody, openai.ChatAnswer, openai.ChatChunk),
         completing("/v1/completions", completions.completions, CompletionBody, completion, completion),
         chatting("/v1/responses", responses.create_response, ResponsesBody, ResponseAnswer, ResponseEvent),
-        find("/v1/responses/{id}", responses.get_response),
-        delete("/v1/responses/{id}", responses.get_response, name="delete_response"),
         get("/v1/models", models.list_models, answer=ModelsAnswer | ModelPage, speaks=both),
         find("/v1/models/{model:.+}", models.get_model, answer=ModelAnswer | ModelCard, speaks=both),
     ]

@@ -1,8 +1,7 @@
 """Prometheus metrics: TGI's under TGI's names, so that its dashboards and alerts keep working, and our own.
 
     instruments ◄── requests   generations: requested, finished, latencies     updated by api/http/record.py
-                ◄── steps      steps of the shards                             updated by shards/replica.py
-                ◄── gpus       GPUs of the replicas                            updated by steps.py
+                ◄── steps      steps of the shards, GPUs of the replicas       updated by shards/replica.py
                 ◄── connections  HTTP connections                              updated by web/connections.py
                 ◄── scheduler  queue, slots, KV blocks, replicas               read when scraped
                 ◄── further    the names of vLLM and TensorRT-LLM for these    read when scraped

@@ -18,7 +18,7 @@ from text_generation_router.serve.shards import Shards
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.stats.summed import SummedStats
 from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink
-from text_generation_router.worker_link.remote_rates import rate_handlers
+from text_generation_router.worker_link.remote_limits import rate_handlers
 from text_generation_router.worker_link.server import WorkerLinkServer
 
 DRAIN_CHECK_S = 0.02

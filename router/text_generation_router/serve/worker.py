@@ -12,8 +12,7 @@ from text_generation_router.serve.shards import reached_file
 from text_generation_router.stats.remote import OwnCounts, RemoteStats
 from text_generation_router.stats.wire import COUNTS
 from text_generation_router.worker_link.remote_cluster import RemoteCluster
-from text_generation_router.worker_link.remote_permits import RemotePermits
-from text_generation_router.worker_link.remote_rates import RemoteRates
+from text_generation_router.worker_link.remote_limits import RemotePermits, RemoteRates
 
 
 async def serve_as_worker(config: RouterConfig) -> ExitCode:

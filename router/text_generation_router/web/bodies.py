@@ -13,10 +13,8 @@ from typing_extensions import TypedDict
 
 from text_generation_router.errors import NotSupported
 from text_generation_router.large_inputs import run_in_thread_if_large
-from text_generation_router.web.body_errors import BodyTooLarge, InvalidJson, UnsupportedMediaType
-from text_generation_router.web.body_reader import BODIES, MAX_INLINE
-from text_generation_router.web.body_reasons import invalid_body
-from text_generation_router.web.content_encoding import encoding_of
+from text_generation_router.web.body_errors import BodyTooLarge, InvalidJson, UnsupportedMediaType, invalid_body
+from text_generation_router.web.body_reader import BODIES, MAX_INLINE, encoding_of
 from text_generation_router.web.structure import check_structure
 
 JSON = "application/json"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from text_generation_common.exit_codes import ExitCode
-from text_generation_launcher.replica import root_cause
 from text_generation_launcher.restarts import DELAYS, STABLE_AFTER, FailureStreak, RestartPolicy, UnitExit
+from text_generation_launcher.units import root_cause
 
 KILLED = -9
 LOST = int(ExitCode.BUG)

@@ -26,7 +26,7 @@ from text_generation_router.media.reader import ImageReader
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.request import PlacedImage, QualityOfService, Request, RequestId, TenantId, TokenId
 from text_generation_router.text.tokenizer_pool import TokenizerPool
-from text_generation_router.web.body_reasons import about
+from text_generation_router.web.body_errors import about
 
 COUNTED_EXACTLY = 1 << 16
 """Texts of up to this number of characters are tokenized whole before they are refused for their length."""

@@ -21,9 +21,19 @@ from text_generation_router.api.http.keys import X_API_KEY
 from text_generation_router.api.http.record import RECORD, Record, finish
 from text_generation_router.api.http.routes import unknown_route
 from text_generation_router.api.http.spans import RequestSpans
-from text_generation_router.errors import ClientLeft, IncompleteGeneration, MethodNotAllowed, ServingError
+from text_generation_router.cluster_interface import ClusterInterface
+from text_generation_router.errors import (
+    ClientLeft,
+    Draining,
+    IncompleteGeneration,
+    MethodNotAllowed,
+    ServingError,
+    TooManyConnections,
+    UnknownRoute,
+)
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.web.body_reader import PREPARATION
+from text_generation_router.web.connections import connection_of
 from text_generation_router.web.refusals import RefusalLimiter
 
 X_REQUEST_ID = "x-request-id"
@@ -203,7 +213,7 @@ class Cors:
             asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
             return web.Response(
                 headers={
-                    hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET,POST,DELETE",
+                    hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET,POST",
                     hdrs.ACCESS_CONTROL_ALLOW_HEADERS: asked or _REQUEST_HEADERS,
                     hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE_S,
                     hdrs.VARY: hdrs.ACCESS_CONTROL_REQUEST_HEADERS,
@@ -226,3 +236,37 @@ class Cors:
             headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
         if origin is not None:
             headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _RESPONSE_HEADERS
+
+
+# ------------------------------------------------------------------------------------------------------------------- gate
+
+
+class Gate:
+    """Refuses requests by the state of the server and of their connection: on the management port, beyond the limit, while draining.
+
+    Probes and /metrics are always answered.
+    """
+
+    def __init__(self, always: Collection[web.AbstractRoute], cluster: ClusterInterface) -> None:
+        """`always`: the routes that are answered in every state."""
+        self._always = frozenset(always)
+        self._cluster = cluster
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse. It comes before the check of keys."""
+        if request.match_info.route not in self._always:
+            connection = connection_of(request)
+            if connection.management:
+                raise UnknownRoute
+            if connection.probes_only:
+                raise TooManyConnections
+            if self._cluster.draining:
+                raise Draining
+        return await handler(request)
+
+    async def close_connection(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Signal handler for `on_response_prepare`: while it stops, and beyond the limit, a response is the last one."""
+        if self._cluster.stopping or connection_of(request).probes_only:
+            response.headers[hdrs.CONNECTION] = "close"
+            response.force_close()

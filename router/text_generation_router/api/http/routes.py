@@ -17,6 +17,7 @@ MAX_PATH = 128
 _ELSEWHERE = {
     "/embed": "Hugging Face's text-embeddings-inference serves embeddings",
     "/rerank": "Hugging Face's text-embeddings-inference serves rerankers",
+    "/v1/responses/": "Responses are not stored",
     "/api/": "Ollama's routes are not served; OpenAI's are, below /v1",
 }
 """Advice by a part of the path."""

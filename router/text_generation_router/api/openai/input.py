@@ -34,7 +34,7 @@ from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.forms import guided, response_format
 from text_generation_router.request import TokenId
 from text_generation_router.web.bodies import pop_each
-from text_generation_router.web.body_reasons import about
+from text_generation_router.web.body_errors import about
 
 _ROLES = {"developer": "system", "function": "tool"}
 """OpenAI roles with another name in chat templates."""

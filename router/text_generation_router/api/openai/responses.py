@@ -13,7 +13,6 @@ from text_generation_router.api.openai.responses_events import ResponseWriter
 from text_generation_router.api.openai.responses_input import asks_for_logprobs, to_conversation, to_options
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.errors import NotFound
 from text_generation_router.generation import TokenOutput
 from text_generation_router.web.bodies import parse_body
 
@@ -41,7 +40,3 @@ class ResponsesRoutes(AnswerRoutes):
             return to_conversation(body), to_options(body)
 
         return await self._answer(request, body, read, writer)
-
-    async def get_response(self, request: web.Request) -> web.StreamResponse:
-        """GET, DELETE /v1/responses/{id}: always NotFound."""
-        raise NotFound(f"There is no response {request.match_info['id'][:64]!r}: responses are not stored here")

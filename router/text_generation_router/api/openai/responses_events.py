@@ -21,8 +21,8 @@ from text_generation_router.api.core.ids import Named, new_call_id, now
 from text_generation_router.api.core.one_answer import CachedTokens, Kind, ReplyWriter
 from text_generation_router.api.http.fields import WrittenJson
 from text_generation_router.api.openai.answers import ContentLogprob, ReasoningDetails, WrittenLogprobs, tokens_of
+from text_generation_router.api.openai.responses_input import as_sent, callable_tools
 from text_generation_router.api.openai.responses_schemas import ItemStatus, ResponsesBody, ResponseStatus
-from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import TokenOutput
 from text_generation_router.web.bodies import ResponseBody

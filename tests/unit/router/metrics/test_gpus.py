@@ -5,8 +5,8 @@ from __future__ import annotations
 from metric_samples import samples
 
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.metrics.gpus import MAX_GPUS, THROTTLE_REASONS, GpuMetrics
 from text_generation_router.metrics.instruments import Registry
+from text_generation_router.metrics.steps import MAX_GPUS, THROTTLE_REASONS, GpuMetrics
 
 PREFIX = "text_generation_gpu_"
 

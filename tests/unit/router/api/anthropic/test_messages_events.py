@@ -10,7 +10,7 @@ from answer_events import MESSAGES, ending, read_events, write_answer
 from anthropic.types import Message
 
 from text_generation_proto.values import FinishReason
-from text_generation_router.api.anthropic.events import MessageWriter, whole_input
+from text_generation_router.api.anthropic.messages import MessageWriter, whole_input
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart

@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.api.openai.responses_events import ResponseWriter
-from text_generation_router.api.openai.responses_input import to_conversation
+from text_generation_router.api.openai.responses_input import HOSTED, to_conversation
 from text_generation_router.api.openai.responses_schemas import MAX_ITEMS, ResponsesBody
-from text_generation_router.api.openai.responses_tools import HOSTED
 from text_generation_router.api.openai.schemas import MAX_PARTS
 from text_generation_router.chat.conversation import ToolChoice, ToolMode
 from text_generation_router.chat.events import Event, TextDelta, ToolCallArguments, ToolCallStart

@@ -1,4 +1,4 @@
-"""The replicas as units of restarts.
+"""The units of restarts: replicas, and the processes of the router.
 
 A replica is a group of shards, which is a single shard unless the model is split. Its shards start together, and all end when
 one ends:
@@ -12,17 +12,21 @@ A restarted shard that serves something else than before, because files of its m
 the requests of the others. It is stopped, and counts as one that died before it served.
 
 The router is not notified: its stream breaks, and it connects to the same address again.
+
+The router is one process, or the scheduler process and the HTTP workers. Each is restarted alone, and the shards keep their
+weights. The processes find each other again by themselves.
 """
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
 from text_generation_common.descriptors import DescriptorReserve
 from text_generation_common.exit_codes import ExitCode
 from text_generation_common.log import log
 from text_generation_launcher.child import run_to_end
-from text_generation_launcher.plan import ShardSpec
+from text_generation_launcher.plan import ChildSpec, ShardSpec
 from text_generation_launcher.restarts import Unit, UnitExit
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.description import difference
@@ -108,3 +112,31 @@ class ReplicaUnit(Unit):
 def root_cause(exits: Sequence[UnitExit]) -> UnitExit:
     """Return the first exit that is not the consequence of another: a shard that loses a peer exits with BUG."""
     return next((exit_ for exit_ in exits if exit_.code != ExitCode.BUG), exits[0])
+
+
+class RouterUnit(Unit):
+    def __init__(self, spec: ChildSpec, stop: GracefulShutdown, reserve: DescriptorReserve) -> None:
+        super().__init__("router", {"child": spec.name}, stop, reserve)
+        self._spec = spec
+
+    async def run(self) -> UnitExit:
+        serves: asyncio.Future[pb.InfoResponse] = asyncio.get_running_loop().create_future()
+        serves.add_done_callback(lambda _: self.mark_serving())
+        running = run_to_end(
+            self._spec,
+            self._stop.grace_period,
+            described=serves,
+            reserve=self._reserve,
+            beside=self._forward_hangups,
+        )
+        return await self.run_process(running, self._spec.name)
+
+    async def _forward_hangups(self, process: asyncio.subprocess.Process) -> None:
+        """Pass SIGHUP on. One that arrives while the process starts is passed on when it serves and has a handler."""
+        hangup = self._stop.reload
+        await self.serving.wait()
+        while True:
+            await hangup.wait()
+            hangup = self._stop.reload
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGHUP)
