@@ -31,7 +31,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.assemble import find_call_format
 from text_generation_router.chat.template_files import load_templates
 from text_generation_router.config import RouterConfig
-from text_generation_router.serve.limits import resolve_limits
+from text_generation_router.serve.http import resolve_limits
 from text_generation_router.serve.shards import check_honoured
 from text_generation_router.shards.join import ReplicaInfo
 from text_generation_router.text.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
-from text_generation_router.media.reader import ImageReader
-from text_generation_router.media.tokens import ImageTokens
+from text_generation_router.media.reader import ImageReader, ImageTokens
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.text.tokenizer import Tokenizer

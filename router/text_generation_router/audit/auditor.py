@@ -11,10 +11,9 @@ from typing import Any
 
 from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.audit.findings import Findings
 from text_generation_router.audit.records import MAX_RECORDS, record_of, used, write_record
 from text_generation_router.audit.served import MAX_TRIES, KeptRequests, Served
-from text_generation_router.audit.verdict import Judgement, Scores, Verdict, bounds_of, judge
+from text_generation_router.audit.verdict import Findings, Judgement, Scores, Verdict, bounds_of, judge
 from text_generation_router.config import RouterConfig
 from text_generation_router.request import Request, RequestId, RequestProgress
 from text_generation_router.scheduling.messages import SchedulerOutput

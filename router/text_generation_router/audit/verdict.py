@@ -1,12 +1,14 @@
-"""The verdict of an audit: served tokens against their scores in a replay. Pure."""
+"""The verdict of an audit: served tokens against their scores in a replay; and the feature that findings have in common. Pure."""
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from math import isinf, isnan
 from typing import NamedTuple
 
 from text_generation_proto.values import Sampling
+from text_generation_router.audit.served import FEATURES
 
 MEAN_OF = 8
 """Tokens over which the mean of a text is taken at least: that of fewer is hardly nearer to 0 than each is."""
@@ -108,3 +110,49 @@ def judge(
     if abs(mean) > bounds.mean:
         return Judgement(Verdict.DIFFERENT, len(tokens) - 1, tokens[-1], tokens[-1], mean)
     return Judgement(Verdict.SAME)
+
+
+ISOLATE_AFTER = 3
+"""Findings that share a feature and nothing else after which that feature is switched off."""
+COMMON = 4
+"""Exponent of the share of the findings that used a feature: a feature that a third did not use is unlikely."""
+USUAL = 0.5
+"""A feature that more than this share of confirmed texts used is no explanation."""
+
+
+class Findings:
+    """Counts of the features of texts that were confirmed, and of those that were not."""
+
+    def __init__(self) -> None:
+        self._same = Counter[str]()
+        self._different = Counter[str]()
+        self._confirmed = self.total = 0
+        self._last: deque[Set[str]] = deque(maxlen=ISOLATE_AFTER)
+
+    def confirm(self, features: Set[str]) -> None:
+        """Count a text that its replay confirmed."""
+        self._same.update(features)
+        self._confirmed += 1
+
+    def add(self, features: Set[str]) -> str:
+        """Count a finding; return the feature that it is likely due to, "none" if it used none.
+
+        That is one that nearly all findings used, and few confirmed texts: see COMMON.
+        """
+        self._different.update(features)
+        self.total += 1
+        self._last.append(features)
+        used = [name for name in FEATURES if name in features]
+        share = {name: (self._different[name] / self.total) ** COMMON - self._usual(name) for name in used}
+        return max(used, key=share.__getitem__, default="none")
+
+    @property
+    def shared(self) -> str | None:
+        """The only unusual feature, or the replica, that the last ISOLATE_AFTER findings share; None if there is none."""
+        if len(self._last) < ISOLATE_AFTER:
+            return None
+        common = [name for name in frozenset.intersection(*map(frozenset, self._last)) if self._usual(name) <= USUAL]
+        return common[0] if len(common) == 1 else None
+
+    def _usual(self, name: str) -> float:
+        return (self._same[name] + 1) / (self._confirmed + 2)

@@ -36,6 +36,29 @@ MAX_GPUS = 64
 _UUID = re.compile(r"[\w./-]{1,96}")
 _Samples = Callable[[pb.GpuState], Iterator[tuple[str, float]]]
 
+PREFILL, DECODE = "prefill", "decode"
+METHODS = (PREFILL, DECODE)
+_BY_METHOD = "; steps that compute prompt tokens are method prefill, others decode"
+
+BATCH_SIZE_BUCKETS = tuple(range(1, 1025))
+"""TGI's: one per size."""
+SKIPPED_TOKENS_BUCKETS = tuple(range(17))
+"""Ours: TGI has a summary here, though its dashboard reads buckets."""
+TOKEN_GAP_BUCKETS = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+"""Seconds. Above a tenth a sequence was held up: a long prompt, a full KV cache, a preemption, a lost replica."""
+MIN_SWEEP = 1024
+"""Requests without a token in the last step above which those that ended are looked for."""
+
+_DRAFTING = {
+    "drafts": "steps of a sequence in which tokens were drafted",
+    "draft_tokens": "tokens drafted",
+    "accepted_tokens": "drafted tokens that were accepted",
+}
+"""Documentation by field of pb.Drafting."""
+
 
 def _plain(field: str) -> _Samples:
     def samples(state: pb.GpuState) -> Iterator[tuple[str, float]]:
@@ -104,30 +127,6 @@ class GpuMetrics:
             for labels, state in states:
                 for label, value in samples(state):
                     yield f"{name}{{{labels}{label}}} {float(value)!r}\n"
-
-
-PREFILL, DECODE = "prefill", "decode"
-METHODS = (PREFILL, DECODE)
-_BY_METHOD = "; steps that compute prompt tokens are method prefill, others decode"
-
-BATCH_SIZE_BUCKETS = tuple(range(1, 1025))
-"""TGI's: one per size."""
-SKIPPED_TOKENS_BUCKETS = tuple(range(17))
-"""Ours: TGI has a summary here, though its dashboard reads buckets."""
-TOKEN_GAP_BUCKETS = (
-    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08),
-    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0),
-)
-"""Seconds. Above a tenth a sequence was held up: a long prompt, a full KV cache, a preemption, a lost replica."""
-MIN_SWEEP = 1024
-"""Requests without a token in the last step above which those that ended are looked for."""
-
-_DRAFTING = {
-    "drafts": "steps of a sequence in which tokens were drafted",
-    "draft_tokens": "tokens drafted",
-    "accepted_tokens": "drafted tokens that were accepted",
-}
-"""Documentation by field of pb.Drafting."""
 
 
 class StepMetrics:

@@ -21,6 +21,7 @@ from text_generation_common.stop_signals import StopSignals
 from text_generation_common.tracing import start_tracing
 from text_generation_common.waiting import background, first_of
 from text_generation_proto.addresses import join_host_port
+from text_generation_proto.values import LOGPROB_PARAMETERS
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits, Settings
@@ -37,6 +38,7 @@ from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.rate_limits import RateCounter
 from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.serve.draining import drain
+from text_generation_router.serve.shards import token_limits
 from text_generation_router.shards.join import ReplicaInfo
 from text_generation_router.stats import Stats
 from text_generation_router.text.tokenizer import Tokenizer
@@ -44,6 +46,9 @@ from text_generation_router.web.connections import MAX_UNREAD_TOTAL, ConnectionL
 from text_generation_router.web.listener import LAST_EVENTS_S, HttpServer
 
 VERSION = version("text-generation-trtllm")
+
+TGI_TOP_N_TOKENS, OPENAI_TOP_LOGPROBS = 5, 20
+"""The default of `--max-top-n-tokens` in each dialect: its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +210,32 @@ async def _listen(server: HttpServer, config: RouterConfig) -> None:
     except OSError as error:
         ports = f"{config.port} or {config.management_port}" if config.management_port else str(config.port)
         raise CannotServe(f"cannot listen on {host}:{ports}: {error.strerror or error}") from error
+
+
+def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
+    """Return the limits of one request: the settings, else the limits of model and KV cache. Raises CannotServe."""
+    longest, total = token_limits(config, model)
+    unsupported = dict(model.unsupported)
+    if config.token_logprobs == "never":
+        names = [parameter.field for parameter in LOGPROB_PARAMETERS]
+        unsupported |= dict.fromkeys(names, "the server runs with --token-logprobs never")
+
+    def most_tops(default: int) -> int:
+        asked = default if config.max_top_n_tokens is None else config.max_top_n_tokens
+        # If the engine has none, its reason is more useful than a limit of 0.
+        return asked if "top_n" in unsupported else min(asked, model.info.max_top_n_tokens)
+
+    return Limits(
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_top_n_tokens=most_tops(TGI_TOP_N_TOKENS),
+        max_top_logprobs=most_tops(OPENAI_TOP_LOGPROBS),
+        max_input_tokens=longest,
+        max_total_tokens=total,
+        vocab_size=model.info.vocab_size,
+        max_images=model.info.max_images,
+        unsupported=unsupported,
+        always_logprobs=config.token_logprobs == "always",
+        drafts=model.info.max_tokens_per_step > 1,
+        marks_turns=any(group.state for group in model.pool.further_groups),
+    )

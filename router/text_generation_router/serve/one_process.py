@@ -4,8 +4,7 @@ from text_generation_common.exit_codes import ExitCode
 from text_generation_common.waiting import background
 from text_generation_router.config import RouterConfig
 from text_generation_router.rate_limits import RateLimits
-from text_generation_router.serve.http import Backend, HttpSide
-from text_generation_router.serve.limits import resolve_limits
+from text_generation_router.serve.http import Backend, HttpSide, resolve_limits
 from text_generation_router.serve.shards import Shards
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.stats import OwnStats

@@ -6,11 +6,10 @@ from text_generation_common.exit_codes import ExitCode
 from text_generation_common.waiting import unless_stopped
 from text_generation_router.config import RouterConfig
 from text_generation_router.metrics import HttpMetrics
-from text_generation_router.serve.http import Backend, HttpSide
-from text_generation_router.serve.limits import resolve_limits
+from text_generation_router.serve.http import Backend, HttpSide, resolve_limits
 from text_generation_router.serve.shards import reached_file
+from text_generation_router.stats import COUNTS
 from text_generation_router.stats.remote import OwnCounts, RemoteStats
-from text_generation_router.stats.wire import COUNTS
 from text_generation_router.worker_link.remote_cluster import RemoteCluster
 from text_generation_router.worker_link.remote_limits import RemotePermits, RemoteRates
 

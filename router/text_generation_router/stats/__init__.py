@@ -5,12 +5,20 @@ HTTP worker          RemoteStats ── calls ──► scheduler process: Summe
                      counts of the worker ◄── calls ──┘
 """
 
+import struct
 from typing import Any, Protocol
 
 from text_generation_router.dashboard.feed import Samples
 from text_generation_router.dashboard.state import Sample, StateKeeper
 from text_generation_router.metrics import Metrics
 from text_generation_router.shards.cluster import Cluster
+
+COUNTS, METRICS, SAMPLE, HISTORY = "counts", "metrics", "sample", "history"
+"""Methods: the snapshot of a worker; /metrics; a sample of the dashboard that is younger than a TIME; its
+last hour."""
+TIME = struct.Struct("<d")
+_HEAD = struct.Struct("<dI")
+"""The time of a sample and the length of its common part, which is followed by the full one."""
 
 
 class Stats(Protocol):
@@ -54,3 +62,12 @@ class OwnStats:
     async def _sample(self) -> Sample:
         await self.collect()
         return self.state.sample()
+
+
+def sample_to_bytes(sample: Sample) -> bytes:
+    return _HEAD.pack(sample.at, len(sample.common)) + sample.common + sample.full
+
+
+def sample_from_bytes(body: bytes) -> Sample:
+    at, length = _HEAD.unpack_from(body)
+    return Sample(at, body[_HEAD.size : _HEAD.size + length], body[_HEAD.size + length :])

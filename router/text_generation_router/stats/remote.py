@@ -6,7 +6,7 @@ import time
 from text_generation_router.dashboard.state import Sample
 from text_generation_router.errors import Unhealthy
 from text_generation_router.metrics import HttpMetrics
-from text_generation_router.stats.wire import HISTORY, METRICS, SAMPLE, TIME, sample_from_bytes
+from text_generation_router.stats import HISTORY, METRICS, SAMPLE, TIME, sample_from_bytes
 from text_generation_router.worker_link.scheduler_link import SchedulerLink
 
 MAX_SCRAPES = 4

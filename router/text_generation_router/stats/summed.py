@@ -8,8 +8,7 @@ from typing import Any
 from text_generation_router.errors import ServingError
 from text_generation_router.metrics import Metrics
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.stats import OwnStats
-from text_generation_router.stats.wire import COUNTS, HISTORY, METRICS, SAMPLE, TIME, sample_to_bytes
+from text_generation_router.stats import COUNTS, HISTORY, METRICS, SAMPLE, TIME, OwnStats, sample_to_bytes
 from text_generation_router.worker_link.rpc import Handlers, LinkLost
 from text_generation_router.worker_link.server import WorkerConnection
 

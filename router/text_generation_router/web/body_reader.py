@@ -32,6 +32,25 @@ CHUNKED = "chunked"
 ENCODINGS = ("gzip", "deflate", IDENTITY)
 """Encodings of bodies that are accepted."""
 
+MIN_RATE = 10_000
+"""Bytes a second at which a body must arrive. It may be late by `BODY_S`."""
+BODY_S = 10.0
+"""Seconds by which a body may be late: each second takes one away, each MIN_RATE bytes give one back."""
+MAX_UNFINISHED = 128_000_000
+"""Bytes of unfinished bodies that are kept. Beyond them, the least recently active upload is aborted."""
+
+MAX_INLINE = 1 << 16
+"""Bytes of a body that is parsed and validated on the event loop: a millisecond."""
+MAX_PREPARED = 4
+"""Larger bodies that are parsed, rendered and tokenized at a time. One place is kept for the next tenant."""
+HUGE = 2_000_000
+"""Bytes of a body whose objects may take more memory than those of all other prepared bodies together."""
+MAX_HUGE = 2
+"""Bodies above that which are prepared at a time. One place is kept for the next tenant."""
+
+PREPARATION = web.RequestKey("preparation", ExitStack)
+"""Held while a request is prepared: closed when it is queued, at the latest when its response begins."""
+
 
 def encoding_of(request: web.Request) -> str:
     """The encoding of the body. Raises UnsupportedMediaType or UnsupportedTransferCoding."""
@@ -65,26 +84,6 @@ def _inflated(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
     if not decoder.eof or decoder.unused_data:
         raise InvalidJson(f"Failed to buffer the request body: it is not of `Content-Encoding: {encoding}`")
     return text
-
-
-MIN_RATE = 10_000
-"""Bytes a second at which a body must arrive. It may be late by `BODY_S`."""
-BODY_S = 10.0
-"""Seconds by which a body may be late: each second takes one away, each MIN_RATE bytes give one back."""
-MAX_UNFINISHED = 128_000_000
-"""Bytes of unfinished bodies that are kept. Beyond them, the least recently active upload is aborted."""
-
-MAX_INLINE = 1 << 16
-"""Bytes of a body that is parsed and validated on the event loop: a millisecond."""
-MAX_PREPARED = 4
-"""Larger bodies that are parsed, rendered and tokenized at a time. One place is kept for the next tenant."""
-HUGE = 2_000_000
-"""Bytes of a body whose objects may take more memory than those of all other prepared bodies together."""
-MAX_HUGE = 2
-"""Bodies above that which are prepared at a time. One place is kept for the next tenant."""
-
-PREPARATION = web.RequestKey("preparation", ExitStack)
-"""Held while a request is prepared: closed when it is queued, at the latest when its response begins."""
 
 
 class BodyReader:

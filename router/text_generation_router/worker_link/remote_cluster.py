@@ -1,11 +1,13 @@
 """RemoteCluster: the replicas as an HTTP worker sees them, through its link to the scheduler process.
 
 When the link is lost, the worker connects again and submits its unfinished requests with the tokens that they have. New
-requests wait meanwhile.
+requests wait meanwhile. UnfinishedRequest is the record of
+a request by which it goes on in another scheduler process.
 """
 
 import asyncio
 import time
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,8 +25,8 @@ from text_generation_proto.client import LOAD_S
 from text_generation_proto.values import FinishReason
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.cluster_interface import ClusterInterface
-from text_generation_router.errors import GenerationFailed, ServingError, Unhealthy
-from text_generation_router.request import Request, RequestId, TokenId, TokenListener
+from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError, Unhealthy
+from text_generation_router.request import NO_MOVES, Request, RequestId, RequestProgress, TokenId, TokenListener
 from text_generation_router.shards.cluster import ClusterInfo
 from text_generation_router.shards.convert import logprobs_to_json, top_tokens
 from text_generation_router.shards.listeners import Listeners
@@ -37,7 +39,6 @@ from text_generation_router.worker_link.convert import (
 )
 from text_generation_router.worker_link.rpc import Handlers
 from text_generation_router.worker_link.scheduler_link import NO_ANSWER, WITHOUT_LINK_S, SchedulerLink
-from text_generation_router.worker_link.unfinished import UnfinishedRequest
 
 RECORDED_AT_ONCE = 1 << 11
 """New tokens that are recorded at once, for requests that are to be submitted again."""
@@ -49,6 +50,47 @@ UNLOAD_AFTER_S = 2.0
 """Seconds after a loss in which all workers connect again: the requests of an adapter that is unloaded then are known."""
 ABANDONED_AFTER_S = 5.0
 """Seconds without a link, or without a shard, after which a worker that stops gives its requests up."""
+
+
+class UnfinishedRequest:
+    __slots__ = ("accepted", "generated", "generated_when_placed", "moves", "request", "scored")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.accepted = False
+        """It was sent to a scheduler process."""
+        self.generated: array[int] = array("I")
+        self.moves = NO_MOVES
+        self.generated_when_placed: int | None = None
+        """New tokens at its last placement; None while it has no replica."""
+        self.scored = False
+        """The log-probabilities of its prompt were delivered."""
+
+    @property
+    def progress(self) -> RequestProgress | None:
+        """The progress for the next scheduler process; None if it was sent to none before."""
+        return RequestProgress(self.generated, self.moves) if self.accepted else None
+
+    @property
+    def has_run(self) -> bool:
+        """True if it has left the queue."""
+        return self.generated_when_placed is not None or self.moves.total > 0
+
+    @property
+    def due(self) -> float:
+        return self.request.qos.expires(queued=not self.has_run)
+
+    def count_loss(self) -> bool:
+        """Count the loss of its replica, or of the link; False if it had no replica."""
+        if self.generated_when_placed is None:
+            return False
+        self.moves = self.moves.after_loss(advanced=len(self.generated) > self.generated_when_placed)
+        self.generated_when_placed = None
+        return True
+
+    def expired(self) -> DeadlineExceeded:
+        """Return the error of a request that is late."""
+        return DeadlineExceeded(self.request.qos.late(len(self.generated), queued=not self.has_run))
 
 
 def request_ids(worker: int) -> Iterator[RequestId]:

@@ -15,6 +15,9 @@ from text_generation_router.worker_link.convert import text_to_pb
 from text_generation_router.worker_link.rpc import Handlers
 from text_generation_router.worker_link.scheduler_link import SchedulerLink
 
+START_REQUEST, SPEND_TOKENS = "start request", "spend tokens"
+"""Methods of the link."""
+
 
 class RemotePermits:
     """The permits of all workers together; a ConcurrencyLimit."""
@@ -47,10 +50,6 @@ class RemotePermits:
         except TimeoutError:
             raise DeadlineExceeded("its time was over before it was queued") from None
         self._link.held[permits.number] = permits
-
-
-START_REQUEST, SPEND_TOKENS = "start request", "spend tokens"
-"""Methods of the link."""
 
 
 class RemoteRates:

@@ -7,7 +7,7 @@ import pytest
 from text_generation_common.exit_codes import CannotServe
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.config import RouterConfig
-from text_generation_router.serve.limits import resolve_limits
+from text_generation_router.serve.http import resolve_limits
 from text_generation_router.serve.shards import check_honoured
 from text_generation_router.shards.join import ReplicaInfo
 

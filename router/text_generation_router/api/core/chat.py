@@ -38,8 +38,7 @@ from text_generation_router.chat.parsers.syntax import Pieces, Repeat, Slot, Unt
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import InvalidRequest, ServingError, ToolError
 from text_generation_router.generation import GenerationResult, Sink, TokenOutput
-from text_generation_router.grammar.answers import calls_or_answer
-from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
+from text_generation_router.grammar.tools import auto_tools, calls_or_answer, check_number, forced_tools
 from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.request import QualityOfService, Request, TenantId, TokenId
 

@@ -38,6 +38,15 @@ from text_generation_router.web.body_errors import about
 Origin = tuple[str | None, str]
 """The namespace of a function, if any, and its own name."""
 
+ROLES = ("user", "assistant", "system", "developer")
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (
+    *(LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "file_search_call.results"),
+    *("computer_call_output.output.image_url", "message.input_image.image_url"),
+    *("web_search_call.action.sources", "web_search_call.results"),
+)
+"""The words of `include`. The others are about what this server never writes, so that nothing is left out."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallableTools:
@@ -134,16 +143,6 @@ def _flat(tools: Sequence[AnyTool]) -> Iterator[tuple[str | None, FunctionTool]]
 
 def _qualified(namespace: str, name: str) -> str:
     return f"{namespace}__{name}"
-
-
-ROLES = ("user", "assistant", "system", "developer")
-LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (
-    *(LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "file_search_call.results"),
-    *("computer_call_output.output.image_url", "message.input_image.image_url"),
-    *("web_search_call.action.sources", "web_search_call.results"),
-)
-"""The words of `include`. The others are about what this server never writes, so that nothing is left out."""
 
 
 def to_options(body: ResponsesBody) -> GenerationOptions:

@@ -10,8 +10,8 @@ import pytest
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling
 from text_generation_router.audit.auditor import is_chosen
-from text_generation_router.audit.findings import Findings
 from text_generation_router.audit.served import KeptRequests, Served
+from text_generation_router.audit.verdict import Findings
 from text_generation_router.request import (
     ImageFile,
     PlacedImage,

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.dashboard.history import COARSE, COUNTERS, FINE, RECENT, History
+from text_generation_router.dashboard.state import COARSE, COUNTERS, FINE, RECENT, History
 
 REPLICAS = 8
 

@@ -20,9 +20,9 @@ from text_generation_router.chat.parsers import FORMATS
 from text_generation_router.chat.parsers.base import CallParser
 from text_generation_router.chat.parsers.syntax import Pieces, Repeat, Slot, Until
 from text_generation_router.errors import ToolError
-from text_generation_router.grammar.answers import calls_or_answer
 from text_generation_router.grammar.forms import ebnf_grammar, regex_grammar, schema_grammar
 from text_generation_router.grammar.proof import compiled, prove
+from text_generation_router.grammar.tools import calls_or_answer
 
 ANSWER = '{"ok": true}'
 LLAMA = '{"name": "get_weather", "parameters": ' + BROOKLYN + "}"

@@ -18,7 +18,7 @@ from text_generation_router.errors import Overloaded
 from text_generation_router.media import fetch, reader
 from text_generation_router.media.fetch import Fetcher, IpAddress, is_public
 from text_generation_router.media.headers import BadImage
-from text_generation_router.media.tokens import ImageTokens
+from text_generation_router.media.reader import ImageTokens
 from text_generation_router.request import TenantId
 
 MAX = 1000

@@ -15,7 +15,7 @@ from PIL import Image as PilImage
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.media.tokens import ImageTokens, ReadImage
+from text_generation_router.media.reader import ImageTokens, ReadImage
 from text_generation_router.request import ImageFile
 from text_generation_router.text.tokenizer import Tokenizer
 

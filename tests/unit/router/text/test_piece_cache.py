@@ -10,9 +10,8 @@ import tokenizers
 from text_generation_router.admission_queue import PendingWork
 from text_generation_router.request import TenantId
 from text_generation_router.text.cuts import PIECE_CHARACTERS
-from text_generation_router.text.piece_cache import PIECE_BYTES, PieceCache, piece_digest
 from text_generation_router.text.tokenizer import Tokenizer
-from text_generation_router.text.tokenizer_pool import TokenizerPool
+from text_generation_router.text.tokenizer_pool import PIECE_BYTES, PieceCache, TokenizerPool, piece_digest
 
 ANN, BOB = TenantId("ann"), TenantId("bob")
 PIECE = array("I", range(25))
