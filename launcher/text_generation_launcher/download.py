@@ -13,19 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import errors as hub
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    NotASafetensorsRepoError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    SafetensorsParsingError,
-)
 from huggingface_hub.utils.tqdm import tqdm
 
 from text_generation_common.command_line import parse_config
@@ -44,7 +33,7 @@ WEIGHTS = ("*.safetensors",)
 ENGINES = ("*.engine",)
 """Engines compiled from weights, which TensorRT-LLM ≤ 1.2 loads too."""
 
-HUB_ERRORS = (HfHubHTTPError, OfflineModeIsEnabled, EntryNotFoundError, HFValidationError, OSError)
+HUB_ERRORS = (hub.HfHubHTTPError, hub.OfflineModeIsEnabled, hub.EntryNotFoundError, hub.HFValidationError, OSError)
 """Errors of a call of the hub."""
 
 
@@ -100,7 +89,7 @@ def fetch_headers(config: DownloadConfig, folder: Path) -> Path:
     if config.weights:
         try:
             metadata = HfApi().get_safetensors_metadata(config.model_id, revision=config.revision)
-        except (*HUB_ERRORS, NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        except (*HUB_ERRORS, hub.NotASafetensorsRepoError, hub.SafetensorsParsingError) as error:
             raise CannotServe(_reason(error, config)) from error
         for name, file in metadata.files_metadata.items():
             write_header(folder / Path(name).name, file.tensors)
@@ -123,15 +112,15 @@ def write_header(path: Path, tensors: Mapping[str, Any]) -> None:
 def _reason(error: Exception, config: DownloadConfig) -> str:
     at = f" at revision {config.revision}" if config.revision else ""
     match error:
-        case HFValidationError():
+        case hub.HFValidationError():
             return f"{config.model_id} is neither a local folder nor an id on the hub"
-        case GatedRepoError():
+        case hub.GatedRepoError():
             return f"{config.model_id} is gated: accept its terms on the hub and set HF_TOKEN"
-        case RevisionNotFoundError():
+        case hub.RevisionNotFoundError():
             return f"{config.model_id} has no revision {config.revision}"
-        case RepositoryNotFoundError():
+        case hub.RepositoryNotFoundError():
             return f"the hub has no model {config.model_id}, or it is private and needs HF_TOKEN"
-        case OfflineModeIsEnabled() | LocalEntryNotFoundError():
+        case hub.OfflineModeIsEnabled() | hub.LocalEntryNotFoundError():
             return f"{config.model_id}{at} is not in the cache, and the hub cannot be reached"
         case _:
             return one_line(error)

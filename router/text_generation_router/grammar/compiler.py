@@ -17,14 +17,7 @@ from text_generation_router.admission_queue import PendingWork
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.grammar.schema import not_compilable
 from text_generation_router.request import DEFAULT_TENANT, TenantId
-from text_generation_router.sandbox.pool import (
-    Sandbox,
-    SandboxBroken,
-    SandboxError,
-    SandboxOutOfMemory,
-    SandboxStackOverflow,
-    SandboxTimeout,
-)
+from text_generation_router.sandbox import pool
 
 TIMEOUT_S = 1.5
 """CPU time of one compile; a refusal must come within three seconds."""
@@ -50,9 +43,9 @@ class _Verdict:
 
 def grammar_sandbox(
     tokenizer: Path, *, workers: int = 2, timeout_s: float = TIMEOUT_S, stage: PendingWork | None = None
-) -> Sandbox:
+) -> pool.Sandbox:
     """Return the sandbox of `GrammarCompiler`, which the caller starts and closes; `tokenizer` is a tokenizer.json."""
-    return Sandbox(
+    return pool.Sandbox(
         "text_generation_router.grammar.proof:compile_job",
         {"tokenizer": str(tokenizer)},
         workers=workers,
@@ -66,7 +59,7 @@ def grammar_sandbox(
 class GrammarCompiler:
     """Proves grammars in a sandbox. Equal grammars are compiled once, also if they arrive at the same time."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: pool.Sandbox) -> None:
         self._sandbox = sandbox
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._cached_text = 0
@@ -99,16 +92,16 @@ class GrammarCompiler:
         payload = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
         try:
             answer = await self._sandbox.call(payload, tenant)
-        except SandboxTimeout:
+        except pool.SandboxTimeout:
             return self._refuse_for_now("it takes too long")
-        except SandboxOutOfMemory:
+        except pool.SandboxOutOfMemory:
             return self._refuse_for_now("it takes too much memory")
-        except SandboxStackOverflow:
+        except pool.SandboxStackOverflow:
             return self._refuse_for_now("its rules are nested too deeply")
-        except SandboxBroken as error:
+        except pool.SandboxBroken as error:
             log.error("grammars cannot be compiled", reason=str(error))
             raise Unhealthy("grammars cannot be compiled now") from error
-        except SandboxError as error:
+        except pool.SandboxError as error:
             log.warning("a grammar could not be compiled", reason=str(error))
             return self._refuse_for_now("it cannot be judged now")
         result = orjson.loads(answer)

@@ -16,16 +16,8 @@ from text_generation_router.permits import Permits
 from text_generation_router.request import Request, RequestId, TenantId
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.worker_link import convert
 from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink, send_report
-from text_generation_router.worker_link.convert import (
-    INFO,
-    SET_ADAPTER,
-    info_to_json,
-    progress_from_pb,
-    refusal_to_pb,
-    request_from_pb,
-    text_from_pb,
-)
 from text_generation_router.worker_link.link import MAX_UNREAD_BYTES, Link, LinkBroken
 from text_generation_router.worker_link.rpc import Handler, RpcPeer
 
@@ -51,7 +43,7 @@ class WorkerLinkServer:
         self.model = model
         self.connections: dict[int, WorkerConnection] = {}
         """By number of the worker."""
-        self.handlers: dict[str, Handler] = {INFO: self._info, SET_ADAPTER: self._set_adapter}
+        self.handlers: dict[str, Handler] = {convert.INFO: self._info, convert.SET_ADAPTER: self._set_adapter}
         """Handlers of the calls of workers; more may be added before `listening`."""
         self._max_unread_bytes = max_unread_bytes
 
@@ -93,7 +85,7 @@ class WorkerLinkServer:
         )
 
     async def _info(self, body: bytes) -> bytes:
-        return info_to_json(await self.cluster.info())
+        return convert.info_to_json(await self.cluster.info())
 
     async def _set_adapter(self, body: bytes) -> bytes:
         await self.cluster.set_adapter(*orjson.loads(body))
@@ -156,9 +148,9 @@ class WorkerConnection:
         log.info("HTTP worker connected", worker=hello.worker, permits=len(hello.held))
 
     def _submit(self, message: pb.Submit) -> None:
-        server, progress = self._server, progress_from_pb(message)
+        server, progress = self._server, convert.progress_from_pb(message)
         images, self.link.data = self.link.data, []
-        request, cluster = request_from_pb(message, images, self._last), server.cluster
+        request, cluster = convert.request_from_pb(message, images, self._last), server.cluster
         self._last = request
         if request.id in server.delivery:
             raise LinkBroken("a request was submitted twice")
@@ -167,7 +159,7 @@ class WorkerConnection:
                 raise Draining
             cluster.submit(request, self.link, progress)
         except ServingError as error:
-            failure = pb.Failure(request=request.id, refusal=refusal_to_pb(error))
+            failure = pb.Failure(request=request.id, refusal=convert.refusal_to_pb(error))
             send_report(self.link, pb.Report(failures=[failure]))
 
     def _take_permits(self, message: pb.TakePermits) -> None:
@@ -175,13 +167,13 @@ class WorkerConnection:
         try:
             self._hold(message, self._server.permits.acquire)
         except ServingError as error:
-            reply.refusal.CopyFrom(refusal_to_pb(error))
+            reply.refusal.CopyFrom(convert.refusal_to_pb(error))
         self.link.send(pb.FromScheduler(reply=reply))
 
     def _hold(self, message: pb.TakePermits, hold: Callable[[int, TenantId], None]) -> None:
         if message.number in self._permits or not message.count:
             raise LinkBroken("invalid TakePermits")
-        tenant = TenantId(text_from_pb(message.tenant))
+        tenant = TenantId(convert.text_from_pb(message.tenant))
         hold(message.count, tenant)
         self._permits[message.number] = message.count, tenant
 

@@ -13,14 +13,7 @@ from pydantic_core import core_schema
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import SAMPLING_PARAMETERS
 from text_generation_router.api.document.examples import EXAMPLES
-from text_generation_router.api.http.caller import (
-    FIRST_TOKEN,
-    GRPC_TIMEOUT,
-    MAX_TIMEOUT_S,
-    PRIORITY,
-    QUEUE_TIMEOUT,
-    REQUEST_TIMEOUT,
-)
+from text_generation_router.api.http import caller
 from text_generation_router.api.http.dialects import ANTHROPIC_VERSION, ERROR_ANSWERS, Dialect, error_answer, status_of
 from text_generation_router.api.http.keys import LONGEST_TENANT, TENANT
 from text_generation_router.api.http.routes import Route
@@ -52,7 +45,7 @@ _OWN_HEADERS: Json = {
     }
 }
 """Headers of some responses only."""
-_TIMEOUT = {"type": "integer", "minimum": 1, "maximum": int(MAX_TIMEOUT_S * 1e3)}
+_TIMEOUT = {"type": "integer", "minimum": 1, "maximum": int(caller.MAX_TIMEOUT_S * 1e3)}
 _TENANT = {"type": "string", "maxLength": LONGEST_TENANT, "pattern": "^[ -~]*$"}
 
 
@@ -68,16 +61,16 @@ CALLER_HEADERS: Json = {
         _header(TENANT[0], "The tenant of the request; used if callers have no keys of their own.", _TENANT),
         _header(TENANT[1], "The older name of the tenant header.", _TENANT),
         _header(
-            PRIORITY,
+            caller.PRIORITY,
             "The priority of the request; wins over the body's.",
             {"type": "string", "enum": [priority.name.lower() for priority in Priority]},
         ),
-        _header(FIRST_TOKEN[0], "Milliseconds until the first token is wanted.", _TIMEOUT),
-        _header(FIRST_TOKEN[1], "Another name of the header above.", _TIMEOUT),
-        _header(QUEUE_TIMEOUT, "Milliseconds that the request may wait in the queue.", _TIMEOUT),
-        _header(REQUEST_TIMEOUT, "Milliseconds until the answer must be whole.", _TIMEOUT),
+        _header(caller.FIRST_TOKEN[0], "Milliseconds until the first token is wanted.", _TIMEOUT),
+        _header(caller.FIRST_TOKEN[1], "Another name of the header above.", _TIMEOUT),
+        _header(caller.QUEUE_TIMEOUT, "Milliseconds that the request may wait in the queue.", _TIMEOUT),
+        _header(caller.REQUEST_TIMEOUT, "Milliseconds until the answer must be whole.", _TIMEOUT),
         _header(
-            GRPC_TIMEOUT,
+            caller.GRPC_TIMEOUT,
             "The request timeout in gRPC's form: digits and one of H, M, S, m, u, n.",
             {"type": "string", "pattern": "^[0-9]{1,8}[HMSmun]$"},
         ),

@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 from text_generation_common.log import log
 from text_generation_common.panics import as_exception
 from text_generation_proto.values import TraceContext
+from text_generation_router import errors
 from text_generation_router.api.http.caller import HEADERS
 from text_generation_router.api.http.dialects import Dialect, dialect_of, error_response
 from text_generation_router.api.http.keys import X_API_KEY
@@ -22,15 +23,6 @@ from text_generation_router.api.http.record import RECORD, Record, finish
 from text_generation_router.api.http.routes import unknown_route
 from text_generation_router.api.http.spans import RequestSpans
 from text_generation_router.cluster_interface import ClusterInterface
-from text_generation_router.errors import (
-    ClientLeft,
-    Draining,
-    IncompleteGeneration,
-    MethodNotAllowed,
-    ServingError,
-    TooManyConnections,
-    UnknownRoute,
-)
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.web.body_reader import PREPARATION
 from text_generation_router.web.connections import connection_of
@@ -68,13 +60,13 @@ def answering(metrics: HttpMetrics, spans: RequestSpans | None = None) -> Middle
             record.trace = context if is_sampled else None
         if spans is not None:
             spans.begin(record, request, context)
-        status = ClientLeft.status
+        status = errors.ClientLeft.status
         try:
             with ExitStack() as request[PREPARATION]:
                 response = await _answer(request, handler)
             status = response.status
         except (asyncio.CancelledError, ConnectionError) as error:
-            record.error = record.error or ClientLeft
+            record.error = record.error or errors.ClientLeft
             forget_frames(error)
             raise
         finally:
@@ -120,10 +112,10 @@ def _failed(request: web.Request, error: Exception) -> web.Response:
     allowed = ""
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = error.headers[hdrs.ALLOW]
-        error = MethodNotAllowed(f"{request.method} is not allowed here, only {allowed}")
-    if not isinstance(error, ServingError):
+        error = errors.MethodNotAllowed(f"{request.method} is not allowed here, only {allowed}")
+    if not isinstance(error, errors.ServingError):
         log.error("request handler failed", route=request.path, exc_info=error)
-        cause, error = error, IncompleteGeneration()
+        cause, error = error, errors.IncompleteGeneration()
         if request.writer.output_size > 0:
             request[RECORD].failed(error)
             raise ConnectionAbortedError("failed after the first byte") from cause
@@ -258,11 +250,11 @@ class Gate:
         if request.match_info.route not in self._always:
             connection = connection_of(request)
             if connection.management:
-                raise UnknownRoute
+                raise errors.UnknownRoute
             if connection.probes_only:
-                raise TooManyConnections
+                raise errors.TooManyConnections
             if self._cluster.draining:
-                raise Draining
+                raise errors.Draining
         return await handler(request)
 
     async def close_connection(self, request: web.Request, response: web.StreamResponse) -> None:

@@ -18,20 +18,7 @@ from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.keys import tenant_of
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
-from text_generation_router.api.openai.answers import (
-    AssistantMessage,
-    ChatChoice,
-    ChatFinish,
-    ChatLogprobs,
-    Delta,
-    FunctionDelta,
-    Usage,
-    chat_finish,
-    chat_usage,
-    content_logprobs,
-    whole_answer,
-    written_prompt_scores,
-)
+from text_generation_router.api.openai import answers
 from text_generation_router.api.openai.choices import ChoiceSink, ChoicesStream
 from text_generation_router.api.openai.input import asked_grammar, chat_options, to_conversation
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody
@@ -118,9 +105,9 @@ class ChatRoutes:
     ) -> AsyncIterator[bytes]:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
         predicted = body.prediction is not None
-        counts = chat_usage(chat.prompt_tokens, generated, 0, records, predicted=predicted)
+        counts = answers.chat_usage(chat.prompt_tokens, generated, 0, records, predicted=predicted)
 
-        async def choices() -> AsyncIterator[ChatChoice]:
+        async def choices() -> AsyncIterator[answers.ChatChoice]:
             for index, collector in enumerate(collectors):
                 answer = await chat.answer(collector.ended.result())
                 counts["completion_tokens_details"]["reasoning_tokens"] += answer.reasoning_tokens
@@ -129,11 +116,13 @@ class ChatRoutes:
         head = named("chatcmpl-", body.model, self._serving.settings)
         scores = None
         if body.prompt_logprobs is not None:
-            scores = await written_prompt_scores(collectors[0], self._serving.tokenizer, body.prompt_logprobs)
-        return whole_answer(head, "chat.completion", choices(), counts, scores)
+            scores = await answers.written_prompt_scores(collectors[0], self._serving.tokenizer, body.prompt_logprobs)
+        return answers.whole_answer(head, "chat.completion", choices(), counts, scores)
 
-    async def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> ChatChoice:
-        message: AssistantMessage = {
+    async def _choice(
+        self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector
+    ) -> answers.ChatChoice:
+        message: answers.AssistantMessage = {
             "role": "assistant",
             "content": answer.text or (None if answer.calls else ""),
             "refusal": None,
@@ -147,17 +136,17 @@ class ChatRoutes:
                 {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in answer.calls
             ]
-        logprobs: ChatLogprobs | None = None
+        logprobs: answers.ChatLogprobs | None = None
         if body.logprobs:
             tops = collector.request.logprobs.top_n
             logprobs = {"content": [], "refusal": None}
             async for output in paced(collector.take_outputs()):
-                logprobs["content"] += content_logprobs((output,), self._serving.tokenizer, tops)["content"]
+                logprobs["content"] += answers.content_logprobs((output,), self._serving.tokenizer, tops)["content"]
         return {
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": chat_finish(answer.finish, functions=bool(body.functions)),
+            "finish_reason": answers.chat_finish(answer.finish, functions=bool(body.functions)),
         }
 
 
@@ -175,7 +164,7 @@ class ChatStream(ChoicesStream):
     ) -> None:
         """`role_once`: only the first delta of a choice has the role."""
         super().__init__(stream, named.head("chat.completion.chunk"), body, records, b"delta")
-        self.role: Delta = {} if role_once else {"role": "assistant"}
+        self.role: answers.Delta = {} if role_once else {"role": "assistant"}
         self.functions = bool(body.functions)
         """A call is a `function_call`, the older form."""
         self.scored = bool(body.logprobs)
@@ -189,12 +178,12 @@ class ChatStream(ChoicesStream):
             return list(choices)
         return [Reader(self._chat.form.parser(), choice) for choice in choices]
 
-    def logprobs(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs:
-        return content_logprobs(outputs, self._tokenizer, self._chat.requests[0].logprobs.top_n)
+    def logprobs(self, outputs: Sequence[TokenOutput]) -> answers.ChatLogprobs:
+        return answers.content_logprobs(outputs, self._tokenizer, self._chat.requests[0].logprobs.top_n)
 
-    def usage(self, generated: int, reasoning: int | None) -> Usage:
+    def usage(self, generated: int, reasoning: int | None) -> answers.Usage:
         tokens = self._chat.prompt_tokens
-        return chat_usage(tokens, generated, reasoning, self._records, predicted=self._predicted)
+        return answers.chat_usage(tokens, generated, reasoning, self._records, predicted=self._predicted)
 
 
 class ChatChoiceStream(ChoiceSink):
@@ -232,7 +221,7 @@ class ChatChoiceStream(ChoiceSink):
     def on_output(self, output: TokenOutput) -> None:
         self._count = output.number
         ending = output.ending
-        delta: Delta = {"content": output.delta}
+        delta: answers.Delta = {"content": output.delta}
         self._hold_logprobs(output)
         if ending is not None:
             self._end(delta, AnswerEnd(finish_of(ending, calls=False), ending))
@@ -248,8 +237,8 @@ class ChatChoiceStream(ChoiceSink):
     def on_end(self, end: AnswerEnd) -> None:
         self._end({}, end)
 
-    def _end(self, delta: Delta, end: AnswerEnd) -> None:
-        chunk = self._opening() + self._chunk(delta, chat_finish(end.finish, functions=self._chat.functions))
+    def _end(self, delta: answers.Delta, end: AnswerEnd) -> None:
+        chunk = self._opening() + self._chunk(delta, answers.chat_finish(end.finish, functions=self._chat.functions))
         self._send_last(chunk, end.ending, end.reasoning_tokens)
 
     def _hold_logprobs(self, output: TokenOutput) -> None:
@@ -265,7 +254,7 @@ class ChatChoiceStream(ChoiceSink):
             return first
         return b"%b%b}\n\n" % (first, self._usage(0))
 
-    def _delta(self, event: Event) -> Delta:
+    def _delta(self, event: Event) -> answers.Delta:
         match event:
             case TextDelta(text):
                 return {"content": text}
@@ -275,7 +264,7 @@ class ChatChoiceStream(ChoiceSink):
                 return {"function_call": {"name": name, "arguments": ""}}
             case ToolCallStart(index, name):
                 self._ids.append(new_call_id())
-                function: FunctionDelta = {"name": name, "arguments": ""}
+                function: answers.FunctionDelta = {"name": name, "arguments": ""}
                 return {
                     "tool_calls": [{"index": index, "id": self._ids[index], "type": "function", "function": function}]
                 }
@@ -283,7 +272,7 @@ class ChatChoiceStream(ChoiceSink):
             return {"function_call": {"arguments": event.fragment}}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
 
-    def _chunk(self, delta: Delta, finish: ChatFinish | None = None) -> bytes:
+    def _chunk(self, delta: answers.Delta, finish: answers.ChatFinish | None = None) -> bytes:
         unscored, self._unscored = self._unscored, []
         return b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
             self._head,

@@ -21,16 +21,7 @@ from text_generation_router.api.core.serving import MAX_LOGPROBS, TOKENS_AT_ONCE
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.fields import WrittenLogprob
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens_of_prompts, timing_headers
-from text_generation_router.api.openai.answers import (
-    CompletionChoice,
-    CompletionFinish,
-    CompletionLogprobs,
-    Usage,
-    alternative,
-    usage,
-    whole_answer,
-    written_prompt_scores,
-)
+from text_generation_router.api.openai import answers
 from text_generation_router.api.openai.choices import ChoiceSink, ChoicesStream
 from text_generation_router.api.openai.input import completion_options
 from text_generation_router.api.openai.schemas import CompletionBody
@@ -129,20 +120,22 @@ class CompletionRoutes:
     ) -> AsyncIterator[bytes]:
         hidden = body.max_tokens == 0
         generated = 0 if hidden else sum(collector.ended.result().generated_tokens for collector in collectors)
-        counts = usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated, cached)
+        counts = answers.usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated, cached)
         head = named("cmpl-", body.model, self._serving.settings)
-        return whole_answer(head, "text_completion", self._choices(body, prompts, collectors), counts)
+        return answers.whole_answer(head, "text_completion", self._choices(body, prompts, collectors), counts)
 
     async def _choices(
         self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]
-    ) -> AsyncIterator[CompletionChoice]:
+    ) -> AsyncIterator[answers.CompletionChoice]:
         left = iter(enumerate(collectors))
         for prompt in prompts:
             scored: LogprobColumns | None = None
             scores: orjson.Fragment | None = None
             for index, collector in islice(left, len(prompt.requests)):
                 if body.prompt_logprobs is not None and scores is None:
-                    scores = await written_prompt_scores(collector, self._serving.tokenizer, body.prompt_logprobs)
+                    scores = await answers.written_prompt_scores(
+                        collector, self._serving.tokenizer, body.prompt_logprobs
+                    )
                 if body.logprobs is not None and scored is None:
                     # Only the first answer of a prompt brings the prompt's log-probabilities: they are the same for all.
                     scored = LogprobColumns(self._serving.tokenizer, tops=body.logprobs)
@@ -157,10 +150,10 @@ class CompletionRoutes:
 
     async def _choice(
         self, index: int, body: CompletionBody, prompt: Prompt, collector: Collector, scored: LogprobColumns | None
-    ) -> CompletionChoice:
+    ) -> answers.CompletionChoice:
         ending = collector.ended.result()
         text = "" if body.max_tokens == 0 else ending.text
-        logprobs: CompletionLogprobs | None = None
+        logprobs: answers.CompletionLogprobs | None = None
         if scored is not None:
             columns = scored.copy()
             if body.max_tokens != 0:
@@ -210,9 +203,9 @@ class CompletionStream(ChoicesStream):
             for index, (request, record) in enumerate(zip(self._requests, self._records, strict=True))
         ]
 
-    def usage(self, generated: int, reasoning: int) -> Usage:
+    def usage(self, generated: int, reasoning: int) -> answers.Usage:
         prompt_tokens = sum(len(request.prompt) for request in self._requests[:: self._each])
-        return usage(prompt_tokens, 0 if self.hidden else generated, cached_tokens_of_prompts(self._records))
+        return answers.usage(prompt_tokens, 0 if self.hidden else generated, cached_tokens_of_prompts(self._records))
 
 
 class CompletionChoiceStream(ChoiceSink):
@@ -253,13 +246,13 @@ class CompletionChoiceStream(ChoiceSink):
         text, self._before = self._before + ("" if hidden else output.delta), ""
         ending, chunk = output.ending, b""
         if text or ending is not None or self._columns is not None:
-            finish: CompletionFinish | None = None
+            finish: answers.CompletionFinish | None = None
             if ending is not None:
                 finish = "length" if ending.reason is FinishReason.LENGTH else "stop"
             counts = b"null"
             if self._chunks.running_usage:
                 generated = 0 if hidden else output.number
-                counts = orjson.dumps(usage(len(self._request.prompt), generated, self._record.cached_tokens))
+                counts = orjson.dumps(answers.usage(len(self._request.prompt), generated, self._record.cached_tokens))
             chunk = b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
                 self._head,
                 orjson.dumps(text),
@@ -309,7 +302,9 @@ class LogprobColumns:
             return
         chosen = orjson.Fragment(logprob)
         self._logprobs.append(chosen)
-        alternatives = {self._tokenizer.token_text(other): alternative(score) for other, score in top[: self._tops]}
+        alternatives = {
+            self._tokenizer.token_text(other): answers.alternative(score) for other, score in top[: self._tops]
+        }
         # OpenAI always lists the generated token.
         alternatives.setdefault(text, chosen)
         self._top.append(orjson.Fragment(compact_json(alternatives)))
@@ -321,9 +316,9 @@ class LogprobColumns:
         twin._top, twin._offsets = list(self._top), list(self._offsets)
         return twin
 
-    def take(self) -> CompletionLogprobs:
+    def take(self) -> answers.CompletionLogprobs:
         """Return and remove the columns added since the last call."""
-        columns: CompletionLogprobs = {
+        columns: answers.CompletionLogprobs = {
             "tokens": self._tokens,
             "token_logprobs": self._logprobs,
             "top_logprobs": cast("list[dict[str, WrittenLogprob] | None]", self._top),
