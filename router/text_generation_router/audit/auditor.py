@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -99,11 +99,15 @@ class Auditor:
 
     def on_unloaded(self, adapter: str) -> None:
         """Replay no requests of an adapter any more: another one may get its name."""
-        kept = [self.kept.take() for _ in range(len(self.kept))]
-        for served in kept:
-            if served.request.adapter != adapter:
-                self.kept.put(served)
-        self._count((each for each in kept if each.request.adapter == adapter), Verdict.DROPPED)
+        for served in [self.kept.take() for _ in range(len(self.kept))]:
+            if served.request.adapter == adapter:
+                self.verdicts[Verdict.DROPPED] += 1
+            else:
+                self._keep(served)
+
+    def _keep(self, served: Served) -> None:
+        if dropped := self.kept.put(served):
+            self.verdicts[Verdict.DROPPED] += dropped
 
     def _sweep(self) -> None:
         """Forget watched requests that expired or failed beside the steps."""
@@ -159,7 +163,7 @@ class Auditor:
         for request_id in self._satisfied:
             if (ended := watched.pop(request_id, None)) is not None and ended.tokens:
                 ended.ended()
-                self._count(self.kept.put(ended), Verdict.DROPPED)
+                self._keep(ended)
                 self._look.set()
         self._satisfied.clear()
         for failed in record.deliveries.failed:
@@ -193,11 +197,11 @@ class Auditor:
         most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
         request = served.replay(most)
         if request.replayed < 1:
-            self._count([served], Verdict.UNJUDGED)
+            self.verdicts[Verdict.UNJUDGED] += 1
             return True
         number = scheduler.replays.start(request, served.replica)
         if number is None:
-            self._count(self.kept.put(served), Verdict.DROPPED)
+            self._keep(served)
             return False
         self._replays[number] = served
         cluster.wake(number)
@@ -212,9 +216,9 @@ class Auditor:
             self._look.set()
             served.tries += 1
             if served.tries >= MAX_TRIES:
-                self._count([served], Verdict.DROPPED)
+                self.verdicts[Verdict.DROPPED] += 1
             else:
-                self._count(self.kept.put(served), Verdict.DROPPED)
+                self._keep(served)
 
     def _take_replay(self, record: StepRecord, served: Served) -> StepRecord:
         """Take the results of a replay out of a record."""
@@ -224,7 +228,7 @@ class Auditor:
             del self._replays[record.replica]
             self._look.set()
             if failed:
-                self._count([served], Verdict.FAILED)
+                self.verdicts[Verdict.FAILED] += 1
             else:
                 self._judge(served, report.generated_scores[0])
         self._forget_replays()
@@ -234,7 +238,7 @@ class Auditor:
         features = served.features
         scores = Scores(message.logprobs, message.drawn_ids, message.drawn_logprobs)
         judgement = judge(served.tokens, served.logprobs, scores, served.request.sampling, self._bounds)
-        self._count([served], judgement.verdict)
+        self.verdicts[judgement.verdict] += 1
         if judgement.verdict is Verdict.SAME:
             self._findings.confirm(features)
         elif judgement.verdict is Verdict.DIFFERENT:
@@ -249,16 +253,8 @@ class Auditor:
 
     def _report(self, served: Served, judgement: Judgement, suspect: str) -> None:
         text = f"An audit of request {served.request.id} found another text; likely cause: {suspect}"
-        log.error(
-            "audit found another text",
-            request_id=served.request.id,
-            position=judgement.position,
-            served=judgement.served,
-            drawn=judgement.drawn,
-            difference=judgement.difference,
-            suspect=suspect,
-            **used(served),
-        )
+        found = {"request_id": served.request.id, "suspect": suspect} | asdict(judgement) | used(served)
+        log.error("audit found another text", **found)
         self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {used(served)}")
 
     def _isolate(self, feature: str) -> None:
@@ -279,9 +275,6 @@ class Auditor:
         cluster.isolated.append(feature)
         log.error("isolated after audits", feature=feature, action=done)
         self.on_finding("isolated", f"After audits: {done}", "")
-
-    def _count(self, some: Iterable[Served], verdict: Verdict) -> None:
-        self.verdicts.update(verdict.value for _ in some)
 
 
 def _without(record: StepRecord, replayed: Served) -> StepRecord:

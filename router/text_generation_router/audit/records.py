@@ -33,7 +33,7 @@ def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.Inf
         "replayed_logprobs": list(scores.logprobs),
         "drawn_ids": list(scores.drawn_ids),
         "drawn_logprobs": list(scores.drawn_logprobs),
-        "verdict": asdict(judgement) | {"verdict": judgement.verdict.value},
+        "verdict": asdict(judgement),
         "suspect": suspect,
         "used": used(served),
     }

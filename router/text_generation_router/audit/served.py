@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from math import nan
 
@@ -123,22 +122,24 @@ class KeptRequests:
         self._max_bytes = max_bytes
         self._queues: dict[TenantId, deque[Served]] = {}
         """Tenants in the order of their turns."""
-        self._bytes: dict[TenantId, int] = {}
-        self.bytes = 0
+        self._bytes = Counter[TenantId]()
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def put(self, served: Served) -> Sequence[Served]:
-        """Keep a request as the last of its tenant. Return those dropped for it: the first of the largest tenants."""
+    @property
+    def bytes(self) -> int:
+        return self._bytes.total()
+
+    def put(self, served: Served) -> int:
+        """Keep a request as the last of its tenant. Return the number of those dropped for it: the first of the largest tenants."""
         tenant = served.request.qos.tenant
         self._queues.setdefault(tenant, deque()).append(served)
-        self._count(tenant, served.bytes)
-        dropped: list[Served] = []
+        self._bytes[tenant] += served.bytes
+        before = len(self)
         while self.bytes > self._max_bytes:
-            largest = max(self._bytes, key=self._bytes.__getitem__)
-            dropped.append(self._take(largest))
-        return dropped
+            self._take(max(self._bytes, key=self._bytes.__getitem__))
+        return before - len(self)
 
     def take(self) -> Served:
         """Take the first request of the tenant whose turn it is. There must be one."""
@@ -151,11 +152,7 @@ class KeptRequests:
     def _take(self, tenant: TenantId) -> Served:
         queue = self._queues[tenant]
         served = queue.popleft()
-        self._count(tenant, -served.bytes)
+        self._bytes[tenant] -= served.bytes
         if not queue:
             del self._queues[tenant], self._bytes[tenant]
         return served
-
-    def _count(self, tenant: TenantId, size: int) -> None:
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + size
-        self.bytes += size

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from math import isinf, isnan
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ MEAN_OF = 8
 """Tokens over which the mean of a text is taken at least: that of fewer is hardly nearer to 0 than each is."""
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     SAME = "same"
     DIFFERENT = "different"
     UNJUDGED = "unjudged"

@@ -106,18 +106,17 @@ class Metrics(HttpMetrics):
         )
 
     def add_audits(self, auditor: Auditor) -> None:
-        verdicts, features = [verdict.value for verdict in Verdict], [*FEATURES, "none"]
         self.registry.add(
             Readings,
             "text_generation_audits_total",
             "Audited requests, by verdict",
-            *("verdict", verdicts, lambda: auditor.verdicts, "counter"),
+            *("verdict", [*Verdict], lambda: auditor.verdicts, "counter"),
         )
         self.registry.add(
             Readings,
             "text_generation_audit_mismatch_total",
             "Served texts that differ from their replay, by the feature that is the likely cause",
-            *("feature", features, lambda: auditor.mismatches, "counter"),
+            *("feature", [*FEATURES, "none"], lambda: auditor.mismatches, "counter"),
         )
         self.registry.add(
             Reading,

@@ -84,8 +84,7 @@ def test_what_a_request_used_is_recorded() -> None:
 def test_tenants_have_turns_and_none_crowds_out_another() -> None:
     kept = KeptRequests(max_bytes=10 * served().bytes)
     assert not kept.put(served(1, "a"))
-    dropped = [each.request.id for number in range(2, 30) for each in kept.put(served(number, "b"))]
-    assert dropped == list(range(2, 21))
+    assert sum(kept.put(served(number, "b")) for number in range(2, 30)) == 19
     assert len(kept) == 10
     assert [kept.take().request.id for _ in range(3)] == [1, 21, 22]
     assert kept.bytes == 7 * served().bytes
