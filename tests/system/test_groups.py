@@ -12,7 +12,7 @@ from fake_children import FakeServer, exit_code, fake_server
 
 from text_generation_common import heartbeat
 from text_generation_common.exit_codes import ExitCode
-from text_generation_launcher import replica
+from text_generation_launcher import units
 from text_generation_launcher.plan import ShardSpec
 from text_generation_launcher.restarts import RestartPolicy
 
@@ -33,8 +33,8 @@ async def serve(stop):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(replica, "FAREWELL", 0.3)
-    monkeypatch.setattr(replica, "BROKEN_GRACE", 0.3)
+    monkeypatch.setattr(units, "FAREWELL", 0.3)
+    monkeypatch.setattr(units, "BROKEN_GRACE", 0.3)
     with fake_server() as server:
         yield server
 
