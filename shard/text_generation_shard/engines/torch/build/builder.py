@@ -21,7 +21,6 @@ from text_generation_shard.engines.torch.engine.runner import Model, Runner
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.worker import TPWorker
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
-from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.ops import Ops
 from text_generation_shard.engines.torch.layers.precision import MAX_NARROW_HIDDEN_SIZE
@@ -80,7 +79,7 @@ class EngineBuilder:
         sizes = self.info.max_slots, longest
         shifts = self.info.max_images > 0 and has_axes
         if self.device.type == "cpu":
-            return CpuRunner(model_with(CpuOps(self.group)), group, shape, *sizes, shifts_positions=shifts)
+            return CpuRunner(model_with(Ops(self.group)), group, shape, *sizes, shifts_positions=shifts)
         # Imports Triton, which torch for CPUs comes without.
         from text_generation_shard.engines.torch.kernels.device_kernels import DeviceKernels
 

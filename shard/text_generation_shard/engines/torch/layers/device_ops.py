@@ -16,21 +16,21 @@ from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeig
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
-from text_generation_shard.engines.torch.layers.ops import ResidualStream
+from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.device_kernels import DeviceKernels
 
 
-class DeviceOps:
+class DeviceOps(Ops):
     """Implements `Ops` for a rank of `group`. `dtype` is that of the model: see `Precision`."""
 
     has_buffers = True
 
     def __init__(self, kernels: DeviceKernels, group: ParallelGroup, dtype: torch.dtype) -> None:
+        super().__init__(group)
         self._kernels = kernels
-        self._group = group
         self._dtype = dtype
         self.adapter_rows = kernels.adapter_rows
         self.route = kernels.route

@@ -1,24 +1,19 @@
-"""The operations of a layer besides attention, with an implementation for CPUs and one for GPUs."""
+"""The operations of a layer besides attention: in plain torch, with updates in place. `DeviceOps` has them for a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from text_generation_shard.engines.torch.batch.state_rows import StateRows
-from text_generation_shard.engines.torch.kernels.operands import (
-    Convolution,
-    GatedActivation,
-    GatedNorm,
-    Recurrence,
-    Routing,
-)
-from text_generation_shard.engines.torch.layers.adapted_linear import AdapterRows
-from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, GatedActivation, Routing
+from text_generation_shard.engines.torch.layers import recurrence
+from text_generation_shard.engines.torch.layers.adapted_linear import AdapterRows, LoopedRows
+from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 
 @dataclass(slots=True)
@@ -40,59 +35,44 @@ class ResidualStream:
     """Factor of the stream that is still to be applied after the update."""
 
 
-class Ops(Protocol):
-    """The operations of a layer besides attention. Methods with an `out` write their result to it if given, and return it."""
+class Ops:
+    """The operations for a rank of `group`, on any device. Those with an `out` may write their result to it, and return it."""
 
-    has_buffers: bool
+    has_buffers = False
     """True if results that pass from one piece of a CUDA graph to another have to be in given buffers."""
+    adapter_rows: Callable[[Tensor, int], AdapterRows] = LoopedRows
+    """Returns the tokens of a step by adapter, for indices [tokens], 0 for none, and the number of adapters."""
+    route = staticmethod(choose_top_k)
+    experts = staticmethod(experts_by_loop)
+    convolve = staticmethod(recurrence.convolve)
+    scan = staticmethod(recurrence.scan)
+    gated_norm = staticmethod(recurrence.gated_norm)
 
-    def adapter_rows(self, indices: Tensor, count: int) -> AdapterRows:
-        """Return the tokens of a step by adapter; `indices` [tokens] are 0 for none, at most `count`."""
-        ...
+    def __init__(self, group: ParallelGroup) -> None:
+        self._group = group
 
     def norm(self, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None = None) -> Tensor:
         """Return the normed stream [tokens, hidden]; the stream as it is without a norm."""
-        ...
+        return stream.residual if norm is None else norm(stream.residual)
 
     def norm_rows(self, x: Tensor, norm: RMSNorm) -> None:
         """Norm the rows of `x` in place."""
+        x.copy_(norm(x))
 
     def norm_linear(
         self, stream: ResidualStream, norm: RMSNorm | None, linear: Linear, out: Tensor | None = None
     ) -> Tensor:
         """Return the product of the normed stream: [tokens, outputs]."""
-        ...
+        return linear(self.norm(stream, norm))
 
     def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm | None, gate_up: Linear, kind: str) -> Tensor:
         """Return act(gate) · up of the product of the normed stream: [tokens, outputs / 2]."""
-        ...
+        gate, up = gate_up(self.norm(stream, norm)).chunk(2, dim=-1)
+        return ACTIVATIONS[kind](gate).mul_(up)
 
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
         """Add the product of `x` [tokens, inputs] to the stream, as `add` does."""
-
-    def multiply(self, stream: ResidualStream, factor: float) -> None:
-        """Multiply the stream with `factor`, after the last update."""
-
-    def add_sum(
-        self, stream: ResidualStream, parts: tuple[Tensor, Tensor], norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
-    ) -> None:
-        """Add norm(norms[0](parts[0]) + norms[1](parts[1])) to the stream; the parts are first summed over the ranks."""
-
-    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Return the ids and the weights of the experts of each token: see `choose_top_k`."""
-        ...
-
-    def experts(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: GatedActivation,
-    ) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts: see `experts_by_loop`."""
-        ...
+        self.add(stream, linear(x), norm)
 
     def add_few_experts(
         self,
@@ -106,28 +86,21 @@ class Ops(Protocol):
 
         `router` returns float32. Router and experts read the stream normed by `before`. False: nothing was done.
         """
-        ...
-
-    def convolve(self, x: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
-        """Return the convolved values [tokens, channels] of `x` [tokens, channels]; updates the states."""
-        ...
-
-    def scan(
-        self,
-        qkv: Tensor,
-        steps: Tensor,
-        betas: Tensor | None,
-        recurrence: Recurrence,
-        states: Tensor,
-        drafted: Tensor,
-        rows: StateRows,
-    ) -> Tensor:
-        """Return the outputs [tokens, heads · value_width] of a recurrence; updates the states: see `recurrence.scan`."""
-        ...
-
-    def gated_norm(self, x: Tensor, gate: Tensor, norm: GatedNorm, out: Tensor | None = None) -> Tensor:
-        """Return the normed and gated values of `x` [tokens, columns]."""
-        ...
+        return False
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         """Add `update` [tokens, hidden], summed over the ranks, then normed, then scaled, to the stream."""
+        self._group.all_reduce(update)
+        stream.residual.add_(update if norm is None else norm(update), alpha=stream.scale)
+
+    def multiply(self, stream: ResidualStream, factor: float) -> None:
+        """Multiply the stream with `factor`, after the last update."""
+        stream.residual.mul_(factor)
+
+    def add_sum(
+        self, stream: ResidualStream, parts: tuple[Tensor, Tensor], norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+    ) -> None:
+        """Add norm(norms[0](parts[0]) + norms[1](parts[1])) to the stream; the parts are first summed over the ranks."""
+        for part in parts:
+            self._group.all_reduce(part)
+        stream.residual.add_(norm(norms[0](parts[0]) + norms[1](parts[1])), alpha=stream.scale)

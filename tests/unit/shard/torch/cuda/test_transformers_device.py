@@ -21,7 +21,6 @@ from text_generation_shard.engines.torch.build.prepare import engine_info
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
-from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.ops import Ops
 from text_generation_shard.engines.torch.layers.precision import Precision
@@ -151,5 +150,5 @@ def test_a_narrow_model_in_16_bits_has_the_precision_of_a_native_one(tmp_path: P
     served.model.record()
     found = served.model.decoder = served.found_decoder()
     assert found is not None
-    assert found(CpuOps(ALONE))._weights.precision == Precision(torch.bfloat16, torch.float32, torch.float16)
+    assert found(Ops(ALONE))._weights.precision == Precision(torch.bfloat16, torch.float32, torch.float16)
     served.check()

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Linear, ModuleList
 
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
-from text_generation_shard.engines.torch.layers.cpu_ops import CpuOps
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, float32_product
 from text_generation_shard.engines.torch.layers.mlp import GatedMLP
 from text_generation_shard.engines.torch.layers.norm import HeadNorms
@@ -200,7 +199,7 @@ class _Finder:
             head=DenseLinear(probe, None, torch.float32),
             precision=Precision.uniform(torch.float32),
         )
-        decoder = Decoder(self._numbers(1.0, 1.0, None), weights, CpuOps(self._group), self._group)
+        decoder = Decoder(self._numbers(1.0, 1.0, None), weights, Ops(self._group), self._group)
         step = LoneTokens(self._positions, shape)
         decoder.forward(step)
         return step.residual

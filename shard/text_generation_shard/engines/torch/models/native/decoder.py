@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.step import ScoreRules, Step
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
-from text_generation_shard.engines.torch.batch.state_rows import StateRows
 from text_generation_shard.engines.torch.layers.adapted_linear import StepAdapters
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, Linear
 from text_generation_shard.engines.torch.layers.mlp import GatedMLP, LayerMLP
@@ -25,6 +23,7 @@ from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.models.native.config import DecoderNumbers
+from text_generation_shard.engines.torch.models.native.state_layer import StateLayer
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 
@@ -84,38 +83,6 @@ class AttentionPart:
         return attended if gates is None else attended.mul_(gates.sigmoid())
 
 
-class StatePart(Protocol):
-    """The part of a layer that mixes tokens by a state for each sequence, instead of attention or beside it."""
-
-    projected_width: int
-    """Outputs of `project`."""
-    mixed_width: int
-    """Outputs of `mix`, and inputs of `output`."""
-
-    inputs: Sequence[Any]
-    """The linear layers of `project`."""
-
-    @property
-    def output(self) -> Linear: ...
-
-    @property
-    def pools(self) -> Sequence[Tensor]:
-        """The states, [blocks, …] each."""
-        ...
-
-    def allocate(self, blocks: int) -> None:
-        """Replace the states by `blocks` blocks of zeros."""
-        ...
-
-    def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None) -> Tensor:
-        """Return the projections of the normed stream, [tokens, projected_width]; written to `out` if given."""
-        ...
-
-    def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
-        """Return the values [tokens, mixed_width] that `output` multiplies, and update the states of the sequences."""
-        ...
-
-
 @dataclass(eq=False, kw_only=True)
 class DecoderLayer:
     """The weights of a layer that the forward pass reads. It has attention, a part with a state, both or none; then an MLP or none."""
@@ -127,7 +94,7 @@ class DecoderLayer:
     """The norm of the output of attention, before it is added to the residual stream."""
     after_mlp: RMSNorm | None
     mlp: LayerMLP | None
-    states: StatePart | None = None
+    states: StateLayer | None = None
     scale: float = 1.0
     """Factor of the residual stream after the layer."""
 
@@ -292,7 +259,7 @@ class Decoder:
             ops.multiply(stream, layer.scale)
 
     def _add_mixed(
-        self, stream: ResidualStream, layer: DecoderLayer, states: StatePart, mixed: Tensor, attended: Tensor | None
+        self, stream: ResidualStream, layer: DecoderLayer, states: StateLayer, mixed: Tensor, attended: Tensor | None
     ) -> None:
         """Add the output of the part with a state, and that of the attention beside it if there is one."""
         if attended is None or layer.attention is None:

@@ -23,7 +23,15 @@ Parameters = dict[str, ParameterShard | Tensor]
 
 
 class StateLayer:
-    """Implements `StatePart` but for `mix`. `channels` are the ranges of the convolution's channels that this rank has."""
+    """The part of a layer that mixes tokens by a state for each sequence, instead of attention or beside it.
+
+    `channels` are the ranges of the convolution's channels that this rank has.
+    """
+
+    projected_width: int
+    """Outputs of `project`."""
+    mixed_width: int
+    """Outputs of `mix`, and inputs of `output`."""
 
     def __init__(  # noqa: PLR0913 – all that differs between the kinds
         self,
@@ -39,7 +47,7 @@ class StateLayer:
         activates: bool = True,
     ) -> None:
         self.output = output
-        self.inputs, self._channels = inputs, channels
+        self.inputs, self._channels = inputs, channels  # `inputs`: the linear layers of `project`
         self._convolution_name = f"{projections.prefix}{convolution}"
         device, dtype = projections.device, projections.precision.model
         width = sum(part.length for part in channels)
@@ -77,12 +85,14 @@ class StateLayer:
         self._drafted = self._history.new_empty(0, places, recurrence.draft_width)
 
     def project(self, ops: Ops, stream: ResidualStream, norm: RMSNorm | None, out: Tensor | None) -> Tensor:
+        """Return the projections of the normed stream, [tokens, projected_width]; written to `out` if given."""
         if len(self.inputs) == 1:
             return ops.norm_linear(stream, norm, self.inputs[0], out)
         normed = ops.norm(stream, norm)
         return torch.cat([linear(normed) for linear in self.inputs], dim=1, out=out)
 
     def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
+        """Return the values [tokens, mixed_width] that `output` multiplies, and update the states of the sequences."""
         raise NotImplementedError
 
     def input_orders(self) -> Sequence[Tensor | None]:
