@@ -218,8 +218,7 @@ Other families with latent attention (A.X K1, Kimi Linear) run by transformers, 
 Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence: the last inputs of the convolution, in
 the dtype of the activations, and the sums of a recurrence, in float32. These states are a group of the cache: prefixes are reused from
 [checkpoints](scheduling.md#checkpoints-of-states), and memory is divided between states and KV blocks
-([gpu.md](gpu.md#memory-of-the-kv-cache)). Where transformers runs such a model, a state belongs to a slot: no prefix is reused, and
-states take at most a quarter of the usable memory, which may bound the number of sequences. `--num-shard` divides delta nets and Mamba 2
+([gpu.md](gpu.md#memory-of-the-kv-cache)), also where transformers runs such a model. `--num-shard` divides delta nets and Mamba 2
 by groups of heads; transformers runs OLMo Hybrid, models with short convolutions, and those whose groups of Mamba 2 the ranks cannot share
 evenly (Falcon-H1 without norms alone shares one group among ranks).
 

@@ -217,8 +217,7 @@ class Checks:
         chunked = [stream.tokens for stream in self._run(prompts, chunk=CHUNK)]
         self._compare(f"alone, chunks of {CHUNK}", prompts, alone, chunked)
         self._compare("alone, preempted", prompts, alone, self._preempted())
-        if not self._engine.info.keeps_states:
-            self._compare("alone, on a shared prefix", prompts, alone, self._on_shared_prefixes())
+        self._compare("alone, on a shared prefix", prompts, alone, self._on_shared_prefixes())
 
     def _run(self, prompts: Sequence[Sequence[int]], new: int = NEW_TOKENS, chunk: int = 1 << 30) -> list[Stream]:
         """Run prompts, whole or in chunks, up to the number of slots at once and the suggested prefill tokens per step."""

@@ -215,8 +215,6 @@ def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> 
             "largest step",
             f"about {_gib(memory['largest_step'] or 0)}, with graphs and libraries; the start measures it",
         )
-    if states := memory.get("states"):
-        yield "states", f"{_gib(states)} for the layers with a state of {found['max_slots']} sequences"
     if token := memory.get("kv_cache_token"):
         yield "KV cache", f"{token:,} bytes a token on each device; about {_gib(memory['kv_cache_left'] or 0)} are left"
         groups, blocks = _cache_groups(found), [group["blocks"] for group in found["cache_groups"]]

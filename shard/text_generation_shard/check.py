@@ -76,7 +76,6 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
             "device": target.memory,
             "usable": footprint.memory,
             "weights": footprint.weights,
-            "states": footprint.states,
             "images": footprint.images,
             "largest_step": footprint.largest_step,
             "kv_cache_left": footprint.cache,

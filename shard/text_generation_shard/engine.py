@@ -81,8 +81,6 @@ class EngineInfo:
     """(field of Sampling, Stopping or LogprobOptions that this engine does not support, reason)."""
     reserves_max_length: bool = False
     """Self-scheduling engines: admits a sequence only if KV blocks for prompt + max_new_tokens are free."""
-    keeps_states: bool = False
-    """The model has states beside KV blocks: a sequence starts at its first token, never on blocks computed before."""
     suggested_chunk_tokens: int = 0
     """Prompt tokens in a step beside as many decoding sequences as prompts that wait; 0: as many as without decoding."""
     adapters: tuple[str, ...] = ()
@@ -364,8 +362,6 @@ def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return f"the prediction is longer than a sequence, or a token is outside the vocabulary of {info.vocab_size}"
     if not 0 <= sequence.computed_tokens < len(sequence.prompt):
         return "computed_tokens must leave at least one prompt token to compute"
-    if sequence.computed_tokens and info.keeps_states:
-        return "computed_tokens must be 0: the model has states that no KV block holds"
     if sequence.computed_tokens > len(sequence.blocks) * info.block_size:
         return "computed_tokens do not fit in the blocks given"
     if not 0 <= sequence.generated_tokens < len(sequence.prompt):

@@ -70,5 +70,4 @@ async def test_the_answer_is_that_of_transformers(name: str, tmp_path: Path) -> 
             answers = [scored, await stack.generate(text, **asked), await stack.generate(text, **asked)]
             for answer in answers:
                 assert [token["id"] for token in answer["details"]["tokens"]] == expected(vision, ids, files)
-            if not engine.info.keeps_states:
-                assert stack.scheduler.stats().hit_tokens - hits >= (len(ids) - 1) // 16 * 16
+            assert stack.scheduler.stats().hit_tokens - hits >= (len(ids) - 1) // 16 * 16

@@ -96,12 +96,6 @@ def test_a_problem_of_a_sequence_is_reported_by_name(changes: dict[str, object],
     assert words in str(sequence_problem(replace(VALID, **changes), INFO))  # type: ignore[arg-type]
 
 
-def test_a_model_with_states_starts_no_sequence_on_cached_blocks() -> None:
-    new = replace(VALID, computed_tokens=1, blocks=(7,))
-    assert sequence_problem(new, INFO) is None
-    assert "computed_tokens must be 0" in str(sequence_problem(new, replace(INFO, keeps_states=True)))
-
-
 def test_lengths_of_bad_words_that_do_not_fit_are_refused() -> None:
     for ids, lengths in (([1, 2], [1]), ([1], [2]), ([], [1]), ([1], [])):
         sampling = sampling_from_pb(pb.Sampling(greedy=True, bad_word_ids=ids, bad_word_lengths=lengths))

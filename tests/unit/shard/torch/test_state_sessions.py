@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -47,11 +48,16 @@ NEAR = 1e-4
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", full("nemotron_h"), full("lfm2")])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
-    folder = save(random_model(CONFIGS[request.param]), tmp_path_factory.mktemp("checkpoint"))
-    config = ShardConfig(model_path=folder, device="cpu", max_batch_size=AT_ONCE, dtype="float32", speculate="8")
-    engine = build_engine(config)
-    assert isinstance(engine, TorchEngine)
+    engine = build(request.param, tmp_path_factory.mktemp("checkpoint"))
     draft_by(engine, None)
+    return engine
+
+
+def build(name: str, folder: Path, **settings: str) -> TorchEngine:
+    settings = {"dtype": "float32", "speculate": "8"} | settings
+    path = save(random_model(CONFIGS[name]), folder)
+    engine = build_engine(ShardConfig(model_path=path, device="cpu", max_batch_size=AT_ONCE, **settings))
+    assert isinstance(engine, TorchEngine)
     return engine
 
 
@@ -270,3 +276,10 @@ def test_chats_with_one_system_prompt_compute_it_once(engine: TorchEngine) -> No
     own = sum(len(turn.prompt) - len(system) + BLOCK for turn in turns)
     assert sum(turn.computed for turn in turns) <= len(system) + own
     check(world)
+
+
+def test_a_model_that_transformers_runs_reuses_prefixes_too(tmp_path: Path) -> None:
+    engine = build("lfm2", tmp_path, model_impl="transformers")
+    assert engine.info.max_tokens_per_step == 1
+    test_a_turn_computes_its_new_tokens_and_at_most_one_block(engine)
+    test_chats_with_one_system_prompt_compute_it_once(engine)

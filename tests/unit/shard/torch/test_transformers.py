@@ -65,12 +65,14 @@ def test_logprobs_and_greedy_tokens_are_those_of_transformers(name: str, tmp_pat
     driver.run()
     streams[0].tokens += resumed.tokens
     assert [stream.tokens for stream in streams] == expected, "batched, in chunks, preempted"
-    if not engine.info.keeps_states:
-        owner = driver.admit(prompts[-1], 1)
-        driver.run()
-        sharing = driver.admit(prompts[-1], NEW_TOKENS, shared=owner.blocks[:3], computed_tokens=48)
-        driver.run()
-        assert sharing.tokens == expected[-1], "prefix reused"
+    owner = driver.admit(prompts[-1], 1, chunk=48)
+    driver.step()
+    checkpoint = driver.keep_state(owner) if driver.has_states else None
+    driver.run()
+    reused = {"shared": owner.blocks[:3], "computed_tokens": 48, "checkpoint": checkpoint}
+    sharing = driver.admit(prompts[-1], NEW_TOKENS, **reused)
+    driver.run()
+    assert sharing.tokens == expected[-1], "prefix reused"
 
 
 @pytest.mark.parametrize(

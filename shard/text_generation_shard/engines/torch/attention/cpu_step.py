@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,15 +12,12 @@ from torch.nn import functional
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
 from text_generation_shard.engines.torch.attention.step import (
     ScoreRules,
-    SequenceTokens,
-    SingleTokens,
-    StateMix,
     Step,
     StepImages,
 )
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape, PagedKVCache
 from text_generation_shard.engines.torch.batch.state_rows import StateRows, state_chunks
-from text_generation_shard.engines.torch.batch.tiles import StepBatch, Tile
+from text_generation_shard.engines.torch.batch.tiles import StepBatch
 from text_generation_shard.engines.torch.layers.norm import HeadNorms
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 
@@ -66,7 +64,8 @@ class PlainStep(Step):
             queries.mul_(rotary.query_factors(self.positions).view(-1, 1, 1).to(qkv.dtype))
         return queries
 
-    def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def state_rows(self) -> StateRows:
         raise NotImplementedError
 
     def _write(self, layer: int, keys_values: Tensor) -> None:
@@ -100,7 +99,6 @@ class CpuStep(PlainStep):
         self._plan = plan
         self._cache = cache
         self._slot_states = slot_states
-        self._rows: StateRows | None = None
 
     @staticmethod
     def _slots(batch: StepBatch) -> Tensor:
@@ -109,27 +107,12 @@ class CpuStep(PlainStep):
     def token_ids(self) -> Tensor:
         return self._batch.token_ids
 
-    def single_tokens(self) -> SingleTokens:
-        single = [tiles[0] for tiles in self._batch.rows if _is_single(tiles)]
-        places, slots = [offset for offset, _ in single], [tile.slot for _, tile in single]
-        return SingleTokens(torch.tensor(places, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64))
-
-    def sequences(self) -> list[SequenceTokens]:
-        return [
-            SequenceTokens(tiles[0][1].slot, tiles[0][1].start, [(offset, tile.length) for offset, tile in tiles])
-            for tiles in self._batch.rows
-            if not _is_single(tiles)
-        ]
-
-    def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
-        if self._rows is None:
-            plan = self._batch.plan
-            names = "slots", "positions", "behind"
-            slots, positions, behind = (torch.from_numpy(plan.column(name)) for name in names)
-            decoding = plan.num_decoding
-            blocks = self._slot_states[slots[:decoding].long()]
-            self._rows = StateRows(decoding, blocks, positions, behind, state_chunks(plan), places=self._batch.places)
-        return mix(self._rows, projected, out)
+    @cached_property
+    def state_rows(self) -> StateRows:
+        plan = self._batch.plan
+        slots, positions, behind = (torch.from_numpy(plan.column(name)) for name in ("slots", "positions", "behind"))
+        blocks = self._slot_states[slots[: plan.num_decoding].long()]
+        return StateRows(plan.num_decoding, blocks, positions, behind, state_chunks(plan), places=self._batch.places)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         rows = functional.embedding(self._batch.token_ids, table)
@@ -141,8 +124,3 @@ class CpuStep(PlainStep):
 
     def _write(self, layer: int, keys_values: Tensor) -> None:
         self._cache.write(layer, self._batch.write_index, keys_values)
-
-
-def _is_single(tiles: list[tuple[int, Tile]]) -> bool:
-    """Return True if the tiles of a row are one token that continues its sequence."""
-    return len(tiles) == 1 and tiles[0][1].length == 1 and tiles[0][1].start > 0

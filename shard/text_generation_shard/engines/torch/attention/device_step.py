@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,6 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.step import (
     ScoreRules,
-    SequenceTokens,
-    SingleTokens,
-    StateMix,
     Step,
     StepImages,
 )
@@ -72,7 +69,6 @@ class DeviceStep(Step):
         self.images = images
         self.columns = columns
         self._planned = planned or {}
-        self._rows: StateRows | None = None
         self._context = context
         self._plan = plan
         self._num_decoding = num_decoding
@@ -96,28 +92,12 @@ class DeviceStep(Step):
         ids = self._ids.long()
         return torch.where(ids >= 0, ids, self._context.last_tokens[self._slots.long()].long())
 
-    def single_tokens(self) -> SingleTokens:
-        decoding = slice(0, self._num_decoding)
-        return SingleTokens(decoding, self._slots[decoding].long())
-
-    def sequences(self) -> list[SequenceTokens]:
-        plan = self._plan
-        if plan is None or not plan.sizes.chunks:
-            return []
-        positions, slots = plan.column("positions"), plan.column("slots")
-        starts = [self._num_decoding + offset for offset in plan.column("query_indptr").tolist()]
-        return [
-            SequenceTokens(int(slots[first]), int(positions[first]), [(first, end - first)])
-            for first, end in pairwise(starts)
-        ]
-
-    def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
-        if self._rows is None:
-            chunks = () if self._plan is None else state_chunks(self._plan)
-            blocks = self._context.slot_states.index_select(0, self._slots[: self._num_decoding])
-            planned = (self._planned.get(name) for name in ("query_indptr", "state_reads", "state_writes"))
-            self._rows = StateRows(self._num_decoding, blocks, self.positions, self._behind, chunks, *planned)
-        return mix(self._rows, projected, out)
+    @cached_property
+    def state_rows(self) -> StateRows:
+        chunks = () if self._plan is None else state_chunks(self._plan)
+        blocks = self._context.slot_states.index_select(0, self._slots[: self._num_decoding])
+        planned = (self._planned.get(name) for name in ("query_indptr", "state_reads", "state_writes"))
+        return StateRows(self._num_decoding, blocks, self.positions, self._behind, chunks, *planned)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         if out is None:

@@ -16,27 +16,6 @@ from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceTokens:
-    """The tokens of one sequence in a step."""
-
-    slot: int
-    start: int
-    """Position of the first."""
-    places: list[tuple[int, int]]
-    """(index of the first in the flat order, number) of each run of tokens, in order of position."""
-
-
-@dataclass(frozen=True, slots=True)
-class SingleTokens:
-    """The sequences that a step continues by one token each."""
-
-    places: Tensor | slice
-    """The indices of the tokens in the flat order."""
-    slots: Tensor
-    """int64."""
-
-
-@dataclass(frozen=True, slots=True)
 class ScoreRules:
     """The rules by which a layer turns queries and keys into weights: softmax(scale · q·kᵀ), changed as below."""
 
@@ -120,12 +99,9 @@ class Step(Protocol):
         """Return the token ids, int64 [tokens]."""
         ...
 
-    def single_tokens(self) -> SingleTokens:
-        """Return the sequences that the step continues by one token each."""
-        ...
-
-    def sequences(self) -> list[SequenceTokens]:
-        """Return the places of the other tokens, by sequence."""
+    @property
+    def state_rows(self) -> StateRows:
+        """The tokens by sequence, for layers with a state."""
         ...
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
@@ -134,7 +110,7 @@ class Step(Protocol):
 
     def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
         """Return mix(rows, projected, out) for the sequences of the step."""
-        ...
+        return mix(self.state_rows, projected, out)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [KV heads, tokens, dim], filled with zeros up to head_dim, to the cache of a layer.

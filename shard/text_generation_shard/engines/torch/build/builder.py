@@ -120,9 +120,7 @@ class EngineBuilder:
     def engine(self, runner: Runner) -> Engine:
         """Return the engine of rank 0, or of a follower."""
         config, host = self._config, None
-        if config.host_cache_bytes and self.info.keeps_states:
-            log.warning("the host cache is not used: no prefix is cached where transformers keeps states")
-        elif config.host_cache_bytes:
+        if config.host_cache_bytes:
             host = HostCopies(config.host_cache_fd, config.host_cache_start, config.host_cache_bytes, self.device)
         if config.rank > 0:
             execute = TPWorker(runner, self._memory, self.device, self.adapters, host).execute

@@ -156,5 +156,5 @@ def have_room(config: ShardConfig, prepared: Prepared[ModelConfig]) -> bool:
     whole = native_footprint(config, prepared, WarmUpLimits())
     small = replace(prepared, model=one_of_each_kind(prepared.model))
     own = native_footprint(ShardConfig.model_validate_json(settings_of(config)), small, WarmUpLimits())
-    helper = own.weights + own.states + whole.largest_step
-    return whole.weights + whole.states + HELPERS * helper <= whole.memory
+    helper = own.weights + whole.largest_step
+    return whole.weights + HELPERS * helper <= whole.memory

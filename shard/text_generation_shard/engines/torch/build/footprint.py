@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.kv_cache import FP8_DTYPES, CacheShape, Fp8Cache, LayerShape
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
-from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.device.memory import margin_of
 from text_generation_shard.engines.torch.engine.warm_up import cache_groups, with_host_blocks
 from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
@@ -48,7 +47,6 @@ class Footprint:
     """The memory of a model on one device, in bytes, as far as it is known before it is loaded."""
 
     info: EngineInfo
-    """The description of the engine, with as many slots as there is memory for their states."""
     memory: int
     """The memory of the device that may be used."""
     weights: int
@@ -56,8 +54,6 @@ class Footprint:
     """The shape of the KV cache; None: found once the model is loaded."""
     largest_step: int
     """Estimate of the largest step, graphs and libraries; the start measures it."""
-    states: int = 0
-    """The states of all slots, of layers of the library that have them."""
     images: int = 0
     """The encoder of images, and the images that it keeps."""
     host_cache: int = 0
@@ -66,14 +62,14 @@ class Footprint:
     @property
     def cache(self) -> int:
         """The memory that is left for the KV cache."""
-        return self.memory - self.weights - self.largest_step - self.states - self.images
+        return self.memory - self.weights - self.largest_step - self.images
 
     def groups(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...] | None:
         """Return the groups of the KV cache that fit; None if its shape is not known. Raises EngineError."""
         if (shape := self.cache_shape) is None:
             return None
         groups = cache_groups(self.info, limits, shape.kinds, shape.block_bytes, self.cache)
-        if not self.host_cache or self.info.keeps_states:
+        if not self.host_cache:
             return groups
         return with_host_blocks(groups, self.info, limits, shape.block_bytes, self.host_cache)
 
@@ -112,13 +108,9 @@ def transformers_footprint(
     try:
         model.record()
     except EngineError:  # the values of tensors decide on its path: it cannot be followed without them
-        return _footprint(config, prepared, limits, nbytes, (), 0, hidden_size)
-    if model.keeps_states:
-        fraction = config.cpu_memory_fraction if prepared.target.device.type == "cpu" else config.cuda_memory_fraction
-        info = with_states(prepared.info, model.states.bytes_each, int(prepared.target.memory * fraction))
-        prepared = replace(prepared, info=info)
-    states = model.states.bytes_each * (prepared.info.max_slots + 1) if model.keeps_states else 0
-    return _footprint(config, prepared, limits, nbytes, model.layers, len(model.layers), hidden_size, states)
+        return _footprint(config, prepared, limits, nbytes, (), 0, hidden_size, state_bytes=0)
+    sizes, states = (len(model.layers), hidden_size), model.states.block_bytes
+    return _footprint(config, prepared, limits, nbytes, model.layers, *sizes, state_bytes=states)
 
 
 def _footprint(  # noqa: PLR0913 – the sizes of a model
@@ -129,9 +121,8 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
     layers: Iterable[LayerShape],
     num_layers: int,
     hidden_size: int,
-    slot_states: int = 0,
     *,
-    state_bytes: int = 0,
+    state_bytes: int,
 ) -> Footprint:
     layers, target, info = tuple(layers), prepared.target, prepared.info
     fraction = config.cpu_memory_fraction if target.device.type == "cpu" else config.cuda_memory_fraction
@@ -155,5 +146,4 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
         from text_generation_shard.engines.torch.models.huggingface.images import image_bytes
 
         images = image_bytes(Path(config.model_path), prepared.dtype, target.device)
-    kept = slot_states, images, config.host_cache_bytes
-    return Footprint(info, memory, weights, shape if layers else None, step, *kept)
+    return Footprint(info, memory, weights, shape if layers else None, step, images, config.host_cache_bytes)

@@ -175,7 +175,10 @@ def engine_info(
     config: ShardConfig, model_config: ModelDescription, device: torch.device, grammars: Grammars | None
 ) -> EngineInfo:
     """Return the description of the engine that `config` asks for."""
-    has_states = isinstance(model_config, ModelConfig) and model_config.states is not None
+    if isinstance(model_config, ModelConfig):
+        drafted = longest_draft(config, device, has_states=model_config.states is not None)
+    else:  # the library cannot take drafts back from a state
+        drafted = 0 if model_config.has_states else longest_draft(config, device, has_states=False)
     return EngineInfo(
         engine="torch",
         model_id=config.model_id or config.model_path,
@@ -194,7 +197,7 @@ def engine_info(
         grammar_kinds=grammars.kinds if grammars is not None else (),
         scores_generated=True,
         kv_cache_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        max_tokens_per_step=1 + longest_draft(config, device, has_states=has_states),
+        max_tokens_per_step=1 + drafted,
         adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
         max_loras=config.lora_slots,
         max_images=max_images(config, model_config),

@@ -15,7 +15,6 @@ from text_generation_shard.engines.torch.batch.kv_cache import Fp8Cache
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target, check_memory, describe
-from text_generation_shard.engines.torch.build.states import with_states
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FLASHINFER_HEAD_DIMS
@@ -41,12 +40,14 @@ def build_transformers_engine(config: ShardConfig) -> Engine:
     library = load_model(config, prepared.model, group, device, builder.dtype)
     model = TransformersModel(library, () if on_cpu else FLASHINFER_HEAD_DIMS)
     hidden_size = library.get_input_embeddings().weight.shape[1]
-    builder.info = info = _with_states(builder.info, model, builder.usable_memory)
+    model.record()
+    info = builder.info
 
     def runner(steps_of: ParallelGroup | None = None, fp8: Fp8Cache | None = None) -> Runner:
         if not on_cpu:
             torch.cuda.empty_cache()
-        return builder.runner(model.with_ops, model.layers, model.rules, hidden_size, steps_of, fp8)
+        states = model.states.block_bytes
+        return builder.runner(model.with_ops, model.layers, model.rules, hidden_size, steps_of, fp8, states)
 
     def executor() -> Executor:
         # The check compares with the library, which has no FP8 cache.
@@ -89,19 +90,6 @@ def _check_division(model_config: TransformersConfig, config: ShardConfig) -> No
     with torch.device("meta"):
         model = model_config.model_class(model_config.library)
     Division(model, ParallelGroup(TensorParallelRank(config.rank, config.world_size)), torch.device("meta")).divide()
-
-
-def _with_states(info: EngineInfo, model: TransformersModel, memory: int) -> EngineInfo:
-    """Record the model and allocate the states of all slots; return the description with as many slots as have memory."""
-    model.record()
-    if not model.keeps_states:
-        return info
-    try:
-        info = with_states(info, model.states.bytes_each, memory)
-    except EngineError as error:
-        raise model.refusal(str(error)) from None
-    model.states.allocate(info.max_slots)
-    return info
 
 
 def _check_with_and_without_decoder(model: TransformersModel, check: Callable[[], None]) -> None:

@@ -79,11 +79,7 @@ class TorchEngine(SynchronousEngine):
     ) -> None:
         self.info = info
         self.grammars = grammars
-        self._masks = (
-            None
-            if grammars is None
-            else TokenMasks(grammars, info.vocab_size, in_step=info.keeps_states or executor.has_states)
-        )
+        self._masks = None if grammars is None else TokenMasks(grammars, info.vocab_size, in_step=executor.has_states)
         self._executor = executor
         self._images = executor.images
         if self._images is not None:

@@ -69,7 +69,7 @@ class Served:
     def executor(self) -> Executor:
         model, info = self.model, self.info
         kernels = ReferenceKernels(*model.rules[0])
-        shape = CacheShape(tuple(model.layers), CPU, model.dtype)
+        shape = CacheShape(tuple(model.layers), CPU, model.dtype, state_bytes=model.states.block_bytes)
         served = model.with_ops(DeviceOps(kernels, ALONE, model.dtype))
         runner = DeviceRunner(served, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         return Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True)
@@ -116,7 +116,6 @@ def test_usual_layers_run_in_the_native_decoder(name: str, tmp_path: Path) -> No
 def test_layers_with_a_state_run_in_the_steps_of_a_gpu(name: str, tmp_path: Path) -> None:
     served = Served(name, tmp_path, layers=4)
     served.model.record()
-    served.model.states.allocate(served.info.max_slots)
     served.check()
     served.check_greedy_tokens()
 

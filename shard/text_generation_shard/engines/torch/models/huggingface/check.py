@@ -95,8 +95,8 @@ def _random_ids(config: LibraryConfig, vocab_size: int) -> Tensor:
 @torch.inference_mode()
 def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, group: ParallelGroup) -> Tensor:
     """Return the logits [sequences, tokens, vocabulary] that an executor computes chunk by chunk."""
-    blocks, groups = TOKENS // BLOCK_SIZE, len(executor.kinds)
-    executor.allocate([len(ids) * blocks] * groups)
+    blocks = TOKENS // BLOCK_SIZE
+    executor.allocate([len(ids) * (1 if kind.is_state else blocks) for kind in executor.kinds])
     tables = [tuple(range(slot * blocks, (slot + 1) * blocks)) for slot in range(len(ids))]
     executor.ready(max_tokens=TOKENS)
     sequences = [
@@ -106,11 +106,13 @@ def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, gr
                 prompt=tuple(tokens[:-1]),
                 stopping=Stopping(max_new_tokens=2),
                 blocks=table,
-                further_blocks=((0, table),) * (groups - 1),
+                further_blocks=tuple((0, table) for kind in executor.kinds[1:] if not kind.is_state),
             )
         )
         for slot, (tokens, table) in enumerate(zip(ids.tolist(), tables, strict=True))
     ]
+    for sequence in sequences:
+        sequence.state_read = sequence.state_write = sequence.slot
     parts: list[list[Tensor]] = [[] for _ in sequences]
     starts = [0] * len(sequences)
     for lengths in CHUNKS:

@@ -23,6 +23,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
     is_known,
     share_conversions,
 )
+from text_generation_shard.engines.torch.models.huggingface.states import state_layers
 from text_generation_shard.engines.torch.models.native.config import DTYPES, read_quantization
 from text_generation_shard.engines.torch.models.native.rope_config import check_rope_numbers
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
@@ -57,6 +58,8 @@ class TransformersConfig:
     embedding_weights: int
     base_name: str
     """The attribute of the model's part whose output the LM head gets."""
+    has_states: bool
+    """True if it has layers with a state."""
     max_images: int = 0
     """Images that a prompt may have."""
     quantization: Scheme | None = None
@@ -117,6 +120,7 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
         projection_weights=weights - embeddings,
         active_weights=weights - embeddings - _idle_experts(model, text),
         embedding_weights=embeddings,
+        has_states=bool(state_layers(model)),
         quantization=scheme,
         max_images=WRAPPERS[model_type].max_images if model_type in EMBEDS_IMAGES else 0,
         base_name=next(name for name, module in model.named_modules() if module is base),

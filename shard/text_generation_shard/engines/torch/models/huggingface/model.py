@@ -33,7 +33,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
     part_before_head,
     use_attention,
 )
-from text_generation_shard.engines.torch.models.huggingface.states import SlotStates
+from text_generation_shard.engines.torch.models.huggingface.states import LibraryStates
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
 
 
@@ -73,7 +73,7 @@ class TransformersModel:
         before_head = part_before_head(model)
         self._run_before_head = before_head.forward
         before_head.forward = self._run_or_give
-        self.states = SlotStates(model)
+        self.states = LibraryStates(model)
         self._given: Any = None
         """The output that the part before the LM head is to give without running."""
         self.calls: list[AttentionCall] = []
@@ -88,11 +88,6 @@ class TransformersModel:
     def with_ops(self, ops: Ops) -> Model:
         """Return the native decoder with `ops` if one was found, else this model."""
         return self if self.decoder is None else self.decoder(ops)
-
-    @property
-    def keeps_states(self) -> bool:
-        """True if the model has layers with a state."""
-        return bool(self.states.layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,13 +142,13 @@ class TransformersModel:
         raise NotImplementedError("layers for drafts are loaded by the native decoder")
 
     def allocate_states(self, blocks: int) -> None:
-        """Do nothing: the states of the library's layers belong to slots."""
+        self.states.allocate(blocks)
 
     def state_pools(self) -> list[Tensor]:
-        return []
+        return self.states.pools
 
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
-        return None if self.keeps_states else self.forward
+        return None if self.states.layers else self.forward
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
         self._given = HiddenStates(last_hidden_state=hidden.unsqueeze(0))

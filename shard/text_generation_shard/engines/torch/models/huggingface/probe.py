@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, functional
 
 from text_generation_shard.engines.torch.attention.cpu_step import PlainStep
-from text_generation_shard.engines.torch.attention.step import ScoreRules, SequenceTokens, SingleTokens
+from text_generation_shard.engines.torch.attention.step import ScoreRules
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
@@ -193,13 +193,6 @@ class LoneTokens(PlainStep):
 
     def token_ids(self) -> Tensor:
         return torch.arange(self.num_tokens, device=self.positions.device)
-
-    def single_tokens(self) -> SingleTokens:
-        slots = self.token_ids()
-        return SingleTokens(slots, slots)
-
-    def sequences(self) -> list[SequenceTokens]:
-        return []
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         """Return the rows of `table`, one for each token."""

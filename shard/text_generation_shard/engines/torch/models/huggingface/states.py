@@ -1,10 +1,9 @@
 """Layers with a state: gated delta nets, state-space layers and short convolutions.
 
-The state of a sequence depends on all its tokens, and cannot be read from the KV cache. Each such layer has a pool of states, one
-for each slot. The layers of a flat batch are computed by the library's code: sequences that are continued by one token as one
-batch, which a CUDA graph can capture, the others one by one. The states of a batch are copied from the pool to the library's
-cache object and back. A sequence that starts at position 0 gets a new state; so a prefix that another sequence computed cannot be
-reused.
+The state of a sequence depends on all its tokens, and cannot be read from the KV cache. Each such layer has pools of states: see
+`StateLayer`. The layers of a flat batch are computed by the library's code: decode rows as one batch, which a CUDA graph can
+capture, and chunks one by one. The states of a batch are copied from the pools to the library's cache object and back. A sequence
+that starts at position 0 gets a new state.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from torch import Tensor
 from torch.nn import Conv1d, Module
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.attention.step import SequenceTokens, SingleTokens, Step
+from text_generation_shard.engines.torch.attention.step import Step
 from text_generation_shard.engines.torch.models.huggingface.library import (
     LibraryConfig,
     LibraryModel,
+    LibraryModule,
     base_of,
     new_cache,
 )
@@ -36,39 +36,43 @@ LibraryCache: TypeAlias = Any
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
 Place: TypeAlias = tuple[str, object]
 """An attribute of a layer of a library cache, and the key of a state in it; None if the attribute is the state."""
+Blocks: TypeAlias = Tensor | slice
 Call: TypeAlias = Callable[[LibraryCache], Any]
 """Computes a layer with the states of a cache, which it updates."""
 
 
-class SlotStates:
-    """The states of all slots, and the layers that have them."""
+class LibraryStates:
+    """The layers of a model that have a state, and the states of sequences."""
 
     def __init__(self, model: LibraryModel) -> None:
         self._config: LibraryConfig = base_of(model).config
-        self._slots = 0
         self._used: LibraryCache = None
         """Scratch cache object of the library; the states of the current batch are swapped into it."""
         self._pools: dict[int, dict[Place, Tensor]] = {}
-        """For each layer, its states: [slots + 1, …]. The last is that of padding."""
+        """For each layer, its states: [blocks, …]."""
         self._recorded: LibraryCache = None
         self._new: dict[int, LibraryCache] = {}
-        """The caches of the sequences that start in this step, by slot."""
-        self._single: SingleTokens | None = None
+        """The caches of the chunks that start in this step at position 0, by their first token."""
+        self._step: Step | None = None
         """None: a pass for a single sequence without a past."""
-        self._others: list[SequenceTokens] = []
-        self.layers = [module for module in model.modules() if _state_argument(module)]
+        self.layers = state_layers(model)
         for layer in self.layers:
             layer.forward = self._by_sequence(layer.forward, _state_argument(layer), int(layer.layer_idx))
 
     @property
-    def bytes_each(self) -> int:
-        """The size of the states of one slot."""
-        return sum(state[0].nbytes for pool in self._pools.values() for state in pool.values())
+    def pools(self) -> list[Tensor]:
+        """The states, [blocks, …] each."""
+        return [state for pool in self._pools.values() for state in pool.values()]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return sum(state.shape[1:].numel() * state.itemsize for state in self.pools)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record the shapes of the states in a pass. Raises EngineError if the library keeps them in an unknown form."""
-        self._single = None
+        self._step = None
         if not self.layers:
             yield
             return
@@ -80,24 +84,23 @@ class SlotStates:
             self._pools = {index: _states(self._used.layers[index]) for index in indices}
             if not all(self._pools.values()):
                 raise EngineError("its layers with a state keep none in their cache")
-            self.allocate(self._slots)
+            self.allocate(0)
         finally:
             self._recorded = None
 
-    def allocate(self, slots: int) -> None:
-        """Allocate the states of `slots` slots. Call `recorded` first."""
-        self._slots = slots
+    def allocate(self, blocks: int) -> None:
+        """Replace the pools by such of `blocks` blocks. Call `recorded` first."""
         for pool in self._pools.values():
+            # The old ones are freed first: both need not fit at once.
             for place, state in pool.items():
-                pool[place] = torch.zeros(slots + 1, *state.shape[1:], dtype=state.dtype, device=state.device)
+                pool[place] = state.new_empty(0, *state.shape[1:])
+                pool[place] = state.new_zeros(blocks, *state.shape[1:])
 
     def begin(self, step: Step | None) -> None:
         """Compute the following passes for the sequences of `step`; None: for a single sequence without a past."""
-        if step is None or not self.layers:
-            self._single = None
-            return
-        self._single, self._others = step.single_tokens(), step.sequences()
-        self._new = {tokens.slot: new_cache(self._config) for tokens in self._others if tokens.start == 0}
+        self._step = step
+        if step is not None and self.layers:
+            self._new = {chunk.first: new_cache(self._config) for chunk in step.state_rows.chunks if not chunk.start}
 
     def _by_sequence(self, forward: Callable[..., Any], argument: str, index: int) -> Callable[..., Any]:
         """Return `forward` for a flat batch of the sequences of the step."""
@@ -106,62 +109,53 @@ class SlotStates:
 
         def run(hidden_states: Tensor, *given: object, **named: object) -> Output:
             named |= dict(zip(parameters[1:], given, strict=False))
-            if self._single is None:
+            if self._step is None:
                 return _as_returned(_tensors(forward(hidden_states, **named | {argument: self._recorded})))
 
             def call(own: Tensor, cache: LibraryCache) -> Any:  # noqa: ANN401 – the output of a layer of the library
                 return forward(own, **named | {argument: cache})
 
-            results: list[Tensor] = []
-
-            def put(places: Tensor | slice, outputs: Sequence[Tensor]) -> None:
-                if not results:
-                    results.extend(out.new_empty(1, hidden_states.shape[1], *out.shape[1:]) for out in outputs)
-                for result, out in zip(results, outputs, strict=True):
-                    result[0, places] = out
-
-            single, hidden = self._single, hidden_states[0]
-            if len(single.slots):
-                rows = hidden[single.places].unsqueeze(1)
-                outputs = self._continued(index, single.slots, partial(call, rows))
-                put(single.places, [out.squeeze(1) for out in outputs])
-            for tokens in self._others:
-                parts = [hidden_states[:, first : first + count] for first, count in tokens.places]
-                whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-                outputs = self._sequence(index, tokens, partial(call, whole))
-                at = 0
-                for first, count in tokens.places:
-                    put(slice(first, first + count), [out[0, at : at + count] for out in outputs])
-                    at += count
-            return _as_returned(results)
+            rows = self._step.state_rows
+            hidden = rows.in_plan_order(hidden_states[0])
+            parts: list[list[Tensor]] = []
+            if rows.decoding:
+                blocks = rows.blocks.long()
+                outputs = self._continued(index, blocks, blocks, partial(call, hidden[: rows.decoding].unsqueeze(1)))
+                parts.append([out.squeeze(1) for out in outputs])
+            for chunk in rows.chunks:
+                read, write = (slice(block, block + 1) for block in (chunk.read, chunk.write))
+                own = partial(call, hidden[chunk.first : chunk.first + chunk.length].unsqueeze(0))
+                if chunk.start:
+                    outputs = self._continued(index, read, write, own)
+                else:
+                    outputs = self._computed(index, self._new[chunk.first], write, own)
+                parts.append([out[0] for out in outputs])
+            whole = (torch.cat(some) for some in zip(*parts, strict=True))
+            return _as_returned([rows.in_step_order(each).unsqueeze(0) for each in whole])
 
         return run
 
-    def _sequence(self, index: int, tokens: SequenceTokens, call: Call) -> Sequence[Tensor]:
-        slot = slice(tokens.slot, tokens.slot + 1)
-        if tokens.start:
-            return self._continued(index, slot, call)
-        cache = self._new[tokens.slot]
-        outputs = _tensors(call(cache))
-        self._store(index, slot, cache)
-        return outputs
-
-    def _continued(self, index: int, slots: Tensor | slice, call: Call) -> Sequence[Tensor]:
-        """Call with the states of `slots`, and store the new ones."""
+    def _continued(self, index: int, read: Blocks, write: Blocks, call: Call) -> Sequence[Tensor]:
+        """Call with the states in the blocks `read`, and store the new ones in the blocks `write`."""
         layer = self._used.layers[index]
         for place, pool in self._pools[index].items():
-            _put(layer, place, pool[slots])
-        outputs = _tensors(call(self._used))
-        self._store(index, slots, self._used)
-        return outputs
+            # A copy: the library changes states in place, and the block read may stay as a checkpoint.
+            _put(layer, place, pool[read].clone() if isinstance(read, slice) else pool[read])
+        return self._computed(index, self._used, write, call)
 
-    def _store(self, index: int, slots: Tensor | slice, cache: LibraryCache) -> None:
-        """Store the states of a layer of a cache, which does not keep them: a batch of them may be large."""
-        layer = cache.layers[index]
+    def _computed(self, index: int, cache: LibraryCache, write: Blocks, call: Call) -> Sequence[Tensor]:
+        """Call with a cache, and store its states of a layer; it does not keep them: a batch of them may be large."""
+        outputs, layer = _tensors(call(cache)), cache.layers[index]
         states = _states(layer)
         for place, pool in self._pools[index].items():
-            pool[slots] = states[place].to(pool.dtype)
+            pool[write] = states[place].to(pool.dtype)
             _put(layer, place, pool[:1])
+        return outputs
+
+
+def state_layers(model: LibraryModel) -> list[LibraryModule]:
+    """Return the layers of a model that have a state."""
+    return [module for module in model.modules() if _state_argument(module)]
 
 
 def _states(layer: Any) -> dict[Place, Tensor]:  # noqa: ANN401 – a layer of a cache of the library
