@@ -1,7 +1,5 @@
 """The `text-generation-shard` command: parse settings, set up logs, serve, exit."""
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import os

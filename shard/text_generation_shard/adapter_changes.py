@@ -1,7 +1,5 @@
 """AdapterChanges: loads and unloads LoRA adapters beside the sequences of an engine, one after the other."""
 
-from __future__ import annotations
-
 import asyncio
 
 from grpc import StatusCode

@@ -3,8 +3,6 @@
 The functions are those of a start: settings, config, headers and tokenizer are checked as there, and no weight is read.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The settings of a shard. Flags, environment names, --help and docs/flags.md are derived from them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Conversion of orders from protobuf, and of reports to it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version

@@ -3,8 +3,6 @@
 The library reads the file, dequantizes its weights, and finds the tokenizer and the chat template in it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -8,8 +8,6 @@ for a reset of the GPU, a reboot, or, after a memory error, a restart of the pro
 45, …), and those that the catalogue ignores (63, 92, 93, …), are logged and nothing else.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType

@@ -4,8 +4,6 @@
 driven   SERVING: besides, a router drives the shard, with a Run session: what readiness of its pod means
 """
 
-from __future__ import annotations
-
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as grpc_health
 

@@ -3,8 +3,6 @@
 A decoder is native code that reads untrusted input. In the shard's own process it could end the engine, or hold a thread for ever.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

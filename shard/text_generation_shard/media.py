@@ -1,7 +1,5 @@
 """The images of a prompt, as a request brings them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

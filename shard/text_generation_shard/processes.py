@@ -1,7 +1,5 @@
 """The descendants of this process, read from /proc."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ A step is overdue after --hang-timeout seconds and STUCK_AFTER_STEPS times the l
 it may take PREFILL_S longer: nothing tells a long prompt from a hang.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import structlog

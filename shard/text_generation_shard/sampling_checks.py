@@ -1,7 +1,5 @@
 """The checks of the sampling parameters of a new sequence."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 from text_generation_proto.values import (

@@ -1,7 +1,5 @@
 """Run a shard: listen, load the model, serve, stop in order."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The Shard service of shard.proto: RPC, engine call, reply. Info answers while the engine computes."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

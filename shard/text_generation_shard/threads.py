@@ -1,7 +1,5 @@
 """Threads of a shard."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextvars import copy_context

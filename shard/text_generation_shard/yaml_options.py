@@ -1,7 +1,5 @@
 """Options given as YAML or JSON, in a flag or in a file. Names that are there twice, and anchors, are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable
 from pathlib import Path

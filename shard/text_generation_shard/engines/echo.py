@@ -6,8 +6,6 @@ is read. It keeps the contract of a real engine exactly: KV blocks, chunks, stop
 it supports grammars: it ends as soon as allowed, closes what is open, and echoes the prompt where the grammar allows it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

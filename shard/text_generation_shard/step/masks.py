@@ -5,8 +5,6 @@ after it. llguidance computes them in parallel with the GIL released. A step has
 those of sequences with slow ones, are computed beside the steps at low priority: such a sequence misses steps, others do not.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future, ThreadPoolExecutor

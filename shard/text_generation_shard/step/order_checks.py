@@ -1,7 +1,5 @@
 """Checks of orders against the sequences that an engine holds and the groups of its cache."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from text_generation_proto.cache_groups import CacheGroup

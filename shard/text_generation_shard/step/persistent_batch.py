@@ -5,8 +5,6 @@ depends only on the number of steps, and the device has its last token. A step c
 a loop over objects. The tokens are not stored here; the router has them. A sequence leaves for a step in which it has drafts.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from text_generation_shard.step.sequence import PersistentRows, Sequence

@@ -1,7 +1,5 @@
 """Replay: the generated tokens at the end of a sequence's prompt, each scored again from the logits and masks of its position."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 

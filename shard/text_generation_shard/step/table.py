@@ -23,8 +23,6 @@ after each. A draft is right if it is the token sampled for its position. `advan
 them; the positions behind are not computed, and later steps overwrite their KV. Such a step begins once the last one is recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A step on a CPU: its batch, and its attention by an `AttentionPlan`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 

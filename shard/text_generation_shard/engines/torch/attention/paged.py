@@ -6,8 +6,6 @@ shape, so they are computed once per step. Measured on CPU, plain matrix product
 `scaled_dot_product_attention`, except for very small inputs, where the launch overhead dominates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

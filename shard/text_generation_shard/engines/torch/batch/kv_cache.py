@@ -9,8 +9,6 @@ A partly filled block is therefore cleared when a sequence enters it, so that no
 sequence is padded to the length of another, it reads its own last block again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The tokens of a step by sequence, for layers whose state depends on all earlier tokens of a sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise

@@ -5,8 +5,6 @@ only the keys before its end. Tiles of similar size form a *tile group*, which a
 the order of the groups; a decode row is a tile of one token, or of several if it has drafts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 

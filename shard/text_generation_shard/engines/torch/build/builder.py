@@ -1,7 +1,5 @@
 """Builds an engine around a model: the device, the group, the runner and the executor of this rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import structlog

@@ -6,8 +6,6 @@ the number of layers, and stay in the caches on disk: of Triton, FlashInfer and 
 model for which this was done.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

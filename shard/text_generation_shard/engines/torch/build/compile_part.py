@@ -1,7 +1,5 @@
 """Compiles a part of the kernels of a model: `python -m … PART PARTS`, with settings as JSON on stdin; see compile_ahead.py."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ compressed-tensors, ModelOpt, AutoFP8 and Quark name them differently. A key or 
 tensor or of its head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Builds the engine of a model that the native decoder computes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

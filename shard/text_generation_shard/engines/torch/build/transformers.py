@@ -1,7 +1,5 @@
 """Builds the engine of a model that transformers runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

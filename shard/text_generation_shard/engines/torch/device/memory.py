@@ -1,7 +1,5 @@
 """The memory that the KV cache may still take, of a GPU or of the machine, and the peak memory of this process."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

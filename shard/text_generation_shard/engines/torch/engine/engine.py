@@ -13,8 +13,6 @@ samples within the forward pass. A sequence that finished in step k is computed 
 A step with drafts (step.drafts) begins only once the step before is recorded, and the step after it likewise.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Plans steps and runs them on all ranks; on a GPU without waiting for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """StepInFlight: a step from its launch until its tokens are recorded."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import repeat

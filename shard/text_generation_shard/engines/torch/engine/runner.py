@@ -1,7 +1,5 @@
 """The interface of a model, and of what runs its planned steps on one rank: every rank runs the same plans in the same order."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Prompt log-probabilities are those of the raw logits. The tokens of a replay are
 logits: several rows of one sequence at consecutive positions, by the code that samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ step to its last, `gap_us` the idle time of the device before it. Host times and
 pause.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

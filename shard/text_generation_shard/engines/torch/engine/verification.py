@@ -1,7 +1,5 @@
 """The rows that sample the tokens of a sequence with drafts: one for each position, as if the drafts before it had been sampled."""
 
-from __future__ import annotations
-
 from text_generation_shard.engines.torch.engine.scoring import sampling_row
 from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history

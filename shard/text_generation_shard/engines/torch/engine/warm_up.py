@@ -14,8 +14,6 @@ of each sequence, and checkpoints. It has at least one for each sequence in a st
 memory is enough, at least two, and at most STATES for each slot. One block more is that of padding.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace

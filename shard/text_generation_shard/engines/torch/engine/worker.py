@@ -1,7 +1,5 @@
 """The worker of a follower rank: executes the commands that rank 0 broadcasts, in the same order."""
 
-from __future__ import annotations
-
 import json
 import struct
 from enum import IntEnum

@@ -4,8 +4,6 @@ Every token has k experts. For each of these pairs, out = weight · down(act(gat
 are added in the order of its ids, so that the sum does not depend on the other tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

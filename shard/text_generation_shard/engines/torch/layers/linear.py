@@ -3,8 +3,6 @@
 Nothing here waits for the device, so that everything can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The MLP of a layer: the part between its attention and the next layer."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """The weights of RMS norms (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

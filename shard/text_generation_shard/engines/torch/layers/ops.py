@@ -1,7 +1,5 @@
 """The operations of a layer besides attention: in plain torch, with updates in place. `DeviceOps` has them for a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

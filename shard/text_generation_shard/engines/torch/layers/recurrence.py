@@ -4,8 +4,6 @@ States are pools of blocks, which decode rows replace; a chunk may read from one
 by token as one batch, chunks of prompts one by one in pieces of CHUNK tokens: within a piece by products of matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

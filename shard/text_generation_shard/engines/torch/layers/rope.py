@@ -1,7 +1,5 @@
 """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864), with the frequencies of transformers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ One thread receives commands from the control channel and executes them. When th
 engine reports it, and the shard exits.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 

@@ -16,8 +16,6 @@ nor authenticated.
 The listener closes when all ranks have connected.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Runs steps on a CPU: each within the call that starts it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

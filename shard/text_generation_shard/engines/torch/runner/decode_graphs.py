@@ -5,8 +5,6 @@ writes logits and greedy tokens to fixed output buffers. A step uses the smalles
 the dummy slot.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ A step uses the smallest set that fits; its padding tokens belong to the dummy s
 largest capture size keep the device busy without graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Token ids of sequences on the device, for the penalties: a step appends new ids instead of copying all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 

@@ -4,8 +4,6 @@ In this order: watermark, repetition penalty, frequency penalty (TGI's three), t
 suppressed tokens, grammar. All work in place on `scores` [rows, vocabulary]. A stage that no row uses costs one look at each row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

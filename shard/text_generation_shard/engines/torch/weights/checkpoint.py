@@ -3,8 +3,6 @@
 Nothing is unpickled: a folder with only *.bin is refused.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 A checkpoint is validated by its headers, before the first weight is read.
 """
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 

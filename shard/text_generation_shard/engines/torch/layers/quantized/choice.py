@@ -1,7 +1,5 @@
 """Chooses the linear layer of projections by the format of their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

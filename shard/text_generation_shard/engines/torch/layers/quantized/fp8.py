@@ -4,8 +4,6 @@ The scales are factored out of the sum: y[t, n] = x_scale[t] · w_scale[n] · Σ
 a kernel that reads the weight as fast as the device can multiplies activations that are not quantized: see kernels/matvec.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ made small for it, so that they matter within so few tokens. On a GPU the steps 
 In a group, all ranks check at the same time, each with the executor of a single rank: the collectives are in the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 

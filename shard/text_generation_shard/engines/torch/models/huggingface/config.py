@@ -1,7 +1,5 @@
 """The config of a model as transformers reads it, and the facts of it that the engine needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dequantizes the weights of a checkpoint for a model of transformers, which computes in 16 or 32 bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 

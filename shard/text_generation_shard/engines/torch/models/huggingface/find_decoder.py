@@ -6,8 +6,6 @@ family that only transformers knows gets the kernels and the graphs of the nativ
 mixture of experts, stays the library's. The names of modules only say where to look.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Images are decoded in child processes and processed by Pillow, on threads beside the engine, and encoded one by one on the engine's device.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import warnings

@@ -3,8 +3,6 @@
 No code of a model folder is run: configs and classes are those of the library, and nothing is fetched.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

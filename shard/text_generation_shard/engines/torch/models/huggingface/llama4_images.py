@@ -1,7 +1,5 @@
 """The image processor of Llama 4 in Pillow: that of the library needs torchvision."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

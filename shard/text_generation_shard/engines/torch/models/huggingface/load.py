@@ -1,7 +1,5 @@
 """Loads a Hugging Face model: weights from the safetensors of a folder, or random ones."""
 
-from __future__ import annotations
-
 import re
 import time
 import warnings

@@ -3,8 +3,6 @@
 find_decoder.py finds the decoder, for layers of the usual form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs parts of a model of transformers alone, on random input: to learn their inputs, and to compare them with our own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ rank keeps its part of each weight. Hooks of the modules add the collectives.
 The vocabulary of the LM head is divided always, as the plan of its class says for almost all models.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

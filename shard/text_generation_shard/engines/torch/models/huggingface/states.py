@@ -6,8 +6,6 @@ capture, and chunks one by one. The states of a batch are copied from the pools 
 that starts at position 0 gets a new state.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

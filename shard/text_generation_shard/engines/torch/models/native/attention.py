@@ -1,7 +1,5 @@
 """The weights of the attention of a layer, or one rank's part of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Queries, keys and values of the hidden states pass a short convolution and a rec
 gated. A rank has some groups of heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

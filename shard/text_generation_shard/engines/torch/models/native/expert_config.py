@@ -1,7 +1,5 @@
 """The mixture of experts of a config.json: its sizes, its router, and the layers that have one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from text_generation_shard.json_object import JsonObject

@@ -1,7 +1,5 @@
 """The mixtures of experts that several families have, as DeepSeek's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily

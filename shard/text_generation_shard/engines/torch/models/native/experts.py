@@ -1,7 +1,5 @@
 """The mixture of experts of a layer: its weights, or one rank's part of them, and its forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A family of decoders: its differences from Llama, with the defaults of its config class in transformers, which a config.json may omit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The experts of checkpoints that have those of a layer in one tensor."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

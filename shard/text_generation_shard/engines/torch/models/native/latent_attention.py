@@ -6,8 +6,6 @@ and values of the heads are absorbed into queries and outputs, so that heads att
     score = (q_plain · W_k) · c + q_rotated · r        output = (Σ weight · c) · W_v
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434) in a config.json."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

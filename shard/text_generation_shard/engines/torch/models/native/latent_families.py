@@ -1,7 +1,5 @@
 """The families of decoders with multi-head latent attention, by config.json's model_type."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_families import DENSE, SIGMOID_EXPERTS, SOFTMAX_EXPERTS

@@ -1,7 +1,5 @@
 """Reads the heads of each layer of a config.json, and the size of its MLPs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from reprlib import repr as shortened

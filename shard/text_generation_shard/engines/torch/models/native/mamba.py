@@ -1,7 +1,5 @@
 """Mamba 2 (Dao and Gu 2024, arXiv 2405.21060) of Granite 4, Bamba, Falcon-H1 and Nemotron-H: weights and states."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Builds the linear layers of a layer of a checkpoint, or one rank's part of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Reads the rotary position embeddings of a config.json, in the spellings of transformers 4 and 5."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import Any

@@ -1,7 +1,5 @@
 """Short convolutions of LFM2: weights and states."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

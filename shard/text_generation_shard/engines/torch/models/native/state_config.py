@@ -1,7 +1,5 @@
 """The layers with a state of a config.json: their kind, their sizes, and the layers that have one instead of attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as shortened

@@ -3,8 +3,6 @@
 The last block of a pool is that of the padding rows of graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The models of text and images whose text part this engine computes itself, by config.json's model_type."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily

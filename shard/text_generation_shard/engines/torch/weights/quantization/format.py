@@ -1,7 +1,5 @@
 """The interface of a format of quantized weights: the tensors that stand for a weight, and their dequantization."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plans the loading of parameters from a checkpoint: copies, and weights that are quantized or dequantized on the way."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 

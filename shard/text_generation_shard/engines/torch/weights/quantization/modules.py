@@ -1,7 +1,5 @@
 """Lists of modules in a quantization config: names, patterns with *, regular expressions after `re:`, parts of names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 

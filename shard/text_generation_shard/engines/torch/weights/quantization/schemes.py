@@ -1,7 +1,5 @@
 """The quantization of a checkpoint: which modules have which format of weights, read from its config."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Codes and zero points are packed along the outputs: `qweight` int32 [inputs, out
 [groups, outputs·bits/32]; `scales` [groups, outputs]. Within a word, the codes of eight outputs are in the order ORDER.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Of a 4-bit weight all values are a row: two in a byte, the first in the upper bi
 a factor `absmax` for a block of values. With double quantization the factors are places of numbers of `nested_quant_map` as well.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

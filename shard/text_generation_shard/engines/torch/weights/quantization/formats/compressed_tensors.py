@@ -3,8 +3,6 @@
 Activations are quantized only where the product is FP8; for the other formats the weights alone are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ MXFP4 (OCP Microscaling Formats 1.0) has a power of two for 32 inputs, stored as
 float8_e4m3fn for 16 inputs and one in float32 for the tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The methods `fp8` (transformers, Qwen, DeepSeek, Mistral), `compressed-tensors` 
 and in the dtype of the product: float32, or with compressed-tensors that of the scales.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

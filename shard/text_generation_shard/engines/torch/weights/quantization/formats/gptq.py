@@ -6,8 +6,6 @@ desc_act is set. In the format `gptq` the stored zero points are smaller by one,
 the zero points themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Arithmetic that the integer formats share: w = (q − z) · s in the dtype of the scale, with z and s of a group of inputs."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 `weight_scale` is [outputs, groups]. `int-quantized` has a signed `weight` int8 [outputs, inputs] and signed zero points.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
