@@ -8,11 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
-from text_generation_shard.engines.torch.attention.step import (
-    ScoreRules,
-    Step,
-    StepImages,
-)
+from text_generation_shard.engines.torch.attention.step import ScoreRules, Step, StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape, PagedKVCache
 from text_generation_shard.engines.torch.batch.state_rows import StateRows, state_chunks
 from text_generation_shard.engines.torch.batch.tiles import StepBatch

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.attention.step import (
-    ScoreRules,
-    Step,
-    StepImages,
-)
+from text_generation_shard.engines.torch.attention.step import ScoreRules, Step, StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.batch.state_rows import StateRows, state_chunks
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan

@@ -97,16 +97,13 @@ class Step(Protocol):
 
     def token_ids(self) -> Tensor:
         """Return the token ids, int64 [tokens]."""
-        ...
 
     @property
     def state_rows(self) -> StateRows:
         """The tokens by sequence, for layers with a state."""
-        ...
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         """Return the rows of `table` [vocabulary, hidden] of the tokens, times `scale`."""
-        ...
 
     def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
         """Return mix(rows, projected, out) for the sequences of the step."""
@@ -139,11 +136,9 @@ class Step(Protocol):
         `qkv` [tokens, (heads + 2 · KV heads) · head_dim] has query heads, key heads and value heads; it may be overwritten.
         Without value heads, values are the keys before their norm and rotation.
         """
-        ...
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
         """Return the attention over the cache of a layer, [tokens, heads · value_dim].
 
         `queries` is [tokens, heads, head_dim]; the tokens' keys and values have been appended.
         """
-        ...

@@ -28,23 +28,12 @@ from text_generation_common.progress import phase
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.adapters import LoraAdapter
-from text_generation_shard.engine import (
-    EngineInfo,
-    Failure,
-    InsufficientMemory,
-    Orders,
-    StepResult,
-    SynchronousEngine,
-)
+from text_generation_shard.engine import EngineInfo, Failure, InsufficientMemory, Orders, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.device.copies import EventRecorder, PinnedBuffers
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.in_flight import StepInFlight
 from text_generation_shard.engines.torch.engine.predictions import Predictions
-from text_generation_shard.engines.torch.engine.scoring import (
-    sampling_row,
-    start_scores,
-    start_token_scores,
-)
+from text_generation_shard.engines.torch.engine.scoring import sampling_row, start_scores, start_token_scores
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.verification import verifying_rows
 from text_generation_shard.engines.torch.engine.warm_up import cache_bytes, cache_groups, worst_step

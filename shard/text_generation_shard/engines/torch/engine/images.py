@@ -107,15 +107,12 @@ class ImageEncoder(Protocol):
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:
         """Decode the images of a sequence beside the engine. Fails with ImageError. May be called from any thread."""
-        ...
 
     def encode(self, picture: Picture) -> Tensor:
         """Return the rows [levels, tokens, hidden] of an image: in the place of embeddings, then what is added after each of the first layers."""
-        ...
 
     def encode_largest(self) -> Tensor:
         """Return the rows of an image of the largest usual size."""
-        ...
 
     def close(self) -> None:
         """Stop decoding."""

@@ -24,40 +24,33 @@ class Model(Protocol):
 
     def forward(self, step: Step) -> Tensor:
         """Return hidden states [tokens, hidden], as `logits` expects them; writes keys and values to the cache."""
-        ...
 
     def predict(self, step: Step, hidden: Tensor) -> Tensor:
         """Return the hidden states from which `logits` gives the token after the next one: those of a layer for drafts.
 
         `step` has the next token at each position, `hidden` [tokens, hidden] the output of `forward` there, or of this one.
         """
-        ...
 
     def allocate_states(self, blocks: int) -> None:
         """Replace the states of the layers by `blocks` blocks of zeros, if the cache has a group of states."""
-        ...
 
     def state_pools(self) -> list[Tensor]:
         """Return the states of the layers, [blocks, …] each."""
-        ...
 
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
         """Return `forward` for steps of at most `max_tokens` tokens, to be captured in pieces: see `PiecewiseGraphs`.
 
         Between its attentions it depends on data on the device alone. None: it does not.
         """
-        ...
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
         """Return logits [rows, vocabulary] for some rows of hidden states; the same on every rank.
 
         Written to the first rows of `memory` if given: see `logits_memory`.
         """
-        ...
 
     def logits_memory(self, rows: int) -> Tensor:
         """Allocate a buffer for the logits of `rows` rows."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

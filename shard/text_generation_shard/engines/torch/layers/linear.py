@@ -57,11 +57,9 @@ class Linear(Protocol):
     @property
     def matvec_weight(self) -> MatvecWeight | None:
         """The weight for products with a few rows that are fused with the operations next to them; None if it has none."""
-        ...
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return y [rows, outputs] for x [rows, inputs], written to `out` if given."""
-        ...
 
     def pack(self) -> None:
         """Reorder the loaded weight for products on a CPU, without `out`; the weight can be used for nothing else."""

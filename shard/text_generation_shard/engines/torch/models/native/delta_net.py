@@ -12,11 +12,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.batch.state_rows import StateRows
 from text_generation_shard.engines.torch.kernels.operands import GatedNorm, Recurrence
 from text_generation_shard.engines.torch.layers.ops import Ops
-from text_generation_shard.engines.torch.models.native.projections import (
-    AnyLinear,
-    LayerProjections,
-    of_heads,
-)
+from text_generation_shard.engines.torch.models.native.projections import AnyLinear, LayerProjections, of_heads
 from text_generation_shard.engines.torch.models.native.state_config import StateConfig
 from text_generation_shard.engines.torch.models.native.state_layer import Parameters, StateLayer, of_rank
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange

@@ -3,12 +3,7 @@
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
-from text_generation_shard.engines.torch.models.native.family import (
-    ATTENTION_BIAS,
-    MLP_BIAS,
-    Family,
-    NormNames,
-)
+from text_generation_shard.engines.torch.models.native.family import ATTENTION_BIAS, MLP_BIAS, Family, NormNames
 from text_generation_shard.engines.torch.models.native.latent_families import LATENT_FAMILIES
 from text_generation_shard.engines.torch.models.native.state_families import STATE_FAMILIES
 from text_generation_shard.engines.torch.models.native.wrappers import TEXT_PARTS

@@ -17,11 +17,7 @@ from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Pr
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
-from text_generation_shard.engines.torch.models.native.decoder import (
-    AttentionPart,
-    AttentionPlace,
-    LayerBuffers,
-)
+from text_generation_shard.engines.torch.models.native.decoder import AttentionPart, AttentionPlace, LayerBuffers
 from text_generation_shard.engines.torch.models.native.projections import AnyLinear, LayerProjections, of_heads
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
