@@ -9,8 +9,6 @@ Token ids in, token ids out: no text, no gRPC, no asyncio. `step.table.SequenceT
 scheduled by the router share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -284,7 +282,7 @@ class Engine(Protocol):
         A self-scheduling engine computes on its own threads: its step blocks until there is a result, or `wake` is called.
         """
 
-    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
+    def set_adapter(self, name: str, adapter: "LoraAdapter | None") -> Iterator[None]:
         """Load a LoRA adapter; None: free it after its last sequence. Advanced at step boundaries to its end. Raises EngineError."""
 
     def wake(self) -> None:

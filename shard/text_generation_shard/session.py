@@ -10,8 +10,6 @@ The report of a step leaves after the orders of the next boundary were applied a
 learns one step earlier that its orders were applied, and the device never waits for a report to be written.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import time
@@ -166,7 +164,7 @@ class EngineSession:
 class SessionOwner:
     """Lends the engine to one session at a time. Used on the event loop only."""
 
-    def __init__(self, thread: EngineThread, tracer: Tracer | None = None) -> None:
+    def __init__(self, thread: EngineThread, tracer: "Tracer | None" = None) -> None:
         self._thread = thread
         self._tracer = tracer
         self.engine: Engine | None = None

@@ -7,8 +7,6 @@
 Only sequences whose orders carry a trace have spans. While one runs, the tokens of each step are counted by slot.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ class _Traced:
     """A sequence that runs. Times are of the monotonic clock, in seconds."""
 
     sequence: NewSequence
-    span: OpenSpan
+    span: "OpenSpan"
     tokens_before: int
     """New tokens of its slot before it was admitted."""
     chunks: list[tuple[float, float, int]] = field(default_factory=list)
@@ -41,7 +39,7 @@ class _Traced:
 class SequenceSpans:
     """Follows the traced sequences of one session. Used on the engine's thread, and after it."""
 
-    def __init__(self, tracer: Tracer | None = None, engine: str = "") -> None:
+    def __init__(self, tracer: "Tracer | None" = None, engine: str = "") -> None:
         """Without a tracer nothing is traced."""
         self._tracer = tracer
         self._engine = engine

@@ -1,7 +1,5 @@
 """The engines by name. Each is imported only when it is used."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +55,7 @@ def build_engine(config: ShardConfig) -> Engine:
 class CodeChoice:
     """The code that runs a model in the torch engine."""
 
-    model: ModelConfig | None
+    model: "ModelConfig | None"
     """The config for the native decoder; None: transformers runs the model."""
     reason: str
     refused: bool = False

@@ -1,7 +1,5 @@
 """A step on a GPU: its tokens on the device, and their attention by kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 class StepContext:
     """The memory that all steps of a runner read and write."""
 
-    kernels: DeviceKernels
+    kernels: "DeviceKernels"
     cache: Sequence[Tensor]
     """For each layer, [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]; [blocks, 1, 1, BLOCK_SIZE, head_dim] of latent rows."""
     layers: Sequence[LayerShape]

@@ -1,7 +1,5 @@
 """The protocol of a step: its tokens, and their attention. A CPU step attends by an `AttentionPlan`, a device step by kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,7 +59,7 @@ class StepImages:
             put(hidden, 0, self.places, self.rows[level].to(hidden.dtype))
         return hidden
 
-    def in_order(self, places: Tensor) -> StepImages:
+    def in_order(self, places: Tensor) -> "StepImages":
         """Return the same for tokens in another order; `places` are their indices in this one."""
         inverse = torch.empty_like(places).index_copy_(0, places, torch.arange(len(places)))
         return StepImages(
@@ -84,7 +82,7 @@ class Step(Protocol):
     """The positions of `rotated`: [tokens] or [axes, tokens]."""
     adapters: Tensor | None = None
     """int32 [tokens]: the LoRA adapter of each token, from 1 on; 0 for none. None if no token has one."""
-    images: StepImages | None = None
+    images: "StepImages | None" = None
 
     @cached_property
     def _factors(self) -> dict[tuple[RotaryEmbedding, dtype], tuple[Tensor, Tensor]]:

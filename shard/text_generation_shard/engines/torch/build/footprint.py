@@ -1,7 +1,5 @@
 """The memory that a model takes in the torch engine, from its config and the headers of its files: no weight is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +90,7 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
 
 
 def transformers_footprint(
-    config: ShardConfig, prepared: Prepared[TransformersConfig], limits: WarmUpLimits
+    config: ShardConfig, prepared: "Prepared[TransformersConfig]", limits: WarmUpLimits
 ) -> Footprint:
     """Return the memory of a model that transformers runs. The tensors of its checkpoint are compared when it is loaded."""
     from text_generation_shard.engines.torch.models.huggingface.load import load_model

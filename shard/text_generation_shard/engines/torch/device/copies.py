@@ -5,8 +5,6 @@ through pinned memory and are only launched, on the current stream. torch's allo
 such copy and reuses a block only after the stream has passed it, so the source need not be kept.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 
@@ -88,7 +86,7 @@ class CudaEvent:
         """Wait until the event has completed. Releases the GIL."""
         self._event.synchronize()
 
-    def ns_since(self, earlier: DeviceEvent) -> int:
+    def ns_since(self, earlier: "DeviceEvent") -> int:
         """Return the nanoseconds between two completed events."""
         assert isinstance(earlier, CudaEvent)
         return int(earlier._event.elapsed_time(self._event) * 1e6)
@@ -103,7 +101,7 @@ class CpuEvent:
     def wait(self) -> None:
         """Nothing to wait for."""
 
-    def ns_since(self, earlier: DeviceEvent) -> int:
+    def ns_since(self, earlier: "DeviceEvent") -> int:
         assert isinstance(earlier, CpuEvent)
         return self._at - earlier._at
 
@@ -121,7 +119,7 @@ class EventRecorder:
         self._events = [CudaEvent() for _ in range(self.RING_SIZE)] if device.type == "cuda" else []
         self._index = 0
 
-    def record(self) -> DeviceEvent:
+    def record(self) -> "DeviceEvent":
         """Record an event after all work launched so far."""
         if not self._events:
             return CpuEvent()

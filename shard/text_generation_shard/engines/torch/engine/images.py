@@ -8,8 +8,6 @@ and
 the next turns of a chat share one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -102,7 +100,7 @@ class ImageEncoder(Protocol):
 
     rotates: bool
     """True if images have rotary positions in several axes."""
-    cached: RowCache
+    cached: "RowCache"
     """The encoded images."""
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:

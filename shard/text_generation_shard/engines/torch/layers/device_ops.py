@@ -4,8 +4,6 @@ For a few tokens, each product is one kernel with the operations before and afte
 cuBLAS, and an output is added to the residual stream by the kernel of the norm that reads it next.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +26,7 @@ class DeviceOps(Ops):
 
     has_buffers = True
 
-    def __init__(self, kernels: DeviceKernels, group: ParallelGroup, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: "DeviceKernels", group: ParallelGroup, dtype: torch.dtype) -> None:
         super().__init__(group)
         self._kernels = kernels
         self._dtype = dtype

@@ -8,8 +8,6 @@ float16 ends at 65,504. The outputs of a norm are bounded for any input. The out
 activation are not, and keep the dtype of the model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,17 +41,17 @@ class Precision:
     logits: torch.dtype = torch.float32
 
     @classmethod
-    def uniform(cls, dtype: torch.dtype) -> Precision:
+    def uniform(cls, dtype: torch.dtype) -> "Precision":
         """Return one dtype for everything, which is fastest on a CPU."""
         return cls(dtype, dtype, dtype, dtype)
 
     @classmethod
-    def of(cls, hidden_size: int, dtype: torch.dtype, *, rounded: bool = False) -> Precision:
+    def of(cls, hidden_size: int, dtype: torch.dtype, *, rounded: bool = False) -> "Precision":
         """Return the precision of a model on a GPU before loading; `rounded`: more bits would not help its coarse weights."""
         is_narrow = hidden_size <= MAX_NARROW_HIDDEN_SIZE and dtype.itemsize == 2 and not rounded
         return cls(dtype, torch.float32 if is_narrow else dtype, dtype)
 
-    def after_loading(self, norms: Sequence[RMSNorm | None], linears: Sequence[Any]) -> Precision:
+    def after_loading(self, norms: Sequence[RMSNorm | None], linears: Sequence[Any]) -> "Precision":
         """Return the final precision, with float16 for normed hidden states where that is safe.
 
         Safe: products return more than the model's dtype, the outputs of `norms` (None: not normed) stay in the range of float16, and the weights of

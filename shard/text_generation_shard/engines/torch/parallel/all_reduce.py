@@ -7,8 +7,6 @@ MAX_ONE_SHOT_BYTES. For a few KiB the low-latency kernel is faster still: it has
 launch (kernels/low_latency.py), but it sends twice the bytes.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +30,7 @@ class AllReduce:
     """In-place all-reduce over the default process group. The constructor is a collective: all ranks call it together."""
 
     def __init__(
-        self, device: torch.device, low_latency: LowLatencyCollectives | None = None, *, one_shot: bool = True
+        self, device: torch.device, low_latency: "LowLatencyCollectives | None" = None, *, one_shot: bool = True
     ) -> None:
         """Set up for tensors on `device`. Without CUDA, `one_shot` or symmetric memory, all goes to the process group."""
         self._low_latency = low_latency

@@ -12,8 +12,6 @@ A process that ends for any reason closes its sockets. The other side then raise
 fails with an error of its library is translated to GroupBroken by `PeerLossTranslator`.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket
@@ -42,7 +40,7 @@ class GroupBroken(EngineError):
 class _Channel:
     """One side of the channel, with connections to the other."""
 
-    def __init__(self, peers: list[_Peer]) -> None:
+    def __init__(self, peers: "list[_Peer]") -> None:
         self._peers = peers
         self._reason: str | None = None
         """Description of the peer that was lost first, once it is watched."""
@@ -175,7 +173,7 @@ class _Peer:
 class _EndWaiter:
     """Waits for the first of several connections to end, on duplicate descriptors, which remain valid when the originals close."""
 
-    def __init__(self, peers: list[_Peer]) -> None:
+    def __init__(self, peers: "list[_Peer]") -> None:
         self._poll = select.poll()
         self._peers = {peer.duplicate(): peer for peer in peers}
         for descriptor in self._peers:

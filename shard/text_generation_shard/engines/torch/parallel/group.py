@@ -11,8 +11,6 @@ without authentication or encryption: the network between the hosts has to be pr
 With one rank, the collectives do nothing, and torch.distributed is not imported.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import struct
@@ -67,8 +65,8 @@ class ParallelGroup:
         self,
         tp: TensorParallelRank,
         channel: LeaderChannel | FollowerChannel | None = None,
-        all_reduce: AllReduce | None = None,
-        low_latency: LowLatencyCollectives | None = None,
+        all_reduce: "AllReduce | None" = None,
+        low_latency: "LowLatencyCollectives | None" = None,
     ) -> None:
         self.tp = tp
         self.channel = channel
@@ -181,7 +179,7 @@ def _meet(config: ShardConfig, tp: TensorParallelRank) -> tuple[LeaderChannel | 
     return connect_to_leader(address, tp.rank, size, timeout, config), host
 
 
-def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRank, host: str) -> Store:
+def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRank, host: str) -> "Store":
     """Open the store for the rendezvous of the process group; it listens on `host`, that of rank 0, only."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
@@ -205,7 +203,7 @@ def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRan
     return TCPStore(host, port, tp.world_size, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
 
 
-def _open_process_group(tp: TensorParallelRank, device: torch.device, store: Store, interface: str | None) -> None:
+def _open_process_group(tp: TensorParallelRank, device: torch.device, store: "Store", interface: str | None) -> None:
     import torch.distributed as dist
 
     on_cuda = device.type == "cuda"

@@ -4,8 +4,6 @@ Not every machine supports it. Set-up therefore has stages, and after each stage
 rank that continued alone would wait for the others forever.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from math import prod
@@ -69,7 +67,7 @@ def succeed_together(stages: Sequence[Callable[[Any], Any]], device: torch.devic
     return result
 
 
-def create_low_latency_collectives(device: torch.device) -> LowLatencyCollectives | None:
+def create_low_latency_collectives(device: torch.device) -> "LowLatencyCollectives | None":
     """Create the low-latency collectives of the default process group; None if any rank cannot. A collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -79,7 +77,7 @@ def create_low_latency_collectives(device: torch.device) -> LowLatencyCollective
         shape = inbox_shape(size, MAX_GATHERED_ROW // size // BLOCK * BLOCK)
         return allocate_symmetric(prod(shape), torch.int64, device).zero_().view(shape)
 
-    def connect(inbox: Tensor) -> LowLatencyCollectives:
+    def connect(inbox: Tensor) -> "LowLatencyCollectives":
         from text_generation_shard.engines.torch.kernels.low_latency import BLOCK, LowLatencyCollectives
 
         low_latency = LowLatencyCollectives(rank, inbox, rendezvous(inbox))
@@ -88,7 +86,7 @@ def create_low_latency_collectives(device: torch.device) -> LowLatencyCollective
         low_latency.all_gather(torch.empty(0, BLOCK, device=device), torch.empty(0, size * BLOCK, device=device))
         return low_latency
 
-    def verify(low_latency: LowLatencyCollectives) -> LowLatencyCollectives:
+    def verify(low_latency: "LowLatencyCollectives") -> "LowLatencyCollectives":
         # All rounds before raising: a rank that stopped early would leave its peers waiting.
         wrong, capacity = 0, low_latency.capacity
         numbers = torch.arange(size * capacity, dtype=torch.float32, device=device).view(1, -1)

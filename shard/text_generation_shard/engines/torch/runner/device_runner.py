@@ -1,7 +1,5 @@
 """Runs planned steps on the GPU of one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,7 +27,7 @@ class DeviceRunner(Runner):
     def __init__(  # noqa: PLR0913 – the parts of a rank
         self,
         model: Model,
-        kernels: DeviceKernels,
+        kernels: "DeviceKernels",
         group: ParallelGroup,
         shape: CacheShape,
         max_slots: int,

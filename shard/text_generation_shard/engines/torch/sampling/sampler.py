@@ -8,8 +8,6 @@ the draw on its own (seed, position).
 On a GPU everything is launched and nothing waited for: no value is copied back before it is read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -159,7 +157,7 @@ class _DeviceColumn:
     values: Tensor
     """[used, 1] float64."""
 
-    def split(self, rows_at_once: int) -> list[_DeviceColumn]:
+    def split(self, rows_at_once: int) -> "list[_DeviceColumn]":
         """Return columns of at most that number of rows."""
         count = len(self.values)
         if count <= rows_at_once:
@@ -177,7 +175,7 @@ class _DeviceColumn:
         return part if self.rows is None else tensor.index_copy_(0, self.rows, part)
 
 
-def _send(columns: Sequence[_Column], num_rows: int, device: torch.device) -> list[_DeviceColumn]:
+def _send(columns: Sequence[_Column], num_rows: int, device: torch.device) -> "list[_DeviceColumn]":
     """Copy the columns of a step of `num_rows` rows to the device, in two copies at most. None may be empty."""
     if not columns:
         return []

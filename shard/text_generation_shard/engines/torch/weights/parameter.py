@@ -1,7 +1,5 @@
 """A parameter of the model, as a part of a tensor of the checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -54,7 +52,7 @@ class ParameterShard:
     other: OtherSource | None = None
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> ParameterShard:
+    def whole(cls, tensor: Tensor) -> "ParameterShard":
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
     def select(self, source: Tensor) -> Tensor:

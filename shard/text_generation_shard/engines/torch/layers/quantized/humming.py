@@ -10,8 +10,6 @@ rows on (0.87, 0.79 and 0.88): those are computed by cuBLAS with a dequantized c
 order of our own kernel for a few rows, which is fused with the operations next to it: see kernels/packed_matvec.py.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence
@@ -156,7 +154,7 @@ class HummingLinear:
 
 
 @functools.cache
-def tilings(config: LayerConfig, bits: int) -> str:
+def tilings(config: "LayerConfig", bits: int) -> str:
     """Return humming's tilings by the number of rows, with better ones where they were measured.
 
     All kernels are launched with programmatic dependent launch: see kernels/pdl.py.

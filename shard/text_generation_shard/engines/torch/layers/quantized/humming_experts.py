@@ -4,8 +4,6 @@ One kernel multiplies the rows of each expert, which are next to each other, wit
 `HummingLinear` and in MXFP4 as gpt-oss stores it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence
@@ -90,7 +88,7 @@ class HummingExperts:
 
 
 @functools.cache
-def tilings(config: LayerConfig) -> str:
+def tilings(config: "LayerConfig") -> str:
     """Return humming's tilings for powers of two of rows: each is compiled, and to find all that it knows takes minutes."""
     from humming.tune import get_heuristics_config
 

@@ -1,7 +1,5 @@
 """The formats of weights that humming-kernels multiplies with, and the tensors in which its layers hold them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -87,7 +85,7 @@ def _source(projection: Projection, stacked: tuple[int, int] | None) -> tuple[st
 
 
 def _read(
-    reader: Reader,
+    reader: "Reader",
     weights: WeightFormat,
     columns: slice,
     stacked: tuple[int, int] | None,
@@ -194,5 +192,5 @@ def weight_config(weights: WeightFormat, dtype: torch.dtype) -> dict[str, Any]:
 
 Reader = Callable[[WeightFormat, Mapping[str, Tensor], slice, slice], Tensor]
 """Returns rows and columns of a tensor from those of a checkpoint; columns are inputs of the weight."""
-_READERS: dict[str, Reader] = {"weight": packed_codes, "weight_scale": packed_scales, "zero_point": packed_zeros}
+_READERS: "dict[str, Reader]" = {"weight": packed_codes, "weight_scale": packed_scales, "zero_point": packed_zeros}
 """By the names of humming's tensors."""

@@ -5,8 +5,6 @@ through a model as one sequence: everything but attention works token by token. 
 the same order each time; the number of a call is the number of its layer in the cache. A first pass records their shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,12 +35,12 @@ Limits: TypeAlias = tuple[int | None, int | None]
 """Sliding window and chunk length of a layer: see `LayerShape`."""
 
 
-_handlers: list[AttentionRecorder | StepAttention] = []
+_handlers: "list[AttentionRecorder | StepAttention]" = []
 """The handler of the forward pass in progress comes last."""
 
 
 @contextmanager
-def handled_by(handler: AttentionRecorder | StepAttention) -> Iterator[None]:
+def handled_by(handler: "AttentionRecorder | StepAttention") -> Iterator[None]:
     """Let `handler` compute the attention of modules."""
     _handlers.append(handler)
     try:

@@ -5,8 +5,6 @@ the MLP, so each layer has two all-reduces. Norms and the embedding are replicat
 logits gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -213,7 +211,7 @@ def empty_weights(
     room: LoraRoom | None = None,
     *,
     on_cpu: bool,
-) -> ModelWeights:
+) -> "ModelWeights":
     """Return the empty weights of a rank, with the precision of a CPU or a GPU. Raises EngineError for adapters of other models.
 
     Without `room` there are places for these adapters alone.
