@@ -177,7 +177,8 @@ def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, band
     is_fp8 = (_flag(options.launcher_args, "--kv-cache-dtype") or "auto") != "auto"
     states = 0
     if config.states is not None:
-        states = config.states.state_values * (size if config.states.dtype is None else config.states.dtype.itemsize)
+        numbers = sum(config.states.layers) * config.states.values * config.states.key_width
+        states = numbers * (size if config.states.dtype is None else config.states.dtype.itemsize)
     # Keys and values of all tokens are read; a state is read and written.
     cache = streams * 2 * (read * (1 if is_fp8 else size) + states)
     return float((layers + head + cache) / options.num_shard / bandwidth)

@@ -76,8 +76,8 @@ def test_drafts_are_those_of_the_layer(
     executor = engine._executor
     if isinstance(executor._runner, CpuRunner):  # which clears each block that is entered
         with torch.inference_mode():
-            for pool in executor._runner._cache.pools.values():
-                pool.fill_(torch.nan)
+            for layer_cache in executor._runner.cache:
+                layer_cache.fill_(torch.nan)
     logits: list[torch.Tensor] = []
     predict = executor.predict
 

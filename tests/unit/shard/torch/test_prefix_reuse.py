@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -68,20 +67,15 @@ def driver(engine: TorchEngine) -> Driver:
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     # A read of a position that was not written gives NaN.
     with torch.inference_mode():
-        for pool in pools(engine):
-            pool.fill_(torch.nan)
+        for layer in engine._executor._runner.cache:
+            layer.fill_(torch.nan)
     return driver
-
-
-def pools(engine: TorchEngine) -> Sequence[Tensor]:
-    """Return the KV cache of an engine whose layers have one shape, by group."""
-    return list(engine._executor._runner._cache.pools.values())
 
 
 def blocks_of(driver: Driver, blocks: list[int]) -> Tensor:
     """Return a copy of blocks in every layer."""
     assert isinstance(driver.engine, TorchEngine)
-    return torch.cat([pool[:, blocks].float() for pool in pools(driver.engine)])
+    return torch.stack([layer[blocks].float() for layer in driver.engine._executor._runner.cache])
 
 
 def without_reuse(driver: Driver, prompts: list[tuple[int, ...]], new: int, sampling: Sampling) -> list[list[int]]:

@@ -101,8 +101,6 @@ class World:
 def window_layers(engine: TorchEngine) -> list[Tensor]:
     """Return the KV cache of each layer of the window group, by block."""
     runner = engine._executor._runner
-    if hasattr(runner, "_cache"):
-        return [layer for (group, *_), pool in runner._cache.pools.items() if group for layer in pool]
     return [layer for group, layer in zip(runner._shape.groups, runner.cache, strict=True) if group]
 
 

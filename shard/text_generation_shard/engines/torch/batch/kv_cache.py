@@ -1,4 +1,4 @@
-"""The shape of the KV cache, and the paged KV cache of a CPU: one pool of blocks for all layers of a group.
+"""The shape of the KV cache, and the paged KV cache of a CPU.
 
 A block holds, for one layer, [key or value, KV head, token in block, head_dim]. The tokens of a head are contiguous, so one
 `index_select` over (block, key or value, head) returns keys and values in the layout that attention multiplies. A layer with latent
@@ -131,6 +131,20 @@ class CacheShape:
         """The group of each layer."""
         return tuple(self.group_of(layer.window) for layer in self.layers)
 
+    def allocate(self, num_blocks: Sequence[int]) -> list[Tensor]:
+        """Allocate `num_blocks` blocks of each group, uninitialized.
+
+        For each layer: [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]; [blocks, 1, 1, BLOCK_SIZE, head_dim] of latent rows.
+        """
+        return [
+            torch.empty(
+                (num_blocks[group], each.vectors // each.num_kv_heads, each.num_kv_heads, BLOCK_SIZE, each.head_dim),
+                device=self.device,
+                dtype=self.stored,
+            )
+            for group, each in zip(self.groups, self.layers, strict=True)
+        ]
+
     @property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of a block of each of all groups, over all its layers."""
@@ -142,32 +156,16 @@ class CacheShape:
 
 
 class PagedKVCache:
-    """The blocks of each group, numbered 0 <= block < `num_blocks`. Layers of the same group and shape share one tensor."""
+    """The blocks of each group, numbered 0 <= block < `num_blocks`, on a CPU."""
 
     def __init__(self, shape: CacheShape, num_blocks: Sequence[int]) -> None:
         self._fp8, self._scales = shape.fp8, shape.scales
-        sizes = [
-            (group, layer.vectors, layer.head_dim) for group, layer in zip(shape.groups, shape.layers, strict=True)
-        ]
-        self._kinds = [(group, vectors) for group, vectors, _ in sizes]
+        self._kinds = [(group, layer.vectors) for group, layer in zip(shape.groups, shape.layers, strict=True)]
         counts = {vectors for _, vectors in self._kinds}
-        # Not zeroed: every block is written or cleared before it is read, and on CPU an unused block is never committed.
-        self.pools = {
-            (group, vectors, head_dim): torch.empty(
-                sizes.count((group, vectors, head_dim)),
-                num_blocks[group],
-                vectors * BLOCK_SIZE * head_dim,
-                device=shape.device,
-                dtype=shape.stored,
-            )
-            for group, vectors, head_dim in dict.fromkeys(sizes)
-        }
-        """[layers, blocks, numbers of a block] for each group, number of vectors and head_dim."""
-        layers = [self.pools[size][sizes[:index].count(size)] for index, size in enumerate(sizes)]
-        self._tokens = [layer.view(-1, head_dim) for layer, (*_, head_dim) in zip(layers, sizes, strict=True)]
-        self._pairs = [
-            layer.view(-1, BLOCK_SIZE * head_dim) for layer, (*_, head_dim) in zip(layers, sizes, strict=True)
-        ]
+        # Not zeroed: every block is written or cleared before it is read, and an unused block is never committed.
+        self.layers = shape.allocate(num_blocks)
+        self._tokens = [layer.view(-1, layer.shape[-1]) for layer in self.layers]
+        self._pairs = [layer.view(-1, BLOCK_SIZE * layer.shape[-1]) for layer in self.layers]
         self._pair_offsets = {count: torch.arange(count, device=shape.device) * BLOCK_SIZE for count in counts}
         self._head_offsets = {
             count: torch.arange(count, device=shape.device).view(min(count, 2), 1, -1, 1) for count in counts
@@ -208,5 +206,5 @@ class PagedKVCache:
 
     def clear(self, blocks: Tensor) -> None:
         """Zero blocks [groups, blocks] in every layer of their group."""
-        for (group, *_), pool in self.pools.items():
-            pool.view(torch.uint8).index_fill_(1, blocks[group], 0)
+        for (group, _), layer in zip(self._kinds, self.layers, strict=True):
+            layer.view(torch.uint8).index_fill_(0, blocks[group], 0)

@@ -7,6 +7,7 @@ such copy and reuses a block only after the stream has passed it, so the source 
 
 import time
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -72,57 +73,46 @@ class PinnedBuffers:
         return self._views[self._index]
 
 
-class CudaEvent:
-    """A CUDA event on the current stream: it completes when the device has finished all work launched before it."""
+class DeviceEvent:
+    """An event on the current stream of a GPU, complete when the device has finished all work launched before it; on a CPU at once."""
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._at = 0
+        """Time of the record on a CPU, in nanoseconds."""
 
     def record(self) -> None:
         """Record the event after everything launched so far."""
-        self._event.record()
+        if self._event is None:
+            self._at = time.perf_counter_ns()
+        else:
+            self._event.record()
 
     def wait(self) -> None:
         """Wait until the event has completed. Releases the GIL."""
-        self._event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
-    def ns_since(self, earlier: "DeviceEvent") -> int:
+    def ns_since(self, earlier: Self) -> int:
         """Return the nanoseconds between two completed events."""
-        assert isinstance(earlier, CudaEvent)
+        if self._event is None or earlier._event is None:
+            return self._at - earlier._at
         return int(earlier._event.elapsed_time(self._event) * 1e6)
 
 
-class CpuEvent:
-    """An event on a CPU, where work is complete when the event is created."""
-
-    def __init__(self) -> None:
-        self._at = time.perf_counter_ns()
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def ns_since(self, earlier: "DeviceEvent") -> int:
-        assert isinstance(earlier, CpuEvent)
-        return self._at - earlier._at
-
-
-DeviceEvent = CudaEvent | CpuEvent
-
-
 class EventRecorder:
-    """Records events of a device. CUDA events are reused: one is recorded again RING_SIZE events later."""
+    """Records events of a device. They are reused: one is recorded again RING_SIZE events later."""
 
     RING_SIZE = 16
     """More than are in use: those of the steps in flight and of the one before them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [CudaEvent() for _ in range(self.RING_SIZE)] if device.type == "cuda" else []
+        self._events = [DeviceEvent(device) for _ in range(self.RING_SIZE)]
         self._index = 0
 
-    def record(self) -> "DeviceEvent":
+    def record(self) -> DeviceEvent:
         """Record an event after all work launched so far."""
-        if not self._events:
-            return CpuEvent()
         self._index = (self._index + 1) % self.RING_SIZE
         event = self._events[self._index]
         event.record()

@@ -125,13 +125,18 @@ class Runner(ABC):
             self._model.allocate_states(num_blocks[-1] + 1)
             self._slot_states[self._max_slots] = num_blocks[-1]
 
+    @property
     @abstractmethod
-    def kv_pools(self) -> list[list[Tensor]]:
-        """Return the KV cache by group: tensors [blocks, …]."""
+    def cache(self) -> Sequence[Tensor]:
+        """The KV cache of each layer: see `CacheShape.allocate`."""
 
     def block_parts(self) -> list[list[Tensor]]:
         """Return the parts of the blocks of each group, as views [blocks, bytes] of the cache."""
-        pools = self.kv_pools() + ([self._model.state_pools()] if self._shape.state_bytes else [])
+        pools: list[list[Tensor]] = [[] for _ in self.kinds]
+        for group, layer in zip(self._shape.groups, self.cache, strict=True):
+            pools[group].append(layer)
+        if self._shape.state_bytes:
+            pools[-1] = self._model.state_pools()
         return [[pool.flatten(1).view(torch.uint8) for pool in group if pool[0].numel()] for group in pools]
 
     @abstractmethod

@@ -42,11 +42,9 @@ class CpuRunner(Runner):
         self._cache = PagedKVCache(self._shape, num_blocks)
         self._allocate_states(num_blocks)
 
-    def kv_pools(self) -> list[list[Tensor]]:
-        pools = self._cache.pools.items()
-        return [
-            [layer for (of, *_), pool in pools if of == group for layer in pool] for group in range(len(self.windows))
-        ]
+    @property
+    def cache(self) -> Sequence[Tensor]:
+        return self._cache.layers
 
     def start(
         self, plan: StepPlan, images: StepImages | None = None, hidden: Tensor | None = None, *, drafts: bool = False

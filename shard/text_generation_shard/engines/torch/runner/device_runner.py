@@ -10,7 +10,7 @@ from torch import Tensor
 from text_generation_common.progress import WorkProgress
 from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.attention.step import StepImages
-from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
+from text_generation_shard.engines.torch.batch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import ALIGNMENT, COLUMNS, TOKEN_COLUMNS, Padding, StepPlan
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model, Runner
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -47,7 +47,6 @@ class DeviceRunner(Runner):
 
     @property
     def cache(self) -> Sequence[Tensor]:
-        """The KV cache, per layer."""
         return self._context.cache
 
     @torch.inference_mode()
@@ -62,10 +61,6 @@ class DeviceRunner(Runner):
         for tables, number in zip(self._tables, num_blocks, strict=False):
             tables[self._max_slots] = number
         self._allocate_states(num_blocks)
-
-    def kv_pools(self) -> list[list[Tensor]]:
-        layers = list(zip(self._shape.groups, self.cache, strict=True))
-        return [[layer for of, layer in layers if of == group] for group in range(len(self.windows))]
 
     @torch.inference_mode()
     def capture(self, *, only_largest: bool = False, max_tokens: int | None = None, part: slice = slice(None)) -> int:
@@ -121,20 +116,7 @@ class DeviceRunner(Runner):
 
     def _step_context(self, num_blocks: Sequence[int]) -> StepContext:
         """Allocate a KV cache. It is zeroed, so that it is finite."""
-        cache = tuple(
-            torch.zeros(
-                (
-                    num_blocks[group],
-                    layer.vectors // layer.num_kv_heads,
-                    layer.num_kv_heads,
-                    BLOCK_SIZE,
-                    layer.head_dim,
-                ),
-                dtype=self._shape.stored,
-                device=self.device,
-            )
-            for group, layer in zip(self._shape.groups, self._shape.layers, strict=True)
-        )
+        cache = [layer.zero_() for layer in self._shape.allocate(num_blocks)]
         group_tables = tuple(self._tables)
         tables = [group_tables[group] for group in self._shape.groups]
         numbers = self._last_tokens, self._slot_adapters, self._slot_states, self._slot_shifts

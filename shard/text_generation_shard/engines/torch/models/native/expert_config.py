@@ -1,6 +1,6 @@
 """The mixture of experts of a config.json: its sizes, its router, and the layers that have one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from text_generation_shard.json_object import JsonObject
 
@@ -65,6 +65,42 @@ class ExpertFamily:
     """True: the tensors of all experts may be [experts, inputs, outputs]."""
     clamped: bool = False
     """True: the experts of gpt-oss, with biases, interleaved gate and up, weights [experts, inputs, outputs]."""
+
+
+DENSE = "first_k_dense_replace"
+SIGMOID_EXPERTS = ExpertFamily(
+    256,
+    8,
+    inner=2048,
+    shared_module="mlp.shared_experts",
+    shared_count=1,
+    shared_gate=False,
+    normalize=("norm_topk_prob", True),
+    dense_layers=(DENSE, 3),
+    sigmoid=True,
+    choice_bias="gate.e_score_correction_bias",
+    eps=1e-20,
+    scale=2.5,
+    groups=(8, 4),
+    group_best=2,
+)
+SOFTMAX_EXPERTS = replace(SIGMOID_EXPERTS, sigmoid=False, dense_layers=(DENSE, 0), scale=1.0, groups=(1, 1))
+NEMOTRON_EXPERTS = replace(
+    SIGMOID_EXPERTS,
+    count=8,
+    each=2,
+    inner=7688,
+    shared_inner=7688,
+    shared_field="moe_shared_expert_intermediate_size",
+    shared_module="mixer.shared_experts",
+    shared_count=0,
+    scale=1.0,
+    groups=(1, 1),
+    layer_type="moe",
+    module="mixer",
+    fused_module="mixer",
+    fused_names=("experts.up_proj", "experts.down_proj"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,14 @@
 
 from dataclasses import replace
 
-from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
+from text_generation_shard.engines.torch.models.native.expert_config import (
+    DENSE,
+    SIGMOID_EXPERTS,
+    SOFTMAX_EXPERTS,
+    ExpertFamily,
+)
 from text_generation_shard.engines.torch.models.native.family import ATTENTION_BIAS, MLP_BIAS, Family, NormNames
-from text_generation_shard.engines.torch.models.native.latent_families import LATENT_FAMILIES
+from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
 from text_generation_shard.engines.torch.models.native.state_families import STATE_FAMILIES
 from text_generation_shard.engines.torch.models.native.wrappers import TEXT_PARTS
 
@@ -63,6 +68,22 @@ GLM = Family(
     fused_gate_up=True,
     partial_rotary=0.5,
     interleaved_rotary=True,
+)
+DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    qkv_bias=ATTENTION_BIAS,
+    output_bias=ATTENTION_BIAS,
+    interleaved_rotary=True,
+    latent=LatentSizes(),
+    experts=SIGMOID_EXPERTS,
+)
+MISTRAL4_ROPE = (
+    ("rope_type", "yarn"),
+    ("factor", 128.0),
+    ("original_max_position_embeddings", 8192),
+    ("mscale", 1.0),
+    ("mscale_all_dim", 1.0),
+    ("llama_4_scaling_beta", 0.1),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -188,7 +209,43 @@ FAMILIES: dict[str, Family] = {
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
     ),
     **STATE_FAMILIES,
-    **LATENT_FAMILIES,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
+    "deepseek_v2": replace(
+        DEEPSEEK_V3,
+        architecture="DeepseekV2ForCausalLM",
+        experts=replace(SOFTMAX_EXPERTS, count=64, each=0, inner=1407, shared_count=2, normalize=False, group_best=1),
+        unsupported=(("mlp_bias", 0),),
+    ),
+    "glm4_moe_lite": replace(
+        DEEPSEEK_V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        rms_norm_eps=1e-5,
+        latent=LatentSizes(query_rank=768, plain=192, value=256),
+        experts=replace(
+            SIGMOID_EXPERTS, count=64, each=4, inner=1536, dense_layers=(DENSE, 1), scale=1.8, groups=(1, 1)
+        ),
+    ),
+    "mistral4": replace(
+        DEEPSEEK_V3,
+        architecture="Mistral4ForCausalLM",
+        partial_rotary=0.5,
+        rope=MISTRAL4_ROPE,
+        latent=LatentSizes(query_rank=1024, rank=256, plain=64),
+        experts=replace(SOFTMAX_EXPERTS, count=128, each=4),
+    ),
+    "youtu": replace(DEEPSEEK_V3, architecture="YoutuForCausalLM", tie_word_embeddings=True, experts=None),
+    "minicpm3": Family(
+        "MiniCPM3ForCausalLM",
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        multipliers=True,
+        depth_multipliers=True,
+        latent=LatentSizes(query_rank=768, rank=256, rotated=32, plain=64, value=0),
+        unsupported=(("mlp_bias", 0),),
+    ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
         num_kv_heads=8,

@@ -28,8 +28,8 @@ from text_generation_shard.engines.torch.models.native.experts import Experts, E
 from text_generation_shard.engines.torch.models.native.latent_attention import LatentAttention
 from text_generation_shard.engines.torch.models.native.mamba import Mamba
 from text_generation_shard.engines.torch.models.native.projections import LayerProjections
-from text_generation_shard.engines.torch.models.native.short_convolution import ShortConvolution
 from text_generation_shard.engines.torch.models.native.state_config import Multipliers
+from text_generation_shard.engines.torch.models.native.state_layer import ShortConvolution
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 

@@ -81,11 +81,6 @@ class StateConfig:
         """Columns of the values of all heads."""
         return self.heads * self.value_width
 
-    @property
-    def state_values(self) -> int:
-        """Numbers in the states of the recurrences of a sequence."""
-        return sum(self.layers) * self.heads * self.key_width * self.value_width
-
     def divides(self, ranks: int) -> bool:
         """Return True if ranks can have parts of the layers: whole groups of heads of Mamba, if their outputs are normed together.
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
-from text_generation_shard.engines.torch.models.native.expert_families import NEMOTRON_EXPERTS
+from text_generation_shard.engines.torch.models.native.expert_config import NEMOTRON_EXPERTS, ExpertFamily
 from text_generation_shard.engines.torch.models.native.family import (
     ATTENTION_BIAS,
     MLP_BIAS,

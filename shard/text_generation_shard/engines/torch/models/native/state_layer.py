@@ -134,6 +134,30 @@ class StateLayer:
         return parameters
 
 
+class ShortConvolution(StateLayer):
+    """A short convolution of LFM2: the projections are gates of the inputs, gates of the outputs, and the values. Not divided among ranks."""
+
+    def __init__(self, states: StateConfig, projections: LayerProjections) -> None:
+        width = projections.hidden.total
+        self.mixed_width, self.projected_width = width, 3 * width
+        super().__init__(
+            projections,
+            [projections.of_hidden([("in_proj", ShardRange.whole(3 * width))], bias=states.bias)],
+            projections.to_hidden("out_proj", projections.hidden, bias=states.bias),
+            [projections.hidden],
+            taps=states.taps,
+            drafts=states.drafts,
+            convolution="conv",
+            bias=states.convolution_bias,
+            activates=False,
+        )
+
+    def mix(self, ops: Ops, rows: StateRows, projected: Tensor, out: Tensor | None) -> Tensor:
+        input_gates, output_gates, values = projected.chunk(3, dim=1)
+        convolved = ops.convolve(input_gates * values, self.convolution, self._history, rows)
+        return torch.mul(output_gates, convolved, out=out) if out is not None else convolved.mul_(output_gates)
+
+
 def of_rank(tensor: Tensor, heads: ShardRange) -> ParameterShard:
     """Return the parameter of this rank's heads of a vector with a number for each head."""
     return ParameterShard(tensor, (heads.total,), (heads.start,))

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
-from text_generation_shard.engines.torch.models.native.expert_families import DENSE, SIGMOID_EXPERTS
+from text_generation_shard.engines.torch.models.native.expert_config import DENSE, SIGMOID_EXPERTS, ExpertFamily
 from text_generation_shard.engines.torch.models.native.family import Family, NormNames, Wrapper
 
 MANY = 64
