@@ -217,7 +217,6 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
 
     @property
     def process_name(self) -> str:
-        """The name of the process in its log records."""
         return shard_name(self.replica, self.rank, self.world_size)
 
 

@@ -81,7 +81,6 @@ def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> New
 
 
 def report_to_pb(report: StepResult) -> pb.StepReport:
-    """Convert the report of a step."""
     message = pb.StepReport(
         step=report.step,
         orders_applied=report.orders_applied,
@@ -156,7 +155,6 @@ def pool_to_pb(groups: Sequence[CacheGroup], block_size: int) -> pb.WarmUpRespon
 
 
 def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
-    """Return the answer of `Info`."""
     converted = {
         "scheduling": _SCHEDULING[info.scheduling],
         "grammar_kinds": [convert.GRAMMAR_KINDS_TO_PB[kind] for kind in info.grammar_kinds],

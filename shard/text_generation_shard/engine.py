@@ -144,7 +144,6 @@ class Orders:
     further_allocations: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ()
     """The allocations of each group after the first."""
     copies: tuple[Copy, ...] = ()
-    """Copies to begin."""
     on_copied: Callable[[], None] = lambda: None
     """Called on any thread when one of them has ended: a step then reports it."""
 

@@ -105,7 +105,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Return the handler of a call."""
         if self._token and not self._is_known(handler_call_details):
             return grpc.stream_stream_rpc_method_handler(_refuse)
         handler = await continuation(handler_call_details)

@@ -127,7 +127,6 @@ class JsonObject:
         return self.values.get(key)
 
     def inner(self, key: str) -> JsonObject:
-        """Return the object at `key`."""
         value = self.get(key)
         if not isinstance(value, dict):
             raise self._type_error(key, "an object")
@@ -167,11 +166,9 @@ class JsonObject:
         return tuple(map(float, values))
 
     def is_null(self, key: str) -> bool:
-        """Return True if the key is present and null."""
         return key in self.values and self.values[key] is None
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """Return the boolean at `key`."""
         value = self.get(key)
         if value is None and default is not None:
             return default

@@ -23,7 +23,6 @@ class Process:
 
 
 def descendants() -> list[Process]:
-    """Return all descendants of this process."""
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (read := _stat(int(entry.name))) is not None:
@@ -38,7 +37,6 @@ def descendants() -> list[Process]:
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """Kill processes."""
     for process in processes:
         if process.is_alive:
             with suppress(ProcessLookupError, PermissionError):

@@ -14,7 +14,6 @@ from text_generation_proto.values import (
 
 
 def sampling_problem(sampling: Sampling, vocab_size: int) -> str | None:
-    """Return the first problem of the parameters, or None."""
     return (
         _range_problem(sampling) or _logit_bias_problem(sampling, vocab_size) or _tokens_problem(sampling, vocab_size)
     )

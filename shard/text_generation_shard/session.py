@@ -178,7 +178,6 @@ class SessionOwner:
         self.draining = False
         """True after `drain`. Reports carry it, and the client should end its session when it has no sequences left."""
         self.stopping = False
-        """True after `stop`."""
         self.monitor = StepMonitor()
         self.crashed = asyncio.Event()
         """Set when the engine, or one of its GPUs, failed for good."""

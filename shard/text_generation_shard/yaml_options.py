@@ -45,7 +45,6 @@ class _Malformed(Exception):
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -58,7 +58,6 @@ class Sequence:
     images: Any = None
     """The images of the prompt once they are decoded, of a type of the engine. None without."""
     has_images: bool = False
-    """True if the prompt has images."""
     image_limit: int = 0
     """With images, the position of the first one that is not encoded; no chunk goes past it."""
     whole_images: list[tuple[int, int]] = field(default_factory=list)
@@ -331,7 +330,6 @@ class StepRows:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences of all rows."""
         return [*(() if self.persistent is None else self.persistent.sequences), *(row.sequence for row in self.others)]
 
 

@@ -43,7 +43,6 @@ class StepImages:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arguments of the class."""
         return self.places, self.rows, self.positions, self.ahead
 
     def embed(self, embedded: Tensor) -> Tensor:

@@ -97,7 +97,6 @@ class StateRows:
 
 
 def state_chunks(plan: StepPlan) -> tuple[StateChunk, ...]:
-    """Return the chunks of a plan."""
     if not plan.sizes.chunks:
         return ()
     positions, reads, writes = (plan.column(name) for name in ("positions", "state_reads", "state_writes"))

@@ -91,7 +91,6 @@ Allocate = Callable[[int], Ints]
 
 
 def pageable_memory(length: int) -> Ints:
-    """Allocate ordinary, pageable memory."""
     return np.empty(length, dtype=np.int32)
 
 

@@ -253,7 +253,6 @@ class Executor:
             self._group.leader.watch(callback)
 
     def close(self) -> None:
-        """Free the device."""
         if self.host is not None:
             self.host.close()
         self._runner.allocate([0 for _ in self.kinds])

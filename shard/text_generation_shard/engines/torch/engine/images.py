@@ -101,7 +101,6 @@ class ImageEncoder(Protocol):
     rotates: bool
     """True if images have rotary positions in several axes."""
     cached: "RowCache"
-    """The encoded images."""
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:
         """Decode the images of a sequence beside the engine. Fails with ImageError. May be called from any thread."""

@@ -17,8 +17,6 @@ from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step in flight."""
-
     rows: StepRows
     started: DeviceEvent
     computed: DeviceEvent | None

@@ -64,5 +64,4 @@ class StepTrace:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

@@ -31,7 +31,6 @@ class Projection:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the whole weight."""
         return self.outputs.total, self.inputs.total
 
     @property
@@ -153,5 +152,4 @@ def fused_parameters(projections: Sequence[Projection], kind: str, fused: Tensor
 
 
 def fused_rows(projections: Sequence[Projection], fused: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the rows of each projection."""
     return torch.split(fused, [projection.outputs.length for projection in projections])

@@ -43,11 +43,9 @@ class DenseMLP(GatedMLP):
     down: ParallelLinear | QuantizedLinear | AdaptedLinear
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
-        """Return the tensors to fill, by checkpoint name."""
         return {**self.gate_up.named_parameters(), **self.down.named_parameters()}
 
     def process_weights_after_loading(self) -> None:
-        """Prepare the loaded weights for use."""
         self.gate_up.process_weights_after_loading()
         self.down.process_weights_after_loading()
 
@@ -59,7 +57,6 @@ class DenseMLP(GatedMLP):
         self.down.weight.mul_(down)
 
     def pack(self) -> None:
-        """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
         self.gate_up.pack()
         self.down.pack()
 

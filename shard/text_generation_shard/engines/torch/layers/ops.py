@@ -26,7 +26,6 @@ class ResidualStream:
     update: Tensor | None = None
     """An output that is still to be added: the norm that reads the stream next adds it, in the same kernel."""
     update_norm: RMSNorm | None = None
-    """The norm of `update`, if it has one."""
     scale: float = 1.0
     """Factor of all updates."""
     factor: float = 1.0

@@ -111,7 +111,6 @@ class ParallelGroup:
 
     @property
     def leader(self) -> LeaderChannel:
-        """The channel of rank 0."""
         assert isinstance(self.channel, LeaderChannel)
         return self.channel
 

@@ -54,7 +54,6 @@ class TokenHistories:
         return tokens
 
     def clear(self) -> None:
-        """Forget all sequences."""
         self._stored.clear()
 
     def _grow(self, sequences: list[Sequence]) -> None:

@@ -56,16 +56,13 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """The names of all tensors."""
         return list(self._files)
 
     @property
     def nbytes(self) -> int:
-        """The size of all files."""
         return sum(path.stat().st_size for path in set(self._files.values()))
 
     def path(self, name: str) -> Path:
-        """Return the file of a tensor."""
         return self._files[name]
 
     def map(self, names: Iterable[str]) -> dict[str, Tensor]:

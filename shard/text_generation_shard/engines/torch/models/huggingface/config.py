@@ -15,11 +15,11 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
     LibraryConfig,
     LibraryModel,
     base_of,
-    check_version,
     config_from_json,
     decoder_class,
     is_known,
     share_conversions,
+    silence,
 )
 from text_generation_shard.engines.torch.models.huggingface.states import state_layers
 from text_generation_shard.engines.torch.models.native.config import DTYPES, read_quantization
@@ -75,7 +75,7 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
 
     Raises EngineError with a one-line message if transformers cannot run the model.
     """
-    check_version()
+    silence()
     raw = JsonObject.read(folder)
     model_type = raw.text("model_type")
     if not is_known(model_type):

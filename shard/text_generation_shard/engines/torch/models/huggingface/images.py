@@ -36,10 +36,10 @@ from text_generation_shard.engines.torch.models.huggingface.config import unquan
 from text_generation_shard.engines.torch.models.huggingface.library import (
     LibraryConfig,
     LibraryModel,
-    check_version,
     config_from_json,
     image_part,
     image_processor,
+    silence,
 )
 from text_generation_shard.engines.torch.models.huggingface.load import loaded, own_memory, random_model
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint, text_name
@@ -231,7 +231,7 @@ def image_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def _image_class(folder: Path) -> tuple[LibraryConfig, LibraryModel]:
-    check_version()
+    silence()
     raw = JsonObject.read(folder)
     try:
         whole = config_from_json(unquantized(raw.values))

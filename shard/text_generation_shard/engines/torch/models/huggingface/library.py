@@ -8,34 +8,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import transformers
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, conversion_mapping
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 from transformers.utils import logging
 
-from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.models.huggingface.llama4_images import Llama4ImageProcessor
 
-OLDEST = (4, 57)
-"""First version with the arguments and the attention interface that this backend uses."""
 VERSION: str = transformers.__version__
 
-WRAPPERS: tuple[Any, ...] = tuple(
-    getattr(modeling_auto, name)
-    for name in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
-    if hasattr(modeling_auto, name)
-)
-"""The mappings of models of several modalities; the second is of versions from 5 on."""
+WRAPPERS: tuple[Any, ...] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+"""The mappings of models of several modalities."""
 PROCESSOR_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"do_pan_and_scan": False},
     "internvl": {"crop_to_patches": True},
@@ -54,10 +49,8 @@ LibraryModule: TypeAlias = Any
 """A module of a model. Each has attributes of its own."""
 
 
-def check_version() -> None:
-    """Raise EngineError if this version of transformers is too old; keep the library's warnings out of the log."""
-    if tuple(int(part) for part in VERSION.split(".")[:2]) < OLDEST:
-        raise EngineError(f"transformers {VERSION} is too old, at least {'.'.join(map(str, OLDEST))} is needed")
+def silence() -> None:
+    """Keep the library's warnings out of the log."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -156,15 +149,11 @@ def image_processor(folder: Path, whole: LibraryConfig) -> Callable[..., Any]:
 
 def share_conversions(whole: LibraryConfig, model_class: LibraryModel) -> None:
     """Convert the tensors of a text part, such as those of single experts, as the library does for the whole model."""
-    if find_spec("transformers.conversion_mapping") is None:  # versions of the library that convert none
-        return
-    from transformers import conversion_mapping as library
-
-    conversions: Callable[[str], list[Any] | None] = library.get_checkpoint_conversion_mapping
+    conversions: Callable[[str], list[Any] | None] = conversion_mapping.get_checkpoint_conversion_mapping
     known = (model_class.__name__, whole.get_text_config(decoder=True).model_type)
     given = conversions(whole.model_type) or []
     if any(hasattr(each, "operations") for each in given) and not any(conversions(name) for name in known):
-        library.register_checkpoint_conversion_mapping(model_class.__name__, given)
+        conversion_mapping.register_checkpoint_conversion_mapping(model_class.__name__, given)
 
 
 def register_attention(name: str, function: Callable[..., object]) -> None:

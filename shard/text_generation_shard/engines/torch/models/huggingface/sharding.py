@@ -43,19 +43,13 @@ class Style:
 
 STYLES = {
     "colwise": Style(OUTPUTS),
-    "local_colwise": Style(OUTPUTS),
-    "colwise_rep": Style(OUTPUTS, gathers=True),
     "colwise_gather_output": Style(OUTPUTS, gathers=True),
     "packed_colwise": Style(OUTPUTS, halves=True),
     "rowwise": Style(INPUTS, sums=True),
-    "local_rowwise": Style(INPUTS),
-    "rowwise_rep": Style(INPUTS, takes_part=True, sums=True),
     "rowwise_split_input": Style(INPUTS, takes_part=True, sums=True),
     "packed_rowwise": Style(INPUTS, halves=True),
-    "local_packed_rowwise": Style(INPUTS, halves=True),
     "moe_tp_experts": Style(sums=True),
     "all_reduce": Style(sums=True),
-    "gather": Style(sums=True),
     "moe_identity_expert": Style(shares=True),
     "replicate": Style(),
     "replicated_with_grad_allreduce": Style(),
@@ -65,7 +59,7 @@ STYLES = {
     "local": Style(),
     "local_params": Style(),
 }
-"""The styles of transformers 4.57 to 5.23. Embeddings are whole on every rank."""
+"""The styles of transformers 5.23. Embeddings are whole on every rank."""
 EXPERTS = "moe_tp_experts"
 HEADS = ("q_proj", "k_proj", "v_proj")
 KV_HEADS = HEADS[1:]

@@ -30,7 +30,6 @@ CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 """Names under which layers get the cache object. Attention layers have the second name too, but no convolution."""
 
 LibraryCache: TypeAlias = Any
-"""A Cache of the library."""
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
 Place: TypeAlias = tuple[str, object]
 """An attribute of a layer of a library cache, and the key of a state in it; None if the attribute is the state."""
@@ -183,7 +182,6 @@ def _state_argument(module: Module) -> str:
 
 
 def _tensors(output: Any) -> Sequence[Tensor]:  # noqa: ANN401 – the output of a layer of the library
-    """Return the tensors that a layer returns."""
     return [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
 
 

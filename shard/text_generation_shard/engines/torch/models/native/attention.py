@@ -58,7 +58,6 @@ class AttentionWeights(AttentionPart):
         return self.joint_norms or (() if self.head_norms is None else (self.head_norms.query, self.head_norms.key))
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
-        """Return the tensors to fill, by checkpoint name."""
         parameters: dict[str, ParameterShard | Tensor] = {}
         names = self._config.family.names
         for name, norm in zip((names.query_norm, names.key_norm), self._query_key_norms, strict=False):
@@ -70,7 +69,6 @@ class AttentionWeights(AttentionPart):
         return {**parameters, **self.qkv.named_parameters(), **self.output.named_parameters()}
 
     def process_weights_after_loading(self) -> None:
-        """Prepare the loaded weights for use."""
         self.qkv.process_weights_after_loading(self._row_order() if self._reorders else None)
         self.output.process_weights_after_loading()
         for norm in self._query_key_norms:
@@ -79,7 +77,6 @@ class AttentionWeights(AttentionPart):
             self.head_norms.fill_rows(self.shape.num_heads, self.shape.num_kv_heads, self._head_order)
 
     def multiply(self, multipliers: Multipliers) -> None:
-        """Multiply the loaded projections."""
         assert isinstance(self.qkv, ParallelLinear)
         assert isinstance(self.output, ParallelLinear)
         first = self.shape.num_heads * self.shape.head_dim
@@ -88,7 +85,6 @@ class AttentionWeights(AttentionPart):
         self.output.weight.mul_(multipliers.attention_out)
 
     def pack(self) -> None:
-        """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
         self.qkv.pack()
         self.output.pack()
 

@@ -71,19 +71,16 @@ class LatentAttention(AttentionPart):
         return [each for each in (self.qkv, self._queries, self.output) if each is not None]
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
-        """Return the tensors to fill, by checkpoint name."""
         parameters: dict[str, ParameterShard | Tensor] = {**self._expansion.named_parameters()}
         for each in self._linears:
             parameters |= each.named_parameters()
         return parameters | {f"{self._prefix}{name}.weight": norm.weight for name, norm in self._norms.items()}
 
     def process_weights_after_loading(self) -> None:
-        """Prepare the loaded weights for use."""
         for each in self._linears:
             each.process_weights_after_loading()
 
     def pack(self) -> None:
-        """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
         for each in self._linears:
             each.pack()
 

@@ -79,7 +79,6 @@ class Mamba(StateLayer):
         self._recurrence.decay = self._decay_log.exp()
 
     def multiply(self, multipliers: Multipliers) -> None:
-        """Multiply the loaded projections."""
         (inputs,) = self.inputs
         assert isinstance(inputs, ParallelLinear)
         assert isinstance(self.output, ParallelLinear)

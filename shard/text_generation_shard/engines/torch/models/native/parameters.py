@@ -156,7 +156,6 @@ class LayerWeights(DecoderLayer):
             self._multiply(self._config.multipliers)
 
     def _multiply(self, multipliers: Multipliers) -> None:
-        """Multiply the loaded projections."""
         if isinstance(self.attention, AttentionWeights):
             self.attention.multiply(multipliers)
         if isinstance(self.states, Mamba):
@@ -165,7 +164,6 @@ class LayerWeights(DecoderLayer):
             self.mlp.multiply(multipliers.gate, multipliers.down)
 
     def pack(self) -> None:
-        """Reorder all weights for products on a CPU: see `Linear.pack`."""
         for each in self._parts:
             each.pack()
 
@@ -276,7 +274,6 @@ class ModelWeights(DecoderWeights):
         self.head = DenseLinear(head, None, self.precision.logits)
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
-        """Return the tensors to fill, by checkpoint name."""
         parameters: dict[str, ParameterShard | Tensor] = {
             f"{self._embedding_name}.weight": self.embedding,
             f"{self._last_norm}.weight": self.norm.weight,
@@ -314,7 +311,6 @@ class ModelWeights(DecoderWeights):
             self.adapters.load()
 
     def pack(self) -> None:
-        """Reorder all weights for products on a CPU: see `Linear.pack`."""
         for each in self._parts:
             each.pack()
         self.head.pack()

@@ -134,7 +134,6 @@ def read_state(tensor: Tensor) -> dict[str, Any]:
 
 
 def read_bitsandbytes(given: Mapping[str, Any]) -> WeightFormat:
-    """Read the format of a config of bitsandbytes."""
     if given.get("load_in_8bit") or given.get("_load_in_8bit"):
         return EightBitFormat()
     kind = given.get("bnb_4bit_quant_type") or "fp4"
