@@ -11,12 +11,10 @@ as far as it was ordered to. Neither goes beyond its blocks: position p needs bl
 
 A step has *begun* once its computation has started: its positions count as computed, and the next step can begin too, although only
 the device knows the token that it needs. A step is *recorded* once its tokens are known on the host. An engine may be one step
-ahead of
-what is recorded; results for a sequence that was dropped meanwhile are discarded.
+ahead of what is recorded; results for a sequence that was dropped meanwhile are discarded.
 
 If the device keeps the last tokens, a sequence that needs nothing but the most probable token moves to the persistent batch with
-its
-first token. Its results are then reported but not stored: its `computed` and `generated` stop changing.
+its first token. Its results are then reported but not stored: its `computed` and `generated` stop changing.
 
 A decoding sequence may have *drafts*, guesses of its next tokens: the step computes their positions too, and samples the token
 after each. A draft is right if it is the token sampled for its position. `advance` records the right ones and the token after

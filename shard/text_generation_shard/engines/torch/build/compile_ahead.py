@@ -1,9 +1,8 @@
 """Compiles the kernels of a model in other processes, compile_part.py, while its weights are loaded.
 
 They run the model with one layer of each kind and random weights. Their kernels are those of the model, because no kernel depends
-on
-the number of layers, and stay in the caches on disk: of Triton, FlashInfer and humming. A file beside Triton's cache remembers a
-model for which this was done.
+on the number of layers, and stay in the caches on disk: of Triton, FlashInfer and humming. A file beside Triton's cache remembers
+a model for which this was done.
 """
 
 import hashlib

@@ -263,9 +263,14 @@ class Executor:
         updates = [] if self._adapters is None else self._adapter_updates(rows)
         if self.has_states and rows.prefills:
             chunks = (row.sequence for row in rows.others if row.prefills)
-            updates += [(self._runner.state_cell(each.slot), each.state_write) for each in chunks]
+            updates += [(self._runner.slot_cell("states", each.slot), each.state_write) for each in chunks]
         if rows.prefills and self.images is not None and self.images.encoder.rotates:
-            updates += self._shift_updates(rows)
+            # The last chunk of a prompt sets the shift of the positions after it.
+            updates += [
+                (self._runner.slot_cell("shifts", row.sequence.slot), shift_of(row.sequence) * row.samples)
+                for row in rows.others
+                if row.prefills
+            ]
         updates += table_updates(rows, self._runner.table_rows, self._runner.max_blocks)
         if rows.prefills:
             plan = plan_chunks(rows, updates, self._runner.windows, greedy=greedy, memory=self._pinned_memory)
@@ -280,7 +285,7 @@ class Executor:
     def _adapter_updates(self, rows: StepRows) -> list[TableUpdate]:
         """Return the updates that give the slots of new sequences their adapters."""
         new = [row.sequence for row in rows.others if not row.sequence.synced[0]]
-        return [(self._runner.adapter_cell(each.slot), self._places.get(each.adapter, 0)) for each in new]
+        return [(self._runner.slot_cell("adapters", each.slot), self._places.get(each.adapter, 0)) for each in new]
 
     def load_adapter(self, name: str, folder: str) -> Iterator[None]:
         """Load a LoRA adapter on all ranks; yields while one of them reads it. Raises EngineError."""
@@ -320,11 +325,6 @@ class Executor:
         if (own := self._adapters.change(command, name, argument)) is None:
             return []
         return [own, *(self._group.leader.gather() if self._group.tp.world_size > 1 else [])]
-
-    def _shift_updates(self, rows: StepRows) -> list[TableUpdate]:
-        """Return the updates that give the slots of prompts the shift of their rotary positions: the last chunk sets it."""
-        chunks = [row for row in rows.others if row.prefills]
-        return [(self._runner.shift_cell(row.sequence.slot), shift_of(row.sequence) * row.samples) for row in chunks]
 
     def _pinned_memory(self, length: int) -> Ints:
         numbers: Ints = self._pinned.take(length).numpy()

@@ -2,10 +2,8 @@
 
 A prompt has placeholder ids where its images are. `AutoImages` of the models encode an image to rows, which take the place of the
 embeddings of these ids. A chunk waits until the images that it reaches are encoded: at most as many tokens of images between two
-steps as
-the budget allows, so that decoding sequences go on. Encoded images are kept by the digest of their files: the chunks of a prompt
-and
-the next turns of a chat share one.
+steps as the budget allows, so that decoding sequences go on. Encoded images are kept by the digest of their files: the chunks of
+a prompt and the next turns of a chat share one.
 """
 
 from collections.abc import Callable, Sequence

@@ -15,6 +15,9 @@ from text_generation_shard.engines.torch.batch.step_plan import Padding, StepPla
 from text_generation_shard.engines.torch.parallel.channel import PeerLossTranslator
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
+SLOT_COLUMNS = ("adapters", "states", "shifts")
+"""Of each slot: the LoRA adapter, 0 for none; the block of its state; the shift of its rotary positions."""
+
 
 class Model(Protocol):
     """A model that an executor runs, with the weights of one rank."""
@@ -99,25 +102,16 @@ class Runner(ABC):
         sizes = len(self.windows), self.table_rows, self.max_blocks
         cells = math.prod(sizes)
         self._cells = torch.zeros(cells + 3 * self.table_rows, dtype=torch.int32, device=self.device)
-        """The block tables of the groups, then the LoRA adapter of each slot, 0 for none, the block of its state, and the shift of its
-        rotary positions. The updates of a plan change all of them."""
+        """The block tables of the groups, then SLOT_COLUMNS. The updates of a plan change all of them."""
         self._tables = self._cells[:cells].view(sizes)
         self._slot_adapters, self._slot_states, shifts = self._cells[cells:].view(3, -1)
         self._slot_shifts = shifts if shifts_positions else None
         """None if all rotary positions are positions."""
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
 
-    def adapter_cell(self, slot: int) -> int:
-        """Return the cell of a plan's updates that has the LoRA adapter of a slot."""
-        return self._tables.numel() + slot
-
-    def state_cell(self, slot: int) -> int:
-        """Return the cell of a plan's updates that has the block of the state of a slot."""
-        return self.adapter_cell(slot) + self.table_rows
-
-    def shift_cell(self, slot: int) -> int:
-        """Return the cell of a plan's updates that has the shift of the rotary positions of a slot."""
-        return self.state_cell(slot) + self.table_rows
+    def slot_cell(self, column: str, slot: int) -> int:
+        """Return the cell of a plan's updates that has one of SLOT_COLUMNS of a slot."""
+        return self._tables.numel() + SLOT_COLUMNS.index(column) * self.table_rows + slot
 
     def _allocate_states(self, num_blocks: Sequence[int]) -> None:
         """Allocate the states, if there are any, and one more block: that of the dummy slot."""

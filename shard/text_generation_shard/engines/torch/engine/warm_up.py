@@ -9,9 +9,8 @@ Long sequences want a small share, many short ones a large one: they hold as man
 USUAL_TOKENS. A limit of the sequences in a step says more: they are to fill both groups together, if each has two windows or more.
 
 A group of states has STATES blocks for each USUAL_TOKENS (or the longest sequence, if that is shorter) of the first group: the
-state
-of each sequence, and checkpoints. It has at least one for each sequence in a step, if there is a limit of these and half of the
-memory is enough, at least two, and at most STATES for each slot. One block more is that of padding.
+state of each sequence, and checkpoints. It has at least one for each sequence in a step, if there is a limit of these and half of
+the memory is enough, at least two, and at most STATES for each slot. One block more is that of padding.
 """
 
 from bisect import bisect_right

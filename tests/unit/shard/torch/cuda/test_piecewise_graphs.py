@@ -168,8 +168,8 @@ class Rig:
     def _plan(self, rows: StepRows, greedy: bool) -> StepPlan:
         updates = table_updates(rows, self.whole.table_rows, self.whole.max_blocks)
         slots = {row.sequence.slot for row in rows.others}
-        updates += [(self.whole.adapter_cell(slot), slot % (self.adapters + 1)) for slot in slots]
-        updates += [(self.whole.state_cell(slot), slot) for slot in slots]
+        updates += [(self.whole.slot_cell("adapters", slot), slot % (self.adapters + 1)) for slot in slots]
+        updates += [(self.whole.slot_cell("states", slot), slot) for slot in slots]
         if rows.prefills:
             plan = plan_chunks(rows, updates, greedy=greedy)
         else:

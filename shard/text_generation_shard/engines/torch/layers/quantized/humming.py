@@ -4,9 +4,8 @@ humming compiles kernels for each shape and format when it is first called, into
 ~/.humming/cache): on an H200, 47 s for an 8B model, 0.6 s for each product from the cache. They can be captured in CUDA graphs.
 
 Measured on an H200, the products of a layer of an 8B model in int4 have 2.01, 1.85, 1.14, 0.89 and 0.96 times the speed of cuBLAS
-in
-bfloat16 at 1, 32, 128, 256 and 2,048 rows. The small ones, of queries, keys and values and of the output, are slower from about 100
-rows on (0.87, 0.79 and 0.88): those are computed by cuBLAS with a dequantized copy. Integers and FP8 have a second copy, in the
+in bfloat16 at 1, 32, 128, 256 and 2,048 rows. The small ones, of queries, keys and values and of the output, are slower from about
+100 rows on (0.87, 0.79 and 0.88): those are computed by cuBLAS with a dequantized copy. Integers and FP8 have a second copy, in the
 order of our own kernel for a few rows, which is fused with the operations next to it: see kernels/packed_matvec.py.
 """
 

@@ -13,6 +13,10 @@ ATTENTION_BIAS = ("attention_bias", False)
 MLP_BIAS = ("mlp_bias", False)
 
 
+MANY_IMAGES = 64
+"""Images of a prompt, if the model itself sets no limit."""
+
+
 @dataclass(frozen=True, slots=True)
 class NormNames:
     """Names of the norms of a layer in a checkpoint."""
@@ -47,9 +51,9 @@ class Wrapper:
     architecture: str
     text_type: str
     """Default model_type of the text part."""
-    ties: bool
+    ties: bool = False
     """Default of tie_word_embeddings."""
-    max_images: int = 0
+    max_images: int = MANY_IMAGES
     """Images that a prompt may have; 0: text alone is served."""
     is_flat: bool = False
     """True: older checkpoints have the text part's config in that of the whole model."""

@@ -5,40 +5,30 @@ from dataclasses import replace
 from text_generation_shard.engines.torch.models.native.expert_config import DENSE, SIGMOID_EXPERTS, ExpertFamily
 from text_generation_shard.engines.torch.models.native.family import Family, NormNames, Wrapper
 
-MANY = 64
-"""Images of a prompt, if the model itself sets no limit."""
 WRAPPERS: dict[str, Wrapper] = {
-    "gemma3": Wrapper(
-        "Gemma3ForConditionalGeneration", "gemma3_text", ties=True, max_images=MANY, bidirectional_images="all layers"
-    ),
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", ties=True, bidirectional_images="all layers"),
     "gemma4": Wrapper(
-        "Gemma4ForConditionalGeneration",
-        "gemma4_text",
-        ties=True,
-        max_images=MANY,
-        bidirectional_images="layers with a window",
+        "Gemma4ForConditionalGeneration", "gemma4_text", ties=True, bidirectional_images="layers with a window"
     ),
-    "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text", ties=False, max_images=MANY, is_flat=True),
-    "qwen2_5_vl": Wrapper(
-        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ties=False, max_images=MANY, is_flat=True
-    ),
-    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ties=False, max_images=MANY),
-    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", ties=False, max_images=MANY),
-    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", ties=False, max_images=MANY),
-    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ties=False, max_images=MANY),
-    "glm4v": Wrapper("Glm4vForConditionalGeneration", "glm4v_text", ties=False, max_images=MANY),
-    "glm46v": Wrapper("Glm46VForConditionalGeneration", "glm4v_text", ties=False, max_images=MANY),
-    "glm4v_moe": Wrapper("Glm4vMoeForConditionalGeneration", "glm4v_moe_text", ties=False, max_images=MANY),
-    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", ties=True, max_images=MANY),
+    "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text", is_flat=True),
+    "qwen2_5_vl": Wrapper("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", is_flat=True),
+    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
+    "glm4v": Wrapper("Glm4vForConditionalGeneration", "glm4v_text"),
+    "glm46v": Wrapper("Glm46VForConditionalGeneration", "glm4v_text"),
+    "glm4v_moe": Wrapper("Glm4vMoeForConditionalGeneration", "glm4v_moe_text"),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", ties=True),
     # Transformers runs its text part.
-    "llama4": Wrapper("Llama4ForConditionalGeneration", "llama4_text", ties=False, max_images=MANY),
-    "llava": Wrapper("LlavaForConditionalGeneration", "llama", ties=False, max_images=MANY),
-    "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama", ties=False, max_images=MANY),
+    "llama4": Wrapper("Llama4ForConditionalGeneration", "llama4_text"),
+    "llava": Wrapper("LlavaForConditionalGeneration", "llama"),
+    "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama"),
     # With several images, the library does not divide them into tiles.
-    "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2", ties=False, max_images=1),
-    "smolvlm": Wrapper("SmolVLMForConditionalGeneration", "llama", ties=False, max_images=MANY),
-    "idefics3": Wrapper("Idefics3ForConditionalGeneration", "llama", ties=False, max_images=MANY),
-    "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2", ties=False, max_images=MANY),
+    "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2", max_images=1),
+    "smolvlm": Wrapper("SmolVLMForConditionalGeneration", "llama"),
+    "idefics3": Wrapper("Idefics3ForConditionalGeneration", "llama"),
+    "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2"),
 }
 """By model_type."""
 
