@@ -1,13 +1,11 @@
 """A JSON object of a model folder, such as config.json: read within limits, its values checked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 from text_generation_common.model_files import MAX_CONFIG_BYTES, MAX_TOKEN_IDS, ModelFileError, find_file, read_file
 from text_generation_shard.engine import EngineError
@@ -84,7 +82,7 @@ class JsonObject:
     advice: str = ""
 
     @classmethod
-    def read(cls, folder: Path, name: str = "config.json") -> JsonObject:
+    def read(cls, folder: Path, name: str = "config.json") -> Self:
         """Read the object in a file of a model folder.
 
         Raises EngineError, or FileNotFoundError or NotADirectoryError if there is no file.
@@ -114,11 +112,11 @@ class JsonObject:
         """Return the error of a value that another implementation of the model may know."""
         return UnsupportedError(str(self.error(problem)))
 
-    def advising(self, advice: str) -> JsonObject:
+    def advising(self, advice: str) -> Self:
         """Return the same object, with `advice` appended to its errors."""
         return replace(self, advice=f"; {advice}")
 
-    def merged(self, values: Mapping[str, Any]) -> JsonObject:
+    def merged(self, values: Mapping[str, Any]) -> Self:
         """Return the same object, updated with `values`."""
         return replace(self, values={**self.values, **values})
 
@@ -126,13 +124,13 @@ class JsonObject:
         """Return the value at `key`; None if it is missing or null."""
         return self.values.get(key)
 
-    def inner(self, key: str) -> JsonObject:
+    def inner(self, key: str) -> Self:
         value = self.get(key)
         if not isinstance(value, dict):
             raise self._type_error(key, "an object")
         return replace(self, values=value, within=f"{self.within}{key}.")
 
-    def decoder(self) -> JsonObject:
+    def decoder(self) -> Self:
         """Return the part of a config.json that describes the decoder: all of it, or `text_config` of a model of text and images."""
         if "text_config" not in self:
             return self

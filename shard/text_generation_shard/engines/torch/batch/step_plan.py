@@ -11,13 +11,12 @@ are updated: `cells` are indices into the flattened tables of all groups, `block
 with the first block that a chunk needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +122,7 @@ class StepPlan:
     """True if a token has a LoRA adapter."""
 
     @classmethod
-    def blank(cls, sizes: PlanSizes, *, greedy: bool, memory: Allocate) -> StepPlan:
+    def blank(cls, sizes: PlanSizes, *, greedy: bool, memory: Allocate) -> Self:
         """Allocate a plan with `memory`; the columns are not initialized."""
         bounds = sizes.bounds()
         numbers = memory(bounds[-1][1])
@@ -132,20 +131,20 @@ class StepPlan:
         return cls(numbers, sizes, bounds, greedy)
 
     @classmethod
-    def read(cls, numbers: Ints) -> StepPlan:
+    def read(cls, numbers: Ints) -> Self:
         """Return the plan in an array received from rank 0."""
         tokens, sampling, updates, pages, chunks, greedy, groups, adapted = numbers[:HEADER].tolist()
         sizes = PlanSizes(tokens, sampling, updates, pages, chunks, groups)
         return cls(numbers, sizes, sizes.bounds(), bool(greedy), bool(adapted))
 
-    def with_adapters(self) -> StepPlan:
+    def with_adapters(self) -> Self:
         """Return this plan, whose tokens have adapters."""
         self.numbers[ADAPTED] = self.adapted = True
         return self
 
     @classmethod
     @lru_cache(maxsize=128)  # one per capture size; without graphs, one per step size
-    def dummy(cls, padding: Padding, *, greedy: bool = True) -> StepPlan:
+    def dummy(cls, padding: Padding, *, greedy: bool = True) -> Self:
         """Return a plan of padding only; must not be modified."""
         plan = cls.blank(PlanSizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=pageable_memory)
         plan.column("ids")[:] = LAST_SAMPLED

@@ -53,7 +53,6 @@ class EngineBuilder:
         self.group = join_group(config, self.device)
         fraction = config.cuda_memory_fraction if self.device.type == "cuda" else config.cpu_memory_fraction
         self._memory = DeviceMemory(self.device, fraction)
-        self.usable_memory = int(prepared.target.memory * fraction)
 
     def runner(  # noqa: PLR0913 – all that differs between the kinds
         self,

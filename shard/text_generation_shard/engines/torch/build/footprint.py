@@ -131,11 +131,11 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
     # The outputs of all projections of a layer, and the residual stream around them.
     width = prepared.model.active_weights // (max(num_layers, 1) * hidden_size) // config.world_size
     step = tokens * (width + 4 * hidden_size) * prepared.dtype.itemsize
+    memory = int(target.memory * fraction)
     if target.device.type == "cpu":
-        memory = int(target.memory * fraction)
         step += slots * info.vocab_size * SORTED_BYTES + CPU_PROCESS
     else:
-        memory = int(target.memory * fraction) - margin_of(target.memory)
+        memory -= margin_of(target.memory)
         graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(num_layers + 1) // PIECES_PER_GRAPH)
         graphs *= 2 if info.max_loras else 1
         step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES

@@ -1,11 +1,9 @@
 """A model against the device that is to run it: what is checked and known before memory for weights is allocated."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeAlias, TypeVar
 
 import structlog
 import torch
@@ -61,7 +59,7 @@ class Target:
     memory: int
 
     @classmethod
-    def of(cls, config: ShardConfig) -> Target:
+    def of(cls, config: ShardConfig) -> Self:
         """Return the device that the settings name. Raises EngineError if it is not there."""
         device = choose_device(config.device)
         if device.type == "cpu":

@@ -5,13 +5,12 @@ small pinned buffers and start asynchronous copies, each thread on its own strea
 to the page cache, only the buffers are allocated.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
+from typing import Self
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ class Transfer:
     """Number of the first row of the target."""
 
     @classmethod
-    def of(cls, source: Tensor, target: Tensor) -> Transfer:
+    def of(cls, source: Tensor, target: Tensor) -> Self:
         """Return the copy of a tensor of the target's shape."""
         return cls(source.__getitem__, target, source.nbytes)
 
@@ -49,13 +48,43 @@ class Transfer:
         else:
             target.copy_(values)
 
-    def chunks(self, max_bytes: int) -> Iterator[Transfer]:
+    def chunks(self, max_bytes: int) -> Iterator[Self]:
         """Split the copy into chunks of whole rows, at most `max_bytes` of the target each, but at least one row."""
         rows = self.target.shape[0]
         step = max(1, max_bytes * rows // max(1, self.target.nbytes))
         for start in range(0, rows, step):
             chunk = self.target[start : start + step]
-            yield Transfer(self.read, chunk, self.nbytes * chunk.shape[0] // rows, self.first + start)
+            yield replace(self, target=chunk, nbytes=self.nbytes * chunk.shape[0] // rows, first=self.first + start)
+
+
+class PinnedCopier:
+    """Copies to a GPU through two alternating pinned buffers, on its own stream; for one thread at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Pinning initializes the current device, which may be another one.
+        with torch.cuda.device(device):
+            self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Work launched before the targets were allocated may still use their memory.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def copy(self, transfer: Transfer) -> None:
+        for chunk in transfer.chunks(BUFFER_BYTES):
+            self._turn ^= 1
+            copied = self._copied[self._turn]
+            copied.synchronize()
+            target = chunk.target
+            staged = self._buffers[self._turn][: target.nbytes].view(target.dtype).view(target.shape)
+            chunk.write(staged, one_thread=True)
+            with torch.cuda.stream(self._stream):
+                target.copy_(staged, non_blocking=True)
+                copied.record(self._stream)
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        self._stream.synchronize()
 
 
 def copy_all(transfers: Sequence[Transfer]) -> Iterator[int]:
@@ -98,33 +127,3 @@ def copy_through(copiers: Sequence[PinnedCopier], transfers: Sequence[Transfer])
     finally:
         for copier in copiers:
             copier.wait()
-
-
-class PinnedCopier:
-    """Copies to a GPU through two alternating pinned buffers, on its own stream; for one thread at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Pinning initializes the current device, which may be another one.
-        with torch.cuda.device(device):
-            self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Work launched before the targets were allocated may still use their memory.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
-        self._turn = 0
-
-    def copy(self, transfer: Transfer) -> None:
-        for chunk in transfer.chunks(BUFFER_BYTES):
-            self._turn ^= 1
-            copied = self._copied[self._turn]
-            copied.synchronize()
-            target = chunk.target
-            staged = self._buffers[self._turn][: target.nbytes].view(target.dtype).view(target.shape)
-            chunk.write(staged, one_thread=True)
-            with torch.cuda.stream(self._stream):
-                target.copy_(staged, non_blocking=True)
-                copied.record(self._stream)
-
-    def wait(self) -> None:
-        """Wait until all copies are complete."""
-        self._stream.synchronize()
