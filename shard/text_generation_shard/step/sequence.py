@@ -179,11 +179,8 @@ class Sequence:
         words = self.sampling.bad_words
         start = self.prompt_length - self.generated_before
         end = tuple(self.tokens[max(start, len(self.tokens) - max(map(len, words)) + 1) :])
-        return frozenset(word[-1] for word in words if len(word) <= len(end) + 1 and _ends_with(end, word[:-1]))
-
-
-def _ends_with(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:
-    return tokens[len(tokens) - len(end) :] == end
+        before = ((word, len(end) + 1 - len(word)) for word in words)
+        return frozenset(word[-1] for word, first in before if first >= 0 and end[first:] == word[:-1])
 
 
 def finish_reason(stopping: Stopping, generated: int, token_id: int, *, grammar_ended: bool) -> FinishReason | None:

@@ -122,14 +122,11 @@ class CacheShape:
         windows = tuple(CacheGroup(0, window) for window in self.windows)
         return (*windows, CacheGroup(0, is_state=True)) if self.state_bytes else windows
 
-    def group_of(self, window: int | None) -> int:
-        """Return the group of layers with this window."""
-        return self.windows.index(window) if window in self.windows else 0
-
     @cached_property
     def groups(self) -> tuple[int, ...]:
         """The group of each layer."""
-        return tuple(self.group_of(layer.window) for layer in self.layers)
+        numbers = {window: group for group, window in enumerate(self.windows)}
+        return tuple(numbers.get(layer.window, 0) for layer in self.layers)
 
     def allocate(self, num_blocks: Sequence[int]) -> list[Tensor]:
         """Allocate `num_blocks` blocks of each group, uninitialized.

@@ -143,7 +143,7 @@ def join_group(config: ShardConfig, device: torch.device) -> ParallelGroup:
         return ParallelGroup(tp)
     channel, host = _meet(config, tp)
     try:
-        _silence_torch_distributed()
+        logging.getLogger("torch.distributed").setLevel(logging.ERROR)
         store = _share_store(channel, tp, host)
         _open_process_group(tp, device, store, "lo" if host == LOCALHOST else network_interface(host))
         from text_generation_shard.engines.torch.parallel.all_reduce import AllReduce
@@ -219,8 +219,3 @@ def _open_process_group(tp: TensorParallelRank, device: torch.device, store: "St
             world_size=tp.world_size,
             device_id=device if on_cuda else None,
         )
-
-
-def _silence_torch_distributed() -> None:
-    """Log only the errors of torch.distributed."""
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -42,11 +42,7 @@ class Checkpoint:
         self._files = _files(folder)
         self._stored: dict[str, str] = {}
         """Names in the files, where they differ."""
-        if text_only:
-            self._rename_text_part()
-
-    def _rename_text_part(self) -> None:
-        for name in list(self._files):
+        for name in list(self._files) if text_only else ():
             if (renamed := text_name(name)) != name:
                 self._stored[renamed] = name
                 self._files[renamed] = self._files.pop(name)
