@@ -13,7 +13,7 @@ from text_generation_shard.engines.torch.kernels.experts import experts
 from text_generation_shard.engines.torch.kernels.operands import GatedActivation
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, experts_by_loop
 from text_generation_shard.engines.torch.layers.linear import Projection
-from text_generation_shard.engines.torch.layers.quantized.humming_experts import HummingExperts
+from text_generation_shard.engines.torch.layers.quantized.humming import HummingExperts
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 from text_generation_shard.engines.torch.weights.quantization.format import WeightFormat
 from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format, Mxfp4Format

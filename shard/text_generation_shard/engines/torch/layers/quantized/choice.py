@@ -7,8 +7,7 @@ import torch
 from text_generation_shard.engines.torch.layers.linear import Projection
 from text_generation_shard.engines.torch.layers.quantized import humming
 from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear, can_multiply
-from text_generation_shard.engines.torch.layers.quantized.humming import HummingLinear
-from text_generation_shard.engines.torch.layers.quantized.humming_experts import HummingExperts
+from text_generation_shard.engines.torch.layers.quantized.humming import HummingExperts, HummingLinear
 from text_generation_shard.engines.torch.layers.quantized.packed_format import bits_and_group
 from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8Format
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme
