@@ -16,7 +16,7 @@ from text_generation_shard.engines.torch.parallel.channel import PeerLossTransla
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 SLOT_COLUMNS = ("adapters", "states", "shifts")
-"""Of each slot: the LoRA adapter, 0 for none; the block of its state; the shift of its rotary positions."""
+"""Numbers of each slot: the LoRA adapter, 0 for none; the block of the state; the shift of the rotary positions."""
 
 
 class Model(Protocol):
