@@ -165,11 +165,10 @@ class _FaultyModel:
     def forward(self, step: Any) -> Tensor:  # noqa: ANN401 - a CpuStep
         engine = self._engine
         if engine.fault == "rotation" and engine._moved:
-            single = step.single_tokens()
-            wrong = torch.tensor([slot in engine._moved for slot in single.slots.tolist()], dtype=torch.bool)
+            moved = torch.tensor([slot in engine._moved for slot in step._slots(step._batch).tolist()])
             step.rotary_positions = step.positions.clone()
-            step.rotary_positions[single.places[wrong]] += 1
-        if engine.fault == "window" and not step.sequences():
+            step.rotary_positions[moved & (step._batch.places < step._batch.plan.num_decoding)] += 1
+        if engine.fault == "window" and not step._batch.plan.sizes.chunks:
             runner = engine._engine._executor._runner
             layers = tuple(replace(layer, window=WINDOW) for layer in runner._shape.layers)
             shape = replace(runner._shape, layers=layers, longest=0)
