@@ -20,6 +20,7 @@ from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from
 from text_generation_shard.engine import Engine, EngineError, InsufficientMemory, StepResult
 from text_generation_shard.guard import settled
 from text_generation_shard.health import ShardHealth
+from text_generation_shard.host_contents import host_contents
 from text_generation_shard.session import EngineSession, SessionOwner
 
 log = structlog.get_logger()
@@ -37,7 +38,8 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         self._owner = owner
         self._health = health
         self._rank = config.rank
-        self._host_cache = config.host_cache_name
+        self._config = config
+        self._host_cache = host_contents(config)
         self._world_size = config.world_size
         self._adapters = AdapterChanges(config, owner)
 
@@ -116,6 +118,9 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
                 seconds_by_work=phases,
             )
             finished_work.clear()
+            if self._host_cache != await asyncio.to_thread(host_contents, self._config):
+                log.warning("the host cache is not used: files of the model changed while it was loaded")
+                self._host_cache = ""
         answer = pool_to_pb(groups, block_size)
         answer.warm_up_seconds, answer.was_warm = seconds, was_warm
         answer.host_cache = self._host_cache if groups[0].host_blocks else ""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cluster_listener import Listener
 from every_dialect import CHAT, COMPLETIONS, VERBATIM
+from host_ledger import HostBlocks
 from http_stack import Reply, Stack, serve, until
 from served_cluster import Members, world
 
@@ -209,10 +210,10 @@ async def test_more_adapters_than_places_take_turns(demo_model: Path) -> None:
         assert max(rounds.values()) < 100, rounds
 
 
-def submit(router: Members, adapter: str, new: int = 2) -> Listener:
+def submit(router: Members, adapter: str, new: int = 2, prompt: tuple[int, ...] = (1, 2, 3)) -> Listener:
     listener = Listener()
     router.world.requests += 1
-    router.cluster.submit(Request(RequestId(router.world.requests), (1, 2, 3), new, adapter=adapter), listener)
+    router.cluster.submit(Request(RequestId(router.world.requests), prompt, new, adapter=adapter), listener)
     return listener
 
 
@@ -274,6 +275,32 @@ async def test_all_replicas_hold_an_adapter_or_none(tmp_path: Path) -> None:
             await second.cluster.set_adapter("sql", None)
         with pytest.raises(InvalidRequest):
             await second.cluster.set_adapter("sql", "../sql")
+
+
+async def test_an_adapter_that_is_loaded_again_finds_nothing_on_the_host(tmp_path: Path) -> None:
+    modules = str(folder_of(tmp_path / "modules", "sql"))
+    async with world(tmp_path) as shards:
+        a = await shards.shard("a", lora_modules_dir=modules, host_cache_name="memory", model_path=modules)
+        engine = shards.engines[a]
+        engine.host = HostBlocks(64)
+        router = await shards.cluster(a)
+        await router.until({a: "serving"})
+        await router.cluster.set_adapter("sql", "sql")
+        figures = router.cluster.scheduler.host_caches
+
+        async def loaded(adapter: str) -> int:
+            before = figures.figures["loaded"]
+            beside = submit(router, "", new=20)  # copies take steps
+            await submit(router, adapter, prompt=tuple(range(100))).over.wait()
+            await beside.over.wait()
+            return figures.figures["loaded"] - before
+
+        assert [await loaded("sql"), await loaded("")] == [0, 0]
+        assert figures.figures["stored"] >= 2 * 6
+        shards.shards[a].end_session()
+        engine.info = engine.table.set_adapter("sql", held=False)  # as after a restart; its files may be others
+        await until(lambda: engine.info.adapters == ("sql",))
+        assert [await loaded("sql"), await loaded("")] == [0, 6]
 
 
 class Hanging(ShardServicer):

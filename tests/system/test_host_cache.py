@@ -27,12 +27,20 @@ async def ask(session: aiohttp.ClientSession, stack: Stack, text: str) -> tuple[
         return str((await response.json())["generated_text"]), computed
 
 
+def kill(stack: Stack, ranks: str) -> None:
+    """Kill a shard, and wait until it serves again."""
+    name = f"/shard-0{'-1' if ranks == '2' else ''}"
+    lines = {" ".join(each.cmdline()): each for each in stack.children()}
+    next(each for line, each in lines.items() if "text_generation_shard" in line and name in line).kill()
+    stack.wait_for("shard joined again", "router")
+
+
 @pytest.mark.parametrize("ranks", ["1", full("2")])
 async def test_a_killed_shard_comes_back_to_a_warm_cache(
     session: aiohttp.ClientSession, tmp_path: Path, ranks: str
 ) -> None:
     shape = SHAPE | {"vocab_size": 264, "max_position_embeddings": 1024}
-    model = Path(save(random_model(LlamaConfig(**shape)), tmp_path / "model"))
+    model, other = (Path(save(random_model(LlamaConfig(**shape)), tmp_path / name)) for name in ("model", "other"))
     write_tokenizer(model)
     flags = ("--num-shard", ranks, "--device", "cpu", "--dtype", "float32", "--max-batch-total-tokens", "1024")
     text, new = "".join(map(chr, range(33, 127))) * 5, " and 20 characters more"
@@ -40,13 +48,14 @@ async def test_a_killed_shard_comes_back_to_a_warm_cache(
         answer, computed = await ask(session, stack, text)
         assert computed > len(text) - BLOCK
         again, _ = await ask(session, stack, text + new)
-        next(
-            each for each in stack.children() if f"/shard-0{'-1' if ranks == '2' else ''}" in " ".join(each.cmdline())
-        ).kill()
-        stack.wait_for("shard joined again", "router")
+        kill(stack, ranks)
         after, computed = await ask(session, stack, text + new)
         assert (after, computed <= len(new) + BLOCK) == (again, True), computed
         assert (await ask(session, stack, text))[0] == answer
+        (other / "model.safetensors").rename(model / "model.safetensors")
+        kill(stack, ranks)
+        _, computed = await ask(session, stack, text + new)
+        assert computed > len(text) - BLOCK, "these are other weights"
         children = stack.children()
         stack.kill("launcher")
         assert not still_running(children, 10.0), "who maps the memory has ended"

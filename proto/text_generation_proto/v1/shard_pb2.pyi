@@ -424,7 +424,9 @@ class WarmUpResponse(google.protobuf.message.Message):
     host_blocks: builtins.int
     """Blocks of the first group in the host cache; 0: there is none. Its contents outlive sessions and shards."""
     host_cache: builtins.str
-    """names its memory: shards with the same name see the same host blocks"""
+    """"memory/contents". Shards with the same memory see the same host blocks. They use them if they have the same contents, too:
+    the same weights and settings.
+    """
     @property
     def further_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
         """The KV cache is a list of groups, one for the layers that need the same positions. The first one is full, and has

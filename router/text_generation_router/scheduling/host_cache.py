@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 
@@ -27,6 +27,7 @@ class HostCache:
 
     def __init__(self, spec: ReplicaSpec, counts: Counter[str]) -> None:
         self.counts = counts
+        self.contents = spec.host_cache, spec.host_groups
         self.groups = spec.host_groups
         first, *further = self.groups
         self.pools = tuple((StatePool if group.is_state else WindowPool)(group, spec.block_size) for group in further)
@@ -82,14 +83,14 @@ class HostCache:
 
 
 class HostCaches:
-    """The host caches of all replicas, by name."""
+    """The host caches of all replicas, by memory: a memory holds the contents of one model."""
 
     def __init__(self) -> None:
         self._counts = Counter({"stored": 0, "loaded": 0, "failed": 0})
         """Blocks of all groups so far."""
         self._caches: dict[str, HostCache] = {}
-        self._names: dict[int, str] = {}
-        """The name of the cache of each replica that has one, serving or lost."""
+        self._used: dict[int, HostCache] = {}
+        """The cache of each replica that has one, serving or lost."""
 
     def __iter__(self) -> Iterator[HostCache]:
         return iter(self._caches.values())
@@ -100,22 +101,27 @@ class HostCaches:
         blocks = sum(each.groups[0].num_blocks for each in self)
         return self._counts | {"blocks": blocks, "used": blocks - sum(each.free for each in self)}
 
-    def of(self, replica: int, spec: ReplicaSpec) -> HostCache | None:
-        """Return the host cache of a replica that joins; None if it has none."""
-        if self._names.get(replica, "") != spec.host_cache:
-            self.removed(replica)
-        if not spec.host_cache:
-            return None
-        self._names[replica] = spec.host_cache
-        if (cache := self._caches.get(spec.host_cache)) is None:
-            cache = self._caches[spec.host_cache] = HostCache(spec, self._counts)
-        cache.finish(replica)
-        return cache if cache.groups == spec.host_groups else None
+    def of(self, replica: int, spec: ReplicaSpec, serving: Collection[HostCache | None]) -> HostCache | None:
+        """Return the host cache of a replica that joins; None if it has none, or `serving` ones use its memory for other contents."""
+        self._leave(replica)
+        memory = spec.host_cache.partition("/")[0]
+        cache, contents = self._caches.get(memory), (spec.host_cache, spec.host_groups)
+        if memory and (cache is None or (cache.contents != contents and cache not in serving)):
+            cache = self._caches[memory] = HostCache(spec, self._counts)
+        if cache is not None and cache.contents == contents:
+            self._used[replica] = cache
+        self._forget_unused()
+        return self._used.get(replica)
 
     def removed(self, replica: int) -> None:
         """Forget a replica, and a cache that no other has."""
-        name = self._names.pop(replica, None)
-        if name is not None:
-            self._caches[name].finish(replica)
-            if name not in self._names.values():
-                del self._caches[name]
+        self._leave(replica)
+        self._forget_unused()
+
+    def _leave(self, replica: int) -> None:
+        if (cache := self._used.pop(replica, None)) is not None:
+            cache.finish(replica)
+
+    def _forget_unused(self) -> None:
+        used = self._used.values()
+        self._caches = {memory: cache for memory, cache in self._caches.items() if cache in used}

@@ -46,7 +46,7 @@ class ReplicaSpec:
     tokens_per_step: int = 1
     """Most new tokens of a sequence in a step."""
     host_cache: str = ""
-    """The name of its host cache, which is that of others too if they share it; "": there is none."""
+    """The names of the memory of its host cache, which others may share, and of what it holds: "memory/contents"; "": there is none."""
     host_blocks: int = 0
     """Blocks of the first group in the host cache."""
 

@@ -92,7 +92,7 @@ class Scheduler:
         """By number; None if it does not serve."""
         self.host_caches = HostCaches()
         self._capacity = Capacity()
-        self._versions = Counter[str]()
+        self.versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
@@ -119,7 +119,7 @@ class Scheduler:
 
     def set_adapter(self, name: str, replicas: Collection[int]) -> None:
         """Note that these replicas hold a LoRA adapter, newly loaded, and no others do."""
-        self._versions[name] += 1
+        self.versions[name] += 1
         for number, spec in self._capacity.set_adapter(name, replicas).items():
             if (replica := self.replicas.get(number)) is not None:
                 replica.spec = spec
@@ -131,7 +131,7 @@ class Scheduler:
         fits = self.fits(len(request.prompt), request.max_new_tokens, request.adapter)
         assert progress or fits, "a request must be able to run alone"
         expected = self._lengths.expected(request.max_new_tokens)
-        sequence = ScheduledSequence(request, next(self._arrivals), now, expected, self._versions[request.adapter])
+        sequence = ScheduledSequence(request, next(self._arrivals), now, expected, self.versions[request.adapter])
         if progress is not None:
             sequence.resume(progress)
         self._sequences[request.id] = sequence
@@ -263,7 +263,8 @@ class Scheduler:
     def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
         """Let an empty replica serve. Queued requests that no replica can hold any more fail."""
         assert self.replicas[replica] is None, "a replica joins once"
-        self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy, self.host_caches.of(replica, spec))
+        host = self.host_caches.of(replica, spec, [each.cache.host for each in self.serving])
+        self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy, host)
         self._capacity.joined(replica, spec)
         self.drain(replica, draining=False)
         return self._fail_unfit(list(self.queue))

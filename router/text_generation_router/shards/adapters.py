@@ -68,6 +68,8 @@ class ReplicaAdapters:
             changes: list[tuple[str, str | None]] = [(name, None) for name in had & self._unloaded]
             changes += [(name, path) for name, path in self._paths.items() if name not in had]
             for change in changes:
+                if info.pool.host_cache:  # the files may be others than those from which it has blocks
+                    self._scheduler.versions[change[0]] += 1
                 try:
                     await client.set_adapter(*change)
                 except grpc.aio.AioRpcError as error:

@@ -160,3 +160,34 @@ def test_replicas_share_the_cache_of_their_host_alone() -> None:
         world.scheduler.drain(replica, draining=False)
         world.submit(range(200 + replica))
         assert bool(world.orders(replica).copies) is (replica == 1)
+
+
+def test_replicas_use_a_memory_for_the_same_contents_alone() -> None:
+    old, new = (replace(SPEC, host_cache=f"a/{contents}") for contents in ("old", "new"))
+    world = World(old, old)
+    world.scheduler.drain(1)
+    world.compute(range(200))
+
+    def restart(replica: int, spec: ReplicaSpec, prompt: range) -> bool:
+        """Let a replica serve again; return True if it loads the prefix of a prompt."""
+        world.scheduler.lose(replica)
+        world.scheduler.open(replica, spec)
+        world.scheduler.drain(1 - replica)
+        world.scheduler.drain(replica, draining=False)
+        world.submit(prompt)
+        orders = world.orders(replica)
+        world.report(replica, *(CopyEnd(copy.number) for copy in orders.copies), prefilled=orders)
+        return bool(orders.copies)
+
+    assert not restart(0, new, range(210))
+    assert world.scheduler.serving[0].cache.host is None, "the other one uses the memory"
+    assert not restart(1, new, range(220)), "these are blocks of the old contents"
+    (host,) = world.scheduler.host_caches
+    assert (host.free, host.contents[0]) == (24, "a/new"), "a replica that is lost does not use it"
+    assert not restart(0, new, range(230))
+    world.report(0)
+    assert world.scheduler.serving[0].cache.host is world.scheduler.serving[1].cache.host is host
+    for replica in (0, 1):
+        world.scheduler.lose(replica)
+        world.scheduler.remove(replica)
+    assert not list(world.scheduler.host_caches)

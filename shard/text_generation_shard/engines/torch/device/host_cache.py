@@ -139,25 +139,24 @@ class HostCopies:
     def _good(self, group: _Group, blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
         """Copy blocks of a group; return True for those that are as they were stored."""
         good: list[bool] = []
-        unchecked: Iterator[tuple[int, int]] = iter(())
+        unchecked: Iterable[tuple[int, int]] = ()
         for device, host, tags in _chunks(blocks, max(1, CHUNK_BYTES // max(1, group.rows.shape[1]))):
-            if is_load:
-                group.load(device, host, self._device)
-                sums = self._checksums(group, zip(host, tags, strict=True))
-                good += [int(group.checks[block]) == each for block, each in zip(host, sums, strict=True)]
-            else:
-                group.store(device, host, self._device)
-                self._keep_checksums(group, unchecked)  # beside the transfer
-                unchecked = zip(host, tags, strict=True)
+            (group.load if is_load else group.store)(device, host, self._device)
+            good += self._checked(group, unchecked, is_load=is_load)  # beside the transfer
             if self._streams:
                 torch.cuda.current_stream().synchronize()
-        self._keep_checksums(group, unchecked)
-        return good or [True] * len(blocks.host)
+            unchecked = tuple(zip(host, tags, strict=True))
+        return [*good, *self._checked(group, unchecked, is_load=is_load)]
 
-    def _keep_checksums(self, group: _Group, blocks: Iterable[tuple[int, int]]) -> None:
-        stored = list(blocks)
-        for (block, _), each in zip(stored, self._checksums(group, stored), strict=True):
-            group.checks[block] = each
+    def _checked(self, group: _Group, blocks: Iterable[tuple[int, int]], *, is_load: bool) -> Iterator[bool]:
+        """Compare the checksums of (block, tag) with those that were kept, or keep them.
+
+        Of a load this follows the transfer: a shard whose router ended may have written meanwhile.
+        """
+        for (block, _), each in zip(blocks, self._checksums(group, blocks), strict=True):
+            if not is_load:
+                group.checks[block] = each
+            yield int(group.checks[block]) == each
 
     def _checksums(self, group: _Group, blocks: Iterable[tuple[int, int]]) -> Iterable[int]:
         """Return the checksums of (block, tag)."""
