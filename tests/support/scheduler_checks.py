@@ -97,7 +97,6 @@ def check_cache(cache: KVCache, sequences: set[ScheduledSequence], copies: Repli
 def check_host(host: HostCache, copies: list[ReplicaCopies]) -> None:
     """Assert that each block of a host has one owner: free, tree, or a store under way; `copies` are those of its replicas."""
     stores = [each._store for each in copies if each._store is not None]
-    stores += [end.args[0] for end in host.unfinished.values()]
     loads = [load for each in copies for load in each._loads.values()]
     owned = [*host._free, *(block for node in nodes_of(host.tree) for block in node.blocks)]
     owned += [block for store in stores for block in store.blocks[len(store.blocks) - store.new :]]

@@ -108,11 +108,10 @@ class SchedulerWorld:
         self.counts["restarts"] += 1
         self.counts["moves"] += stats.moves
         self.counts["preemptions"] += stats.preemptions
-        for world in (*self._lost.values(), *filter(None, self.replicas.values())):
-            world.engine.reset()
-        self._lost.clear()
+        worlds = [self.replicas.get(number) or self._lost.get(number) for number in self._setups]
         self.scheduler = Scheduler(self.policy, 0)
         self._setups = {self.scheduler.add(): setup for setup in self._setups.values()}
+        self._lost = {number: world for number, world in zip(self._setups, worlds, strict=True) if world is not None}
         self.replicas = dict.fromkeys(self._setups)
         if joined_first:
             for replica in self.replicas:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
@@ -142,14 +141,14 @@ class ReplicaCopies:
                 self._drop(store.waiting)
         return None
 
-    def close(self, replica: int) -> None:
-        """Give the host's blocks back, but those of a store: `replica` is lost, and may write them until it serves again."""
+    def close(self) -> None:
+        """Give the host's blocks back: the replica is lost."""
         for load in self._loads.values():
             self._release(load)
         for waiting in list(self._waiting):
             self._drop(waiting)
         if self._store is not None:
-            self._host.unfinished[replica] = partial(self._end_store, self._store, failed=True)
+            self._end_store(self._store, failed=True)
 
     # ----------------------------------------------------------------------------------------------------------- loads
 

@@ -11,7 +11,6 @@ import secrets
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import count
 
 from text_generation_router.scheduling.messages import ReplicaSpec
@@ -34,8 +33,6 @@ class HostCache:
         self.tree = PrefixTree(spec.block_size, self.pools)
         self.moving: set[ScheduledSequence] = set()
         """Queued sequences whose blocks are being stored, so that they go on at another replica."""
-        self.unfinished: dict[int, partial[None]] = {}
-        """The ends of the last stores of lost replicas."""
         self._free = list(range(first.num_blocks - 1, -1, -1))
         self._tags = [array("I", bytes(4 * group.num_blocks)) for group in self.groups]
         # Not from 1: a store of a router before may end late.
@@ -68,11 +65,6 @@ class HostCache:
                 self._tags[group][block] = next(self._numbers) & 0xFFFFFFFF
         return tuple([self._tags[group][block] for block in blocks])
 
-    def finish(self, replica: int) -> None:
-        """Give back the blocks of the last store of a lost replica: nothing writes them any more."""
-        if (end := self.unfinished.pop(replica, None)) is not None:
-            end()
-
     def forget(self, node: Node, count: int) -> None:
         """Forget the last `count` blocks of the path to `node`, and what needs them, but those in use."""
         while count > len(node.blocks):
@@ -103,7 +95,7 @@ class HostCaches:
 
     def of(self, replica: int, spec: ReplicaSpec, serving: Collection[HostCache | None]) -> HostCache | None:
         """Return the host cache of a replica that joins; None if it has none, or `serving` ones use its memory for other contents."""
-        self._leave(replica)
+        self._used.pop(replica, None)
         memory = spec.host_cache.partition("/")[0]
         cache, contents = self._caches.get(memory), (spec.host_cache, spec.host_groups)
         if memory and (cache is None or (cache.contents != contents and cache not in serving)):
@@ -115,12 +107,8 @@ class HostCaches:
 
     def removed(self, replica: int) -> None:
         """Forget a replica, and a cache that no other has."""
-        self._leave(replica)
+        self._used.pop(replica, None)
         self._forget_unused()
-
-    def _leave(self, replica: int) -> None:
-        if (cache := self._used.pop(replica, None)) is not None:
-            cache.finish(replica)
 
     def _forget_unused(self) -> None:
         used = self._used.values()

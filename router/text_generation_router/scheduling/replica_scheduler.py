@@ -233,7 +233,7 @@ class ReplicaScheduler:
     def close(self) -> list[ScheduledSequence]:
         """Return the sequences of this replica, which is lost, oldest first."""
         self.is_lost = True
-        self.copies.close(self.replica)
+        self.copies.close()
         return sorted((each for each in self._slots if each is not None), key=lambda sequence: sequence.arrival)
 
     def _release(self, sequence: ScheduledSequence, state: State) -> None:

@@ -32,7 +32,7 @@ class HostBlocks:
         """Blocks of each group."""
         self.contents: dict[tuple[int, int], tuple[int, object]] = {}
         self.writing: set[tuple[int, int]] = set()
-        """The blocks of stores under way, also of engines whose stream broke: their checksums say nothing about a second writer."""
+        """The blocks of stores under way, also of engines whose stream broke. Another store of such a block fails."""
 
     def spoil(self, draw: Random) -> None:
         """Damage half of the blocks."""
@@ -48,6 +48,8 @@ class HostLedger:
     host: HostBlocks
     ledgers: Sequence[Ledger]
     _under_way: list[tuple[int, Copy]] = field(default_factory=list)
+    _failed: set[int] = field(default_factory=set)
+    """The stores under way that found one of their blocks locked."""
 
     def begin(self, copy: Copy) -> None:
         assert copy.number not in {each.number for _, each in self._under_way}
@@ -56,13 +58,16 @@ class HostLedger:
         for group, (device, host, tags) in enumerate(copy.groups):
             assert len(device) == len(host) == len(tags)
             assert all(0 <= block < self.host.numbers[group] for block in host)
-            for to, source in zip(device, host, strict=True):
-                if copy.is_load:
-                    self.ledgers[group].write(to, None)
-                else:
-                    assert (group, source) not in self.host.writing, "a block has one writer"
-                    self.host.writing.add((group, source))
-                    self.host.contents.pop((group, source), None)
+            for to in device if copy.is_load else ():
+                self.ledgers[group].write(to, None)
+        if not copy.is_load:
+            stored = [(group, block) for group, columns in enumerate(copy.groups) for block in columns.host]
+            if not self.host.writing.isdisjoint(stored):
+                self._failed.add(copy.number)
+                return
+            self.host.writing |= set(stored)
+            for each in stored:
+                self.host.contents.pop(each, None)
 
     def ended(self) -> list[CopyEnd]:
         """End the copies whose time has come."""
@@ -71,15 +76,17 @@ class HostLedger:
         return [CopyEnd(copy.number, self._end(copy)) for copy in now]
 
     def close(self) -> None:
-        """End all copies: what they store is lost."""
+        """End all copies late: some store their blocks, and others lose them."""
         for _, copy in self._under_way:
-            if not copy.is_load:
-                self.host.writing -= {
-                    (group, block) for group, (_, host, _) in enumerate(copy.groups) for block in host
-                }
+            if copy.number % 2 or copy.is_load:
+                self._end(copy)
+            elif copy.number not in self._failed:
+                self.host.writing -= {(group, block) for group, each in enumerate(copy.groups) for block in each.host}
         self._under_way.clear()
 
     def _end(self, copy: Copy) -> tuple[int, ...]:
+        if copy.number in self._failed:
+            return tuple(range(copy.num_blocks))
         failed, index = [], -1
         for group, columns in enumerate(copy.groups):
             for device, host, tag in zip(*columns, strict=True):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 import torch
@@ -95,3 +97,20 @@ def test_a_copy_of_blocks_that_do_not_exist_fails(descriptor: int, blocks: Copie
     before = Path(f"/proc/self/fd/{descriptor}").read_bytes()
     assert copied(cache, False, blocks).failed == (0,)
     assert Path(f"/proc/self/fd/{descriptor}").read_bytes() == before
+
+
+def test_a_block_that_another_shard_still_stores_is_not_stored(descriptor: int) -> None:
+    cache = HostCopies(descriptor, SIZE, SIZE, CPU)
+    cache.allocate(BLOCKS, parts(1))
+    at = 2 * SIZE - CHECK_BYTES * (sum(BLOCKS) - 19)
+    late = f"import fcntl; fcntl.lockf({descriptor}, fcntl.LOCK_EX, {CHECK_BYTES}, {at}); print(); input()"
+    with Popen([sys.executable, "-c", late], stdin=PIPE, stdout=PIPE, pass_fds=[descriptor]) as shard:
+        assert shard.stdout is not None
+        shard.stdout.readline()
+        assert copied(cache, False, FULL, OTHER).failed == (0, 1, 2)
+        assert not any(os.pread(descriptor, 2 * SIZE, 0))
+        assert not copied(cache, False, CopiedBlocks((5, 0), (18, 2), (11, 12)), OTHER).failed
+        assert copied(cache, True, FULL).failed == (0,), "a load needs no lock"
+    assert not copied(cache, False, FULL, OTHER).failed
+    assert not copied(cache, True, FULL, OTHER).failed
+    cache.close()

@@ -3,6 +3,7 @@
 The memory outlives the shard, and shards of several replicas may share it. It holds the blocks of the first group, of the second one
 and so on, then a checksum of each block. The router decides what is where, so nothing else is kept here. The checksum of a block
 begins with the tag of its store: another block, one of another store or one that was written only in part is found as well.
+A store locks its blocks in the file: where the store of a shard whose router has ended is late, that of another shard fails.
 
 A thread makes the loads and another one the stores. On a GPU each has a stream, which waits for the steps launched before. Blocks
 are gathered in a buffer on the device, so that each is one transfer. The router waits for the end of a copy before it uses the blocks
@@ -16,7 +17,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
 from itertools import accumulate, chain, islice
 
 import numpy as np
@@ -47,6 +49,7 @@ class HostCopies:
     def __init__(self, descriptor: int, start: int, size: int, device: torch.device) -> None:
         """Map `size` bytes of a file from `start` on. Raises EngineError."""
         self.size = size
+        self._file, self._start = descriptor, start
         self._device = device
         self._memory = np.frombuffer(mmap.mmap(descriptor, size, offset=start), dtype=np.uint8)
         self._threads = {
@@ -113,7 +116,8 @@ class HostCopies:
         try:
             self._check(copy)
             stream = self._streams.get(copy.is_load)
-            with torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            locked = nullcontext() if copy.is_load else self._locked(copy)
+            with locked, torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
                 if stream is not None and ready is not None:
                     stream.wait_event(ready)
                 groups = zip(self._groups, copy.groups, strict=False)
@@ -135,6 +139,19 @@ class HostCopies:
                 raise ValueError("the columns of blocks differ in length")
             if max(blocks.host, default=-1) >= len(group.rows) or max(blocks.device, default=-1) >= group.num_blocks:
                 raise ValueError("a block does not exist")
+
+    @contextmanager
+    def _locked(self, copy: Copy) -> Iterator[None]:
+        """Lock the blocks of a store by the places of their checksums. Raises BlockingIOError if another process has one."""
+        first = self._start + self.size - CHECK_BYTES * sum(len(group.checks) for group in self._groups)
+        try:
+            for group, blocks in zip(self._groups, copy.groups, strict=False):
+                for block in blocks.host:
+                    lockf(self._file, LOCK_EX | LOCK_NB, CHECK_BYTES, first + CHECK_BYTES * block)
+                first += CHECK_BYTES * len(group.checks)
+            yield
+        finally:
+            lockf(self._file, LOCK_UN, self.size, self._start)
 
     def _good(self, group: _Group, blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
         """Copy blocks of a group; return True for those that are as they were stored."""
