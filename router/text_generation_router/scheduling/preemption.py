@@ -1,10 +1,21 @@
-"""Preemption: the choice of a running sequence that returns to the queue when a replica runs out of KV blocks."""
+"""Preemption: the choice of a running sequence that returns to the queue when a replica runs out of KV blocks, and how to avoid it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from text_generation_router.scheduling.sequence import ScheduledSequence
+
+ANSWERS = 6
+
+
+def growth_margin(others: int, answer: int, num_blocks: int) -> int:
+    """Return the blocks that a placement leaves beside `others`: one that takes the last of `num_blocks` would soon be preempted.
+
+    Until one of the others ends and gives its blocks back, they grow by one `answer` of expected length in all, on average and however
+    many they are. There is room for several, as lengths vary.
+    """
+    return others and max(others, min(ANSWERS * answer, num_blocks // 8))
 
 
 def choose_victim(running: Iterable[ScheduledSequence], *, self_scheduling: bool) -> ScheduledSequence | None:

@@ -32,7 +32,7 @@ from text_generation_router.scheduling.messages import (
     StepOutput,
 )
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.preemption import choose_victim
+from text_generation_router.scheduling.preemption import choose_victim, growth_margin
 from text_generation_router.scheduling.running_adapters import RunningAdapters
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
@@ -90,24 +90,22 @@ class ReplicaScheduler:
 
     def has_blocks(self, sequence: ScheduledSequence) -> bool:
         """Return True if it can hold `sequence`, with blocks now for all its known tokens, even if none is cached."""
-        nothing, margin = self.cache.tree.find(sequence.salt, b""), self._growth_margin
-        fits = self.can_hold(sequence)
-        return fits and self.cache.has_room(sequence, nothing, sequence.length, margin, self.prompts)
+        nothing, margin = self.cache.tree.find(sequence.salt, b""), self._margin(sequence)
+        return self.can_hold(sequence) and self.cache.has_room(sequence, nothing, sequence.length, margin, self.prompts)
 
     def can_hold(self, sequence: ScheduledSequence) -> bool:
         """Return True if `sequence` could run here alone, to its last token."""
         return self.spec.fits(sequence.max_length, sequence.request.adapter)
 
-    @property
-    def _growth_margin(self) -> int:
-        """Blocks to leave for the others: a placement that takes the last ones would soon be preempted."""
-        return len(self._running) + len(self._placed)
+    def _margin(self, sequence: ScheduledSequence) -> int:
+        answer = self.cache.blocks_for(sequence.expected_new_tokens)
+        return growth_margin(len(self._running) + len(self._placed), answer, self.spec.num_blocks)
 
     def place(self, sequence: ScheduledSequence) -> bool:
         """Give `sequence` a slot and the blocks of its known tokens. Return False if there are not enough blocks."""
         if not self.can_hold(sequence) or not self.adapters.take(sequence.request.adapter, self.spec):
             return False
-        cache, tokens, margin = self.cache, sequence.length, self._growth_margin
+        cache, tokens, margin = self.cache, sequence.length, self._margin(sequence)
         if self.spec.reserves_max_length:
             tokens, margin = sequence.max_length, 0
         prefix, loaded = self.copies.find(sequence, cache.find_prefix(sequence))
@@ -157,7 +155,7 @@ class ReplicaScheduler:
             prefill.append((sequence.slot, chunk))
         if self.spec.self_scheduling:
             allocations, prefill = [[]], []
-        copies = self.copies.orders(2 * self._growth_margin)
+        copies = self.copies.orders(2 * (running + len(self._placed)))
         if not (self._to_release or placements or any(allocations) or prefill or copies):
             return None
         self.orders_sent += 1

@@ -31,6 +31,18 @@ def test_a_prompt_without_blocks_waits_and_so_do_later_ones() -> None:
     assert rig.placed() == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("blocks", "waiting"), [(30, 0), (40, 1)])
+def test_a_placement_leaves_blocks_for_answers(blocks: int, waiting: int) -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=5000), blocks=160)
+    rig.submit(100 * BLOCK, new=100)
+    rig.turn()
+    rig.submit(blocks * BLOCK, new=100)
+    rig.turn()
+    assert len(rig.scheduler.queue) == waiting, "six answers of fifty tokens take 19 blocks"
+    rig.until_idle()
+    assert rig.scheduler.stats().preemptions == 0
+
+
 def test_the_waiting_served_ratio_counts_for_a_limited_number_of_steps() -> None:
     rig = Rig(a_policy(waiting_served_ratio=1.0, max_waiting_tokens=3))
     for _ in range(4):
