@@ -56,6 +56,7 @@ def check_replica(replica: ReplicaScheduler) -> None:
     assert all(replica._slots[each.slot] is each and each.replica == replica.replica for each in held)
     releasing = [each for each in (*replica._to_release, *replica._releasing) if each.slot >= 0]
     loading = set(replica.copies.loading)
+    assert replica.copies.moving <= held
     assert loading == {each for each in held if each.loading}
     assert Counter(releasing) == Counter(held - placed - running - loading), "a slot is released once"
     assert replica.work == sum(each.remaining_work for each in placed | running)

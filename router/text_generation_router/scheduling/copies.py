@@ -41,6 +41,8 @@ class WaitingPrefix:
     """The blocks before each position where a request may continue."""
     moved: ScheduledSequence | None
     """The sequence that waits for the store, to go on elsewhere."""
+    guarded: int = 0
+    """Blocks that its store would have made unavailable, and for which there was no room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,9 +121,12 @@ class ReplicaCopies:
         """Return the copies to begin. Stores leave `spare` blocks of the device available."""
         ordered, self._ordered = self._ordered, []
         while self._waiting and self._store is None:
-            waiting = self._waiting[0]
+            waiting, room = self._waiting[0], self._cache.available - spare
+            if room < waiting.guarded:
+                break
             on_device = self._cache.tree.match(waiting.salt, waiting.key)
-            if self._cache.available - on_device.evictable_blocks < spare:
+            if room < (guarded := on_device.evictable_blocks):
+                waiting.guarded = guarded
                 break
             if (copy := self._begin_store(waiting, on_device)) is not None:
                 ordered.append(copy)
@@ -157,12 +162,15 @@ class ReplicaCopies:
         cache, size = self._cache, self._cache.block_size
         if cache.host is None or sequence.load_failed:
             return prefix, None
-        key = cache.reusable_key(sequence)
-        found = self._host.tree.find(sequence.salt, key)
+        key, tree = cache.reusable_key(sequence), self._host.tree
         # There are states for the checkpoint and for its own.
         has_states = cache.states is None or cache.states.available > 1
         least = size if sequence.requeued else MIN_LOADED_TOKENS
-        if (found.blocks - prefix.blocks) * size < least or not has_states:
+        most = tree.match(sequence.salt, key).blocks  # usually no more, and found at once
+        if (most - prefix.blocks) * size < least or not has_states:
+            return prefix, None
+        found = tree.find(sequence.salt, key)
+        if (found.blocks - prefix.blocks) * size < least:
             return prefix, None
         # What is loaded of the other groups enters the device's tree with blocks of the first one.
         firsts = (pool.group.first_block(found.blocks * size, size) for pool in cache.further_pools)
@@ -227,7 +235,6 @@ class ReplicaCopies:
         """Let the prefix of a sequence that ends be stored, if that is worth it."""
         cache, request, count = self._cache, sequence.request, sequence.committed_blocks
         is_moving = sequence in self.moving
-        self.moving.discard(sequence)
         if cache.host is None or not (cache.caching and count and not request.replayed):
             return
         if not is_moving and not worth_storing(sequence, has_room=self._host.free >= count):
@@ -275,9 +282,11 @@ class ReplicaCopies:
             held = HeldBlocks()
             pool.extend(held, len(positions))
             run = [NO_BLOCK] * (end - first)
-            for (position, source), block in zip(positions.items(), held.blocks, strict=True):
-                block.position, block.uses = source.position, source.uses
+            for position, block in zip(positions, held.blocks, strict=True):
                 run[position - first] = block
+            if pool.group.is_state:
+                for source, block in zip(positions.values(), held.blocks, strict=True):
+                    block.position, block.uses = source.position, source.uses
             further.append(run)
             groups.append(_copied(host, number, _numbers(positions.values()), _numbers(held.blocks), new=True))
         base = known_lock
@@ -310,22 +319,16 @@ class ReplicaCopies:
         size, end = self._cache.block_size, on_device.blocks
         wanted = []
         for number, pool in enumerate(self._host.pools):
-            needed = {
-                position
-                for at in waiting.ends
-                if at <= end
-                for position in range(pool.group.first_block(at * size, size), at)
-            }
-            first = min([known.blocks, *needed])
+            group, ends = pool.group, (at for at in waiting.ends if at <= end)
+            needed = set[int]().union(*(range(group.first_block(at * size, size), at) for at in ends))
+            first = min(known.blocks, min(needed, default=end))
             run = self._cache.tree.further(on_device, number, end - first)
-            stored = self._host.tree.further(known, number, known.blocks - first) if known.blocks > first else []
-            lacking = {
-                first + index: block
-                for index, block in enumerate(run)
-                if block.number >= 0
-                and (first + index in needed or block.uses)
-                and (index >= len(stored) or stored[index].number < 0)
-            }
+            if group.is_state:
+                needed |= {position for position, block in enumerate(run, first) if block.uses}
+            if known.blocks > first:
+                stored = self._host.tree.further(known, number, known.blocks - first)
+                needed -= {position for position, block in enumerate(stored, first) if block.number >= 0}
+            lacking = {position: run[position - first] for position in needed if run[position - first].number >= 0}
             wanted.append(lacking if len(lacking) <= pool.available else {})
         return wanted
 

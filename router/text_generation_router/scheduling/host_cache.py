@@ -59,11 +59,14 @@ class HostCache:
         self._free += blocks
 
     def tags(self, group: int, blocks: Sequence[int], *, new: bool) -> tuple[int, ...]:
-        """Return the tags of blocks; `new`: give them new ones, as they are stored."""
-        if new:
-            for block in blocks:
-                self._tags[group][block] = next(self._numbers) & 0xFFFFFFFF
-        return tuple([self._tags[group][block] for block in blocks])
+        """Return the tags of blocks; `new`: give them a new one, as they are stored."""
+        tags = self._tags[group]
+        if not new:
+            return tuple([tags[block] for block in blocks])
+        tag = next(self._numbers) & 0xFFFFFFFF
+        for block in blocks:
+            tags[block] = tag
+        return (tag,) * len(blocks)
 
     def forget(self, node: Node, count: int) -> None:
         """Forget the last `count` blocks of the path to `node`, and what needs them, but those in use."""

@@ -87,8 +87,10 @@ class KVCache:
         """Return the leading tokens of `sequence` that are cached. At least one token is left to compute."""
         tokens = self.tokens_on_device(sequence)
         if self.host is not None:
-            # Of two replicas, that without a load is the better one.
-            tokens = max(tokens, self.host.tree.peek(sequence.salt, self.reusable_key(sequence)) * 15 // 16)
+            key, tree = self.reusable_key(sequence), self.host.tree
+            if tree.match(sequence.salt, key).blocks * self.block_size > tokens:
+                # Of two replicas, that without a load is the better one.
+                tokens = max(tokens, tree.peek(sequence.salt, key) * 15 // 16)
         return tokens
 
     def tokens_on_device(self, sequence: ScheduledSequence) -> int:

@@ -11,7 +11,6 @@ prefix is found only as far as all groups accept it. What a further group holds 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from text_generation_router.scheduling.keys import common_bytes
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
@@ -309,11 +308,11 @@ class PrefixTree:
 
 def _last(node: Node, behind: int, group: int, count: int) -> list[GroupBlock]:
     """Return the last `count` blocks of a further group on the path to position `behind` of `node`."""
-    run = node.further[group]
-    if count <= behind:
-        return run[behind - count : behind]
-    blocks = list(islice(_backwards(node, behind, group), count))
-    blocks.reverse()
+    blocks = node.further[group][max(0, behind - count) : behind]
+    while (missing := count - len(blocks)) > 0:
+        assert node.parent is not None, "the path has so many blocks"
+        node = node.parent
+        blocks = node.further[group][-missing:] + blocks
     return blocks
 
 

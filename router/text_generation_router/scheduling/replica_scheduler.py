@@ -259,6 +259,7 @@ class ReplicaScheduler:
         self._vacate(sequence, state)
 
     def _vacate(self, sequence: ScheduledSequence, state: State) -> None:
+        self.copies.moving.discard(sequence)
         self.cache.free(sequence)
         self.adapters.ended(sequence.request.adapter)
         self._slots[sequence.slot] = None
