@@ -4,8 +4,8 @@ python -m text_generation_bench.scheduler [--profile]
 
 * A decision (`apply` of a step, `dispatch`, `decide`) with 256 running and 1,000 queued requests, 10 tenants and shared
   prefixes. The budget is 100 µs.
-* The same with 1 running request and an empty queue, with 8 replicas, with window groups of 128 and 1,024 tokens, with states, and with a
-  host cache.
+* The same with 1 running request and an empty queue, with 8 replicas, with window groups of 128 and 1,024 tokens, with states, and each of
+  these with a host cache.
 * A prefix hit (peek, acquire, release) of 1,000 and of 8,000 tokens in a tree of 200,000 tokens.
 """
 
@@ -196,6 +196,11 @@ def main() -> None:
         ),
         lambda: decisions(
             "the same with a host cache", SchedulerLoad(running=256, queued=1000, replicas=1, host=True), 2000
+        ),
+        lambda: decisions(
+            "the same with three groups and a host cache",
+            SchedulerLoad(running=256, queued=1000, replicas=1, windows=(128, 1024), host=True),
+            2000,
         ),
         lambda: decisions(
             "the same with states and a host cache",

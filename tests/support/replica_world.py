@@ -7,14 +7,14 @@ after the next boundary, and a step without results is not reported.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checked_echo import CheckedEcho
 from host_ledger import HostBlocks
 from self_scheduling_echo import SelfSchedulingEcho
 
 from text_generation_proto.cache_groups import CacheGroup
-from text_generation_proto.values import LogprobOptions, Stopping
+from text_generation_proto.values import Stopping
 from text_generation_router.scheduling.messages import Placement, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_shard import engine as shard
 from text_generation_shard.config import ShardConfig
@@ -79,6 +79,8 @@ class ReplicaWorld:
         self.sent: deque[SchedulerOutput] = deque()
         self.inbox: deque[SchedulerOutput] = deque()
         self.reports: deque[StepOutput] = deque()
+        self.logprobs: deque[list[float]] = deque()
+        """Those of the tokens of each report."""
         self.applied = 0
         self._result: shard.StepResult | None = None
         self._busy_s, self._steps = 0.0, 0
@@ -97,12 +99,13 @@ class ReplicaWorld:
         """Apply at most one set of orders, report, and make one step."""
         orders = self.inbox.popleft() if self.inbox else None
         if orders is not None:
-            refused = self.engine.apply(_for_shard(orders))
+            refused = self.engine.apply(_for_shard(orders, self.engine))
             assert not refused, refused
             self.applied = orders.number
             self._result = self._result or shard.StepResult()
         if self._result is not None and (orders is not None or not self._result.is_silent):
             self.reports.append(self._step_output(self._result))
+            self.logprobs.append(list(self._result.logprobs))
             self._busy_s, self._steps = 0.0, 0
         self._result = self.engine.step()
         if self._result is not None:
@@ -125,11 +128,11 @@ class ReplicaWorld:
         )
 
 
-def _for_shard(orders: SchedulerOutput) -> shard.Orders:
+def _for_shard(orders: SchedulerOutput, engine: shard.Engine) -> shard.Orders:
     return shard.Orders(
         number=orders.number,
         release=orders.release,
-        placements=tuple(_new_sequence(placement) for placement in orders.placements),
+        placements=tuple(_new_sequence(placement, engine) for placement in orders.placements),
         allocations=orders.allocations,
         further_allocations=orders.further_allocations,
         prefill=orders.prefill,
@@ -137,8 +140,12 @@ def _for_shard(orders: SchedulerOutput) -> shard.Orders:
     )
 
 
-def _new_sequence(placement: Placement) -> shard.NewSequence:
+def _new_sequence(placement: Placement, engine: shard.Engine) -> shard.NewSequence:
     request, generated = placement.request, placement.generated
+    matcher = None
+    if request.grammar is not None and engine.grammars is not None:
+        matcher = engine.grammars.build(request.grammar, generated)
+        matcher.result()
     return shard.NewSequence(
         slot=placement.slot,
         prompt=(*request.prompt, *generated),
@@ -150,6 +157,9 @@ def _new_sequence(placement: Placement) -> shard.NewSequence:
             max_new_tokens=request.max_new_tokens - len(generated),
             eos_token_ids=frozenset() if request.ignore_eos else frozenset((EOS,)),
         ),
-        logprobs=LogprobOptions(prompt=request.logprobs.prompt and not generated),
+        sampling=request.sampling,
+        grammar=request.grammar if matcher else None,
+        matcher=matcher,
+        logprobs=replace(request.logprobs, prompt=request.logprobs.prompt and not generated),
         adapter=request.adapter,
     )

@@ -358,4 +358,4 @@ def _copied(host: HostCache, group: int, device: Sequence[int], blocks: Sequence
 
 
 def _numbers(blocks: Iterable[GroupBlock]) -> list[int]:
-    return [number_of(block) for block in blocks]
+    return list(map(number_of, blocks))

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
+from byte_tokenizer import write_tokenizer
 from full_grid import full
 from native_families import LATENT, native_configs
 from replica_world import ReplicaSetup, ReplicaWorld
-from scheduler_checks import check_scheduler
+from scheduler_checks import assert_idle, check_scheduler
 from scripted_drafts import draft_by
 from tiny_transformers import SHAPE, random_model, save
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, YoutuConfig
 
-from text_generation_router.request import Request, RequestId
+from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling
+from text_generation_router.request import NO_MOVES, Request, RequestId, RequestProgress
 from text_generation_router.scheduling.host_cache import HostCache
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -44,6 +48,7 @@ Engines = tuple[int, list[TorchEngine]]
 @pytest.fixture(scope="module", params=["full", full("window"), full("latent"), "state"])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = save(random_model(CONFIGS[request.param]), tmp_path_factory.mktemp("checkpoint"))
+    write_tokenizer(Path(folder))
     file = os.memfd_create("host")
     os.ftruncate(file, HOST_BYTES)
     config = ShardConfig(
@@ -72,8 +77,10 @@ class World:
         self.engines = engines[1][:replicas]
         self.setup = ReplicaSetup(blocks, AT_ONCE, max_batch_size=AT_ONCE)
         self.with_host = with_host
-        self.scheduler = Scheduler(Policy(64, AT_ONCE), replicas)
+        self.scheduler = Scheduler(Policy(64, AT_ONCE, max_request_moves=100), replicas)
+        self.requests: dict[RequestId, Request] = {}
         self.answers: dict[RequestId, list[int]] = {}
+        self.logprobs: dict[RequestId, list[float]] = {}
         self.computed: dict[RequestId, int] = {}
         """Tokens that were not cached when each request was placed last."""
         self.replicas = [self.open(number) for number in range(replicas)]
@@ -95,11 +102,30 @@ class World:
         (host,) = self.scheduler.host_caches
         return host
 
-    def submit(self, prompt: tuple[int, ...], new: int) -> RequestId:
-        request = Request(
-            RequestId(len(self.answers)), prompt, new, ignore_eos=True, turn_end=len(prompt) - len(MARKER)
-        )
-        self.answers[request.id] = []
+    def restart(self) -> None:
+        """Let the scheduler's process die: its successor gets the requests and their tokens, and knows nothing of the host."""
+        live = list(self.scheduler.requests)
+        self.scheduler = Scheduler(self.scheduler.policy, len(self.replicas))
+        for engine in self.engines:
+            engine.reset()
+        self.replicas = [self.open(number) for number in range(len(self.replicas))]
+        for each in live:
+            progress = RequestProgress(tuple(self.answers[each]), NO_MOVES)
+            self.scheduler.submit(self.requests[each], 0.0, progress)
+
+    def move(self, number: int) -> int:
+        """Let a replica drain; return the running sequences that are to be stored and to go on elsewhere."""
+        self.scheduler.drain(number)
+        self.scheduler.evacuate(number)
+        replica = self.scheduler.replicas[number]
+        assert replica is not None
+        return len(replica.copies.moving)
+
+    def submit(self, prompt: tuple[int, ...], new: int, **options: Any) -> RequestId:  # noqa: ANN401
+        turn_end = len(prompt) - len(MARKER)
+        request = Request(RequestId(len(self.answers)), prompt, new, ignore_eos=True, turn_end=turn_end, **options)
+        self.requests[request.id] = request
+        self.answers[request.id], self.logprobs[request.id] = [], []
         self.scheduler.submit(request, 0.0)
         return request.id
 
@@ -116,11 +142,12 @@ class World:
             for thread in self.engines[number]._executor.host._threads.values():
                 thread.submit(lambda: None).result()  # copies end by the next step
             while replica.reports:
-                output = replica.reports.popleft()
+                output, logprobs = replica.reports.popleft(), replica.logprobs.popleft()
                 deliveries = self.scheduler.update(number, output, 0.0)
                 assert not deliveries.failed
                 for request_id, start, end, _ in deliveries.tokens:
                     self.answers[request_id] += output.token_ids[start:end]
+                    self.logprobs[request_id] += logprobs[start:end]
         check_scheduler(self.scheduler)
 
     def run(self) -> None:
@@ -242,3 +269,80 @@ def test_sequences_under_way_when_their_shard_dies_go_on(engines: Engines) -> No
     world.run()
     assert len(world.answers[late]) == 4
     assert world.computed[late] <= 4 + BLOCK
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"sampling": Sampling(greedy=False, temperature=0.9, seed=7)},
+    {"grammar": Grammar(GrammarKind.REGEX, "[a-z]{200}")},
+    {"logprobs": LogprobOptions(tokens=True)},
+    {"logprobs": LogprobOptions(prompt=True)},
+)
+
+
+class MixedLoad:
+    """Sessions whose turns are of all kinds, some with two answers."""
+
+    def __init__(self, world: World, draw: Random, sessions: int = 5) -> None:
+        self._world, self._draw = world, draw
+        self._texts: list[tuple[int, ...]] = [()] * sessions
+        self._asked: list[list[RequestId]] = [[] for _ in range(sessions)]
+
+    def ask(self) -> None:
+        """Go on with the sessions whose turn has ended; those with a long text begin anew."""
+        world, draw = self._world, self._draw
+        for number, asked in enumerate(self._asked):
+            if any(each in world.scheduler.requests for each in asked):
+                continue
+            text = (*self._texts[number], *(world.answers[asked[0]] if asked else ()))
+            text = text if len(text) < 250 else ()
+            text += tuple(draw.randrange(300) for _ in range(draw.randint(10, 40) if text else draw.randint(60, 130)))
+            options, new = draw.choice(KINDS), draw.choice([5, 30, 60])
+            self._asked[number] = [world.submit((*text, *MARKER), new, **options)]
+            if draw.random() < 0.2:
+                sampling = Sampling(greedy=False, seed=draw.randrange(1000))
+                self._asked[number].append(world.submit((*text, *MARKER), new, sampling=sampling))
+            self._texts[number] = (*text, *MARKER)
+
+
+@pytest.mark.parametrize(("moves", "kills"), [(12, 4), full(250, 50)])
+def test_sequences_that_move_and_lose_their_shards_go_on_with_the_same_texts(
+    engines: Engines, moves: int, kills: int
+) -> None:
+    draw = Random(moves)
+    world = World(engines, 50)
+    load = MixedLoad(world, draw)
+    moved = killed = loaded = 0
+    while moved < moves or killed < kills:
+        load.ask()
+        world.step()
+        chance, number = draw.random(), draw.randrange(2)
+        if chance < 0.1 and moved < moves:
+            moved += world.move(number)
+        elif chance < 0.2:
+            world.scheduler.drain(number, draining=False)
+        elif chance < 0.23 and killed < kills:
+            if killed % 2:  # it dies in a store
+                os.pwrite(engines[0], draw.randbytes(HOST_BYTES // 8), 0)
+            world.kill(number)
+            killed += 1
+        elif chance < 0.235:
+            loaded += world.host.counts["loaded"]
+            world.restart()
+    for number in range(2):
+        world.scheduler.drain(number, draining=False)
+    world.run()
+    assert_idle(world.scheduler)
+    loaded += world.host.counts["loaded"]
+    assert loaded > moves
+    plain = World(engines, 50, with_host=False)
+    for request in world.requests.values():
+        plain.submit(
+            tuple(request.prompt),
+            request.max_new_tokens,
+            **{name: getattr(request, name) for name in ("sampling", "grammar", "logprobs")},
+        )
+    plain.run()
+    assert plain.answers == world.answers
+    for each, expected in plain.logprobs.items():
+        assert world.logprobs[each] == pytest.approx(expected, abs=1e-3)
