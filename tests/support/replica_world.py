@@ -80,7 +80,7 @@ class ReplicaWorld:
         self.inbox: deque[SchedulerOutput] = deque()
         self.reports: deque[StepOutput] = deque()
         self.logprobs: deque[list[float]] = deque()
-        """Those of the tokens of each report."""
+        """The log-probabilities of the tokens of each report."""
         self.applied = 0
         self._result: shard.StepResult | None = None
         self._busy_s, self._steps = 0.0, 0

@@ -7,7 +7,6 @@ are played again with drafts, of which any number is right.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,9 @@ from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FinishReason, WarmUpLimits
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling import checkpoints
-from text_generation_router.scheduling.messages import StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
@@ -68,20 +65,15 @@ def many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-class ScoredReplica(ReplicaWorld):
-    """A replica whose reports come with log-probabilities."""
+class FewStates(ReplicaWorld):
+    """A replica that uses so many of its states."""
 
     def __init__(self, setup: ReplicaSetup, engine: TorchEngine, states: int) -> None:
-        self.logprobs: deque[list[float]] = deque()
         super().__init__(setup, engine)
         (group,) = self.spec.further_groups
         assert group.is_state
         assert group.num_blocks >= states
         object.__setattr__(self.spec, "further_groups", (CacheGroup(states, is_state=True),))
-
-    def _step_output(self, result: StepResult) -> StepOutput:
-        self.logprobs.append(list(result.logprobs))
-        return super()._step_output(result)
 
 
 @dataclass
@@ -110,7 +102,7 @@ class World:
         self.open()
 
     def open(self) -> None:
-        self.replica = ScoredReplica(self.setup, self.engine, self.states)
+        self.replica = FewStates(self.setup, self.engine, self.states)
         self.scheduler.open(0, self.replica.spec)
 
     def submit(self, prompt: tuple[int, ...], new: int) -> Turn:
