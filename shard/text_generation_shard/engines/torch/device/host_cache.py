@@ -1,9 +1,10 @@
 """The host cache of one rank: blocks in memory that the launcher holds, and the copies between them and the device.
 
 The memory outlives the shard, and shards of several replicas may share it. It holds the blocks of the first group, of the second one
-and so on, then a checksum of each block. The router decides what is where, so nothing else is kept here. The checksum of a block
-begins with the tag of its store: another block, one of another store or one that was written only in part is found as well.
-A store locks its blocks in the file: where the store of a shard whose router has ended is late, that of another shard fails.
+and so on, then a checksum of each block, which the device computes. The router decides what is where, so nothing else is kept here.
+The checksum of a block contains the tag of its store: another block, one of another store or one that was written only in part is
+found as well. A store locks its blocks in the file: where the store of a shard whose router has ended is late, that of another shard
+fails.
 
 A thread makes the loads and another one the stores. On a GPU each has a stream, which waits for the steps launched before. Blocks
 are gathered in a buffer on the device, so that each is one transfer. The router waits for the end of a copy before it uses the blocks
@@ -13,7 +14,6 @@ otherwise, so steps need not.
 from __future__ import annotations
 
 import mmap
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +37,8 @@ CHUNK_BYTES = 32 << 20
 """Size of the buffers on the device, if a block is not larger."""
 WORD = torch.int64
 """The numbers in which the device copies."""
-CHECKING_THREADS = 12
-"""Threads that compute checksums beside the transfers of a GPU."""
+FACTOR = 0x1E3779B97F4A7C15
+"""An odd number without a pattern of bits: 2^64 over the golden ratio, without its highest bit."""
 
 log = structlog.get_logger()
 
@@ -57,7 +57,6 @@ class HostCopies:
             for is_load, name in ((True, "loads"), (False, "stores"))
         }
         self._streams: dict[bool, torch.cuda.Stream] = {}
-        self._checking = ThreadPoolExecutor(CHECKING_THREADS, "checksums") if device.type == "cuda" else None
         self._ended: deque[CopyEnd] = deque()
         self._groups: list[_Group] = []
         if device.type == "cuda":
@@ -76,7 +75,7 @@ class HostCopies:
         `parts` of a group: uint8 [blocks, bytes] views of the device's cache, which together are its blocks.
         """
         self.wait()
-        checks = self._memory[self.size - CHECK_BYTES * sum(host_blocks) :].view(np.uint32)
+        checks = self._memory[self.size - CHECK_BYTES * sum(host_blocks) :].view(np.int32)
         start, first = 0, 0
         self._groups = []
         for number, views in zip(host_blocks, parts, strict=True):
@@ -106,7 +105,7 @@ class HostCopies:
     def close(self) -> None:
         """Wait for the copies, and unpin the memory."""
         self.wait()
-        for thread in (*self._threads.values(), *filter(None, (self._checking,))):
+        for thread in self._threads.values():
             thread.shutdown()
         if self._streams:
             torch.cuda.cudart().cudaHostUnregister(self._memory.ctypes.data)  # type: ignore[no-untyped-call]
@@ -155,39 +154,22 @@ class HostCopies:
 
     def _good(self, group: _Group, blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
         """Copy blocks of a group; return True for those that are as they were stored."""
-        good: list[bool] = []
-        unchecked: Iterable[tuple[int, int]] = ()
-        for device, host, tags in _chunks(blocks, max(1, CHUNK_BYTES // max(1, group.rows.shape[1]))):
-            (group.load if is_load else group.store)(device, host, self._device)
-            good += self._checked(group, unchecked, is_load=is_load)  # beside the transfer
-            if self._streams:
-                torch.cuda.current_stream().synchronize()
-            unchecked = tuple(zip(host, tags, strict=True))
-        return [*good, *self._checked(group, unchecked, is_load=is_load)]
-
-    def _checked(self, group: _Group, blocks: Iterable[tuple[int, int]], *, is_load: bool) -> Iterator[bool]:
-        """Compare the checksums of (block, tag) with those that were kept, or keep them.
-
-        Of a load this follows the transfer: a shard whose router ended may have written meanwhile.
-        """
-        for (block, _), each in zip(blocks, self._checksums(group, blocks), strict=True):
+        chunks = _chunks(blocks, max(1, CHUNK_BYTES // max(1, group.rows.shape[1])))
+        sums = [(group.load if is_load else group.store)(*chunk, self._device) for chunk in chunks]
+        # Waits for the transfers, too. A shard whose router ended may have written the rows of a load until then.
+        found = torch.cat(sums).cpu().numpy() if sums else []
+        good = []
+        for block, each in zip(blocks.host, found, strict=True):
             if not is_load:
                 group.checks[block] = each
-            yield int(group.checks[block]) == each
-
-    def _checksums(self, group: _Group, blocks: Iterable[tuple[int, int]]) -> Iterable[int]:
-        """Return the checksums of (block, tag)."""
-
-        def checksum(block: tuple[int, int]) -> int:
-            return zlib.crc32(group.rows[block[0]], block[1])
-
-        return map(checksum, blocks) if self._checking is None else self._checking.map(checksum, blocks)
+            good.append(bool(group.checks[block] == each))
+        return good
 
 
 class _Group:
     """The blocks of a group: rows of the host's memory, and parts on the device."""
 
-    def __init__(self, rows: NDArray[np.uint8], checks: NDArray[np.uint32], parts: Sequence[Tensor]) -> None:
+    def __init__(self, rows: NDArray[np.uint8], checks: NDArray[np.int32], parts: Sequence[Tensor]) -> None:
         self.rows, self.checks = rows, checks
         self.num_blocks = len(parts[0]) if parts else 1 << 30
         self._host = torch.from_numpy(rows)
@@ -198,21 +180,31 @@ class _Group:
         ends = accumulate(part.shape[1] for part in words)
         self._parts = [(part, end - part.shape[1], end) for part, end in zip(words, ends, strict=True)]
 
-    def store(self, device: Sequence[int], host: Sequence[int], place: torch.device) -> None:
-        """Launch copies of blocks from the device to the host."""
+    def store(self, device: Sequence[int], host: Sequence[int], tags: Sequence[int], place: torch.device) -> Tensor:
+        """Launch copies of blocks from the device to the host; return their checksums."""
         buffer, index = self._buffer(device, place)
         for part, start, end in self._parts:
             buffer[:, start:end] = part.index_select(0, index)
         for row, block in zip(buffer.view(torch.uint8), host, strict=True):
             self._host[block].copy_(row, non_blocking=True)
+        return self._checksums(buffer, tags)
 
-    def load(self, device: Sequence[int], host: Sequence[int], place: torch.device) -> None:
-        """Launch copies of blocks from the host to the device."""
+    def load(self, device: Sequence[int], host: Sequence[int], tags: Sequence[int], place: torch.device) -> Tensor:
+        """Launch copies of blocks from the host to the device; return their checksums."""
         buffer, index = self._buffer(device, place)
         for row, block in zip(buffer.view(torch.uint8), host, strict=True):
             row.copy_(self._host[block], non_blocking=True)
         for part, start, end in self._parts:
             part.index_copy_(0, index, buffer[:, start:end])
+        return self._checksums(buffer, tags)
+
+    def _checksums(self, buffer: Tensor, tags: Sequence[int]) -> Tensor:
+        """Return Σ word · (2 · place + 1) · FACTOR over the words of each row and its tag, of 64 bits, folded: int32 [rows]."""
+        places = torch.arange(buffer.shape[1] + 1, device=buffer.device)
+        factors = (2 * places + 1) * FACTOR
+        sums = (buffer * factors[1:]).sum(1, dtype=torch.int64)
+        sums += torch.tensor(tags, device=buffer.device) * factors[0]
+        return (sums >> 32).to(torch.int32)
 
     def _buffer(self, blocks: Sequence[int], place: torch.device) -> tuple[Tensor, Tensor]:
         buffer = torch.empty(len(blocks), self._width, dtype=self._dtype, device=place)
