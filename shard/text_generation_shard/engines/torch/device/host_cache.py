@@ -184,7 +184,7 @@ class _Group:
         """Launch copies of blocks from the device to the host; return their checksums."""
         buffer, index = self._buffer(device, place)
         for part, start, end in self._parts:
-            buffer[:, start:end] = part.index_select(0, index)
+            torch.index_select(part, 0, index, out=buffer[:, start:end])
         for row, block in zip(buffer.view(torch.uint8), host, strict=True):
             self._host[block].copy_(row, non_blocking=True)
         return self._checksums(buffer, tags)
