@@ -187,7 +187,7 @@ def tilings(config: "LayerConfig", bits: int) -> str:
 
 
 def has_matvec_copy(projections: Sequence[Projection], device: torch.device) -> bool:
-    """Return True if a copy of a weight for our own kernel of a few rows is faster, and there is room.
+    """Return True if there is room for a copy of a weight for our own kernel of a few rows.
 
     Divided weights have none: ranks must compute the same products, and their free memory differs.
     """
