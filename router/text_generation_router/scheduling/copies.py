@@ -3,8 +3,8 @@
 A sequence whose prefix is on the host is placed with blocks of its own for what its device lacks, and its load is ordered at once. It
 waits until a report shows the end of the load; others run. Its blocks then enter the tree of the replica, as if they were computed.
 
-The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, each of a bounded number of blocks,
-from the beginning of the prefix. A store guards the path of the prefix on the device, so none begins while blocks are scarce. It names
+The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, those of sequences that move at once,
+each of a bounded number of blocks, from the beginning of the prefix. A store guards the path of the prefix on the device, so none begins while blocks are scarce. It names
 the blocks of the first group that the host lacks, and those of the further groups with which a request could continue at one of the
 `ends`: the end of the prompt, that of the answer.
 """
@@ -92,7 +92,7 @@ class ReplicaCopies:
         """Sequences that are to be stored as they leave."""
         self._waiting: deque[WaitingPrefix] = deque()
         self._loads: dict[int, PrefixLoad] = {}
-        self._store: PrefixStore | None = None
+        self._stores: dict[int, PrefixStore] = {}
         self._ordered: list[Copy] = []
         """Loads that were not sent."""
 
@@ -105,11 +105,11 @@ class ReplicaCopies:
     @property
     def may_have_orders(self) -> bool:
         """True if `orders` may return copies."""
-        return bool(self._ordered or (self._waiting and self._store is None))
+        return bool(self._ordered) or next(self._due(), None) is not None
 
     @property
     def is_storing(self) -> bool:
-        return self._store is not None
+        return bool(self._stores)
 
     @property
     def loading(self) -> Iterator[ScheduledSequence]:
@@ -119,8 +119,7 @@ class ReplicaCopies:
     def orders(self, spare: int) -> tuple[Copy, ...]:
         """Return the copies to begin. Stores leave `spare` blocks of the device available."""
         ordered, self._ordered = self._ordered, []
-        while self._waiting and self._store is None:
-            waiting = self._waiting[0]
+        for waiting in self._due():
             on_device = self._cache.tree.match(waiting.salt, waiting.key)
             if self._cache.available - on_device.evictable_blocks < spare:
                 break
@@ -130,13 +129,20 @@ class ReplicaCopies:
                 self._drop(waiting)
         return tuple(ordered)
 
+    def _due(self) -> Iterator[WaitingPrefix]:
+        """Yield the prefixes whose next store may begin: of sequences that move, else one at a time."""
+        for waiting in [*self._waiting]:
+            if waiting.moved is None and any(each.waiting.moved is None for each in self._stores.values()):
+                return
+            if all(each.waiting is not waiting for each in self._stores.values()):
+                yield waiting
+
     def ended(self, end: CopyEnd) -> ScheduledSequence | None:
         """Record the end of a copy. Return the sequence whose load it was: `loading` no more, unless that failed."""
         if (load := self._loads.pop(end.number, None)) is not None:
             self._end_load(load, end.failed)
             return load.sequence
-        if (store := self._store) is not None and store.number == end.number:
-            self._store = None
+        if (store := self._stores.pop(end.number, None)) is not None:
             self._end_store(store, failed=bool(end.failed))
             if end.failed or store.ends:
                 self._drop(store.waiting)
@@ -148,8 +154,9 @@ class ReplicaCopies:
             self._release(load)
         for waiting in list(self._waiting):
             self._drop(waiting)
-        if self._store is not None:
-            self._host.unfinished[replica] = partial(self._end_store, self._store, failed=True)
+        if self._stores:
+            ends = [partial(self._end_store, store, failed=True) for store in self._stores.values()]
+            self._host.unfinished[replica] = ends
 
     # ----------------------------------------------------------------------------------------------------------- loads
 
@@ -243,8 +250,8 @@ class ReplicaCopies:
         else:
             self._waiting.append(WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, None))
         if len(self._waiting) > MOST_WAITING:
-            stored = None if self._store is None else self._store.waiting
-            others = (each for each in self._waiting if each.moved is None and each is not stored)
+            stored = [store.waiting for store in self._stores.values()]
+            others = (each for each in self._waiting if each.moved is None and each not in stored)
             if (oldest := next(others, None)) is not None:
                 self._drop(oldest)
 
@@ -285,7 +292,7 @@ class ReplicaCopies:
         if first < known.blocks:
             base, _ = host.tree.lock(host.tree.match(waiting.salt, waiting.key[: first * size]))
         number = next(self._numbers)
-        self._store = PrefixStore(
+        self._stores[number] = PrefixStore(
             waiting,
             number,
             lock,

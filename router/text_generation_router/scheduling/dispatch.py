@@ -25,13 +25,12 @@ from text_generation_router.scheduling.lazy_heap import Key
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
+from text_generation_router.scheduling.roles import Replicas, Roles
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
 """The reason to skip a sequence: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
 leader, until `replica` has prefill room; if that is the sequence itself, until it is stored on the host."""
-
-
 MAX_SKIPPED = 16
 """Sequences that one dispatch skips: it has to take microseconds."""
 
@@ -55,9 +54,15 @@ class Dispatcher:
     """
 
     def __init__(
-        self, policy: Policy, queue: FairQueue, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]
+        self,
+        policy: Policy,
+        queue: FairQueue,
+        replicas: Mapping[int, ReplicaScheduler | None],
+        draining: Set[int],
+        roles: Roles,
     ) -> None:
         self._policy = policy
+        self._roles = roles
         self._queue = queue
         self._replicas = replicas
         self._numbers: list[int] = []
@@ -200,9 +205,22 @@ class Dispatcher:
 
     def _rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
         """Return the replicas with room, the best first, and a crowded one that is much better than these."""
-        how, roomy = self._policy.dispatch, _takers(self._roomy, sequence.request.adapter)
+        adapter = sequence.request.adapter
+        roomy, crowded = _takers(self._roomy, adapter), _takers(self._crowded, adapter)
+        if not self._policy.prefill_replicas:
+            return self._rank_equals(sequence, roomy, crowded)
+        prefill = self._roles.is_prefill(sequence)
+        own, others = self._roles.split(roomy, prefill=prefill)
+        ranked, better = self._rank_equals(sequence, own, self._roles.split(crowded, prefill=prefill)[0])
+        return ranked + self._rank_equals(sequence, others, {})[0], better
+
+    def _rank_equals(
+        self, sequence: ScheduledSequence, roomy: Replicas, crowded: Replicas
+    ) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
+        """Do as `_rank` for replicas of one role."""
+        how = self._policy.dispatch
         if how is Dispatch.PREFIX:
-            return self._rank_by_prefix(sequence, roomy)
+            return self._rank_by_prefix(sequence, roomy, crowded)
         replicas = list(roomy.values())
         if how is Dispatch.LEAST_LOADED:
             replicas.sort(key=self._load)
@@ -227,9 +245,8 @@ class Dispatcher:
         return max((replica.cache.cached_tokens(sequence) for replica in replicas if replica is not None), default=0)
 
     def _rank_by_prefix(
-        self, sequence: ScheduledSequence, roomy: Mapping[int, ReplicaScheduler]
+        self, sequence: ScheduledSequence, roomy: Replicas, crowded: Replicas
     ) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
-        crowded = _takers(self._crowded, sequence.request.adapter)
         if self._hints is not None:
             hinted = self._hints.replicas(sequence)
             crowded = {number: crowded[number] for number in hinted if number in crowded}

@@ -33,7 +33,7 @@ class HostCache:
         self.tree = PrefixTree(spec.block_size, self.pools)
         self.moving: set[ScheduledSequence] = set()
         """Queued sequences whose blocks are being stored, so that they go on at another replica."""
-        self.unfinished: dict[int, partial[None]] = {}
+        self.unfinished: dict[int, list[partial[None]]] = {}
         """The ends of the last stores of lost replicas."""
         self._free = list(range(first.num_blocks - 1, -1, -1))
         self._tags = [array("I", bytes(4 * group.num_blocks)) for group in self.groups]
@@ -68,8 +68,8 @@ class HostCache:
         return tuple([self._tags[group][block] for block in blocks])
 
     def finish(self, replica: int) -> None:
-        """Give back the blocks of the last store of a lost replica: nothing writes them any more."""
-        if (end := self.unfinished.pop(replica, None)) is not None:
+        """Give back the blocks of the last stores of a lost replica: nothing writes them any more."""
+        for end in self.unfinished.pop(replica, ()):
             end()
 
     def forget(self, node: Node, count: int) -> None:

@@ -14,7 +14,6 @@ A self-scheduling engine gets placements and releases only. Chunks and blocks ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
 
@@ -212,18 +211,20 @@ class ReplicaScheduler:
                 self._vacate(sequence, State.CANCELLED)
         sequence.state = State.CANCELLED
 
-    def evacuate(self, others: Sequence[ReplicaScheduler]) -> list[ScheduledSequence]:
-        """Preempt the sequences that one of `others` can hold: they go on there once they are stored. Return those that wait at once."""
-        sequences = [*self._running.values(), *self._placed.values()]
-        movable = [each for each in sequences if not each.loading and any(other.can_hold(each) for other in others)]
-        left = [sequence for sequence in movable if sequence.state is State.PLACED]
-        for sequence in movable[: len(movable) - len(left)]:
+    def move(self, sequence: ScheduledSequence) -> bool:
+        """Preempt `sequence`, which goes on at another replica once it is stored. Return True if it waits at once: it was not sent."""
+        if sequence.state is State.RUNNING:
             self._release(sequence, State.PREEMPTED)
             self.copies.moving.add(sequence)
-        for sequence in left:
-            self._leave(sequence)
-            self._vacate(sequence, State.WAITING)
-        return left
+            return False
+        self._leave(sequence)
+        self._vacate(sequence, State.WAITING)
+        return True
+
+    @property
+    def sequences(self) -> list[ScheduledSequence]:
+        """Its placed and running sequences."""
+        return [*self._running.values(), *self._placed.values()]
 
     @property
     def is_empty(self) -> bool:
@@ -385,9 +386,10 @@ class ReplicaScheduler:
                 self._end(sequence, State.WAITING if sequence.state is State.PREEMPTED else State.CANCELLED)
                 left.append(sequence)
 
-    def request_in(self, slot: int) -> RequestId | None:
+    def sequence_in(self, slot: int) -> ScheduledSequence | None:
+        """Return the sequence in a slot; None if it is free or its sequence was cancelled."""
         sequence = self._slots[slot]
-        return sequence.id if sequence is not None and sequence.state is not State.CANCELLED else None
+        return sequence if sequence is not None and sequence.state is not State.CANCELLED else None
 
     @property
     def occupied_slots(self) -> int:

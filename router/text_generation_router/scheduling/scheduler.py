@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
@@ -46,6 +46,7 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replays import Replays
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
+from text_generation_router.scheduling.roles import Roles
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
 
@@ -95,7 +96,8 @@ class Scheduler:
         self._versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""
         self.draining: set[int] = set()
-        self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
+        self._roles = Roles(policy.prefill_replicas, self.replicas, self.draining)
+        self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining, self._roles)
         self.replays = Replays(self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
         self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("deadline"))
@@ -221,6 +223,7 @@ class Scheduler:
             if sequence.state is State.FINISHED:
                 self._lengths.record(sequence.request.max_new_tokens, len(sequence.generated))
             self._forget(sequence)
+        self._move(scheduler, self._roles.leaving(scheduler, output))
         self._dispatcher.changed(replica)
         return deliveries
 
@@ -319,12 +322,13 @@ class Scheduler:
 
     def evacuate(self, replica: int) -> None:
         """Move the running sequences of a draining replica to others of its host: their blocks are stored, and loaded there."""
-        source = self.replicas[replica]
-        if source is None or source.cache.host is None:
-            return
-        others = [each for each in self.available if each.cache.host is source.cache.host]
-        for sequence in self.replays.forget(source.evacuate(others)):
-            self._requeue(sequence)
+        if (source := self.replicas[replica]) is not None:
+            self._move(source, self._roles.movable(source))
+
+    def _move(self, source: ReplicaScheduler, sequences: Iterable[ScheduledSequence]) -> None:
+        for sequence in sequences:
+            if source.move(sequence) and self.replays.forget([sequence]):
+                self._requeue(sequence)
 
     def _work(self, sequence: ScheduledSequence) -> int:
         """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""
@@ -353,7 +357,9 @@ class Scheduler:
 
     def request_in(self, replica: int, slot: int) -> RequestId | None:
         """Return the request in a slot; None if it is free or its request was cancelled."""
-        return None if (scheduler := self.replicas[replica]) is None else scheduler.request_in(slot)
+        scheduler = self.replicas[replica]
+        sequence = None if scheduler is None else scheduler.sequence_in(slot)
+        return None if sequence is None else sequence.id
 
     @property
     def requests(self) -> Mapping[RequestId, ScheduledSequence]:
