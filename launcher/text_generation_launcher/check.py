@@ -148,7 +148,9 @@ def _check_router(config: RouterConfig, model: Mapping[str, Any] | None) -> dict
     }
     if model is not None and model.get("blocks") is not None:
         info = pb.InfoResponse.FromString(bytes.fromhex(model["description"]))
-        replica = ReplicaInfo(info, pb.WarmUpResponse(num_blocks=model["blocks"], block_size=model["block_size"]))
+        host_cache = "host" if any(group.host_blocks for group in _cache_groups(model)) else ""
+        pool = pb.WarmUpResponse(num_blocks=model["blocks"], block_size=model["block_size"], host_cache=host_cache)
+        replica = ReplicaInfo(info, pool)
         check_honoured(config, replica)
         limits = resolve_limits(config, replica)
         tokens = model["blocks"] * model["block_size"]

@@ -98,7 +98,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     topics: ClassVar[Mapping[Topic, str]] = {
         Topic.MODEL: "model_id served_model_name revision tokenizer_config_path chat_template tool_call_parser "
         "forward_unknown_tools split_reasoning",
-        Topic.REPLICAS: "dispatch max_request_moves shards peers peer_name shard_connect_timeout",
+        Topic.REPLICAS: "dispatch prefill_replicas max_request_moves shards peers peer_name shard_connect_timeout",
         Topic.HTTP: "hostname port management_port api_key api_keys_file open_metrics dashboard cors_allow_origin "
         "payload_limit max_connections max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout "
         "http_workers compute_type docker_label aip_predict_route aip_health_route",
@@ -164,6 +164,9 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Longest time of a request in the queue, in seconds; 0: no limit."""
     request_timeout: NonNegativeFloat = 0.0
     """Longest time from the arrival of a request to its end, in seconds; 0: no limit."""
+    prefill_replicas: NonNegativeInt = 0
+    """Replicas that compute long prompts for the others, which decode: sequences move by way of the host cache. 0: each replica does
+    both, which serves most loads better: docs/scheduling.md."""
     max_request_moves: NonNegativeInt = 2
     """Most consecutive replica losses, without a new token in between, that a running request survives."""
     max_client_batch_size: PositiveInt = 128
@@ -282,6 +285,16 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
             raise ValueError(
                 "`http_workers` above 1 is for text-generation-launcher, which starts them: --parts router"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_both_roles(self) -> Self:
+        if self.prefill_replicas and self.shards:
+            raise ValueError(
+                "`prefill_replicas` is for shards of one host, which do not come and go: not with --shards"
+            )
+        if self.prefill_replicas and self.prefill_replicas >= (count := len(self.shard_address)):
+            raise ValueError(f"`prefill_replicas`({self.prefill_replicas}) must be < the number of shards ({count})")
         return self
 
     @property

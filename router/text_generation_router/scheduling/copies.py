@@ -41,7 +41,7 @@ class WaitingPrefix:
     ends: tuple[int, ...]
     """The blocks before each position where a request may continue."""
     moved: ScheduledSequence | None
-    """The sequence that waits for the store, to go on elsewhere."""
+    """The sequence that goes on elsewhere after the store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +90,8 @@ class ReplicaCopies:
         self._numbers = count(1)
         self.moving: set[ScheduledSequence] = set()
         """Sequences that are to be stored as they leave."""
+        self.stored: list[ScheduledSequence] = []
+        """Running sequences that were to be stored before they leave, and are."""
         self._waiting: deque[WaitingPrefix] = deque()
         self._loads: dict[int, PrefixLoad] = {}
         self._stores: dict[int, PrefixStore] = {}
@@ -240,15 +242,22 @@ class ReplicaCopies:
             return
         if not is_moving and not worth_storing(sequence, has_room=self._host.free >= count):
             return
+        self.store(sequence, moves=is_moving and sequence.state is State.PREEMPTED)
+
+    def store(self, sequence: ScheduledSequence, *, moves: bool) -> None:
+        """Let the prefix of a sequence be stored. One that `moves` goes on elsewhere then: at once if the host has all but a block."""
+        cache, request, count = self._cache, sequence.request, sequence.committed_blocks
         length = len(request.prompt)
         prompt_end = min(request.turn_end or length, length - 1) // cache.block_size
         key = sequence.key[: count * self._block_bytes]
-        ends = (prompt_end, count)
-        if is_moving and sequence.state is State.PREEMPTED:
-            cache.host.moving.add(sequence)
-            self._waiting.appendleft(WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, sequence))
-        else:
-            self._waiting.append(WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, None))
+        waiting = WaitingPrefix(
+            sequence.salt, key, request.qos.tenant, (prompt_end, count), sequence if moves else None
+        )
+        if moves and sequence.state is State.PREEMPTED:
+            if not self._host.pools and self._host.tree.match(sequence.salt, key).blocks >= count - 1:
+                return
+            self._host.moving.add(sequence)
+        (self._waiting.appendleft if moves else self._waiting.append)(waiting)
         if len(self._waiting) > MOST_WAITING:
             stored = [store.waiting for store in self._stores.values()]
             others = (each for each in self._waiting if each.moved is None and each not in stored)
@@ -312,6 +321,8 @@ class ReplicaCopies:
         self._waiting.remove(waiting)
         if waiting.moved is not None:
             self._host.moving.discard(waiting.moved)
+            if waiting.moved.state is State.RUNNING:
+                self.stored.append(waiting.moved)
 
     def _wanted(self, waiting: WaitingPrefix, on_device: Prefix, known: Prefix) -> list[dict[int, GroupBlock]]:
         """Return the blocks of the further groups to store of a prefix on the device, by position; {} where there is no room."""

@@ -178,8 +178,8 @@ class ReplicaScheduler:
 
     @property
     def _awaits_blocks(self) -> bool:
-        placed = [sequence for sequence in self._placed.values() if not sequence.loading]
-        return bool(placed) or self.copies.is_storing or any(sequence.blocks for sequence in self._to_release)
+        placed = any(not sequence.loading for sequence in self._placed.values())
+        return placed or self.copies.is_storing or any(sequence.blocks for sequence in self._to_release)
 
     def _preempt(self) -> None:
         if victim := choose_victim(self._running.values(), self_scheduling=self.spec.self_scheduling):
@@ -211,15 +211,14 @@ class ReplicaScheduler:
                 self._vacate(sequence, State.CANCELLED)
         sequence.state = State.CANCELLED
 
-    def move(self, sequence: ScheduledSequence) -> bool:
-        """Preempt `sequence`, which goes on at another replica once it is stored. Return True if it waits at once: it was not sent."""
+    def move(self, sequence: ScheduledSequence) -> None:
+        """Preempt `sequence`: it goes on elsewhere once it is stored. One that was not sent waits at once."""
         if sequence.state is State.RUNNING:
             self._release(sequence, State.PREEMPTED)
             self.copies.moving.add(sequence)
-            return False
-        self._leave(sequence)
-        self._vacate(sequence, State.WAITING)
-        return True
+        else:
+            self._leave(sequence)
+            self._vacate(sequence, State.WAITING)
 
     @property
     def sequences(self) -> list[ScheduledSequence]:
@@ -387,7 +386,6 @@ class ReplicaScheduler:
                 left.append(sequence)
 
     def sequence_in(self, slot: int) -> ScheduledSequence | None:
-        """Return the sequence in a slot; None if it is free or its sequence was cancelled."""
         sequence = self._slots[slot]
         return sequence if sequence is not None and sequence.state is not State.CANCELLED else None
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
@@ -48,39 +47,7 @@ from text_generation_router.scheduling.replays import Replays
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.roles import Roles
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
-
-    waiting: int
-    queued_tokens: int
-    queue_seconds: float
-    busy_ratio: float
-    running: int
-    promised_tokens: int
-    kv_usage: float
-    used_tokens: int
-    cached_blocks: int
-    num_blocks: int
-    block_size: int
-    num_replicas: int
-    serving_replicas: int
-    preemptions: int
-    cancellations: int
-    expirations: int
-    moves: int
-    prompt_tokens: int
-    hit_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / max(1, self.prompt_tokens)
+from text_generation_router.scheduling.stats import SchedulerStats
 
 
 class Scheduler:
@@ -96,7 +63,7 @@ class Scheduler:
         self._versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""
         self.draining: set[int] = set()
-        self._roles = Roles(policy.prefill_replicas, self.replicas, self.draining)
+        self._roles = Roles(policy, self.replicas, self.draining)
         self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining, self._roles)
         self.replays = Replays(self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
@@ -327,7 +294,8 @@ class Scheduler:
 
     def _move(self, source: ReplicaScheduler, sequences: Iterable[ScheduledSequence]) -> None:
         for sequence in sequences:
-            if source.move(sequence) and self.replays.forget([sequence]):
+            source.move(sequence)
+            if sequence.state is State.WAITING and self.replays.forget([sequence]):
                 self._requeue(sequence)
 
     def _work(self, sequence: ScheduledSequence) -> int:

@@ -172,6 +172,10 @@ def check_honoured(config: RouterConfig, model: ReplicaInfo) -> None:
     if config.prefix_cache_per_tenant and "cache_salt" in model.unsupported:
         reason = model.unsupported["cache_salt"]
         raise CannotServe(f"`prefix_cache_per_tenant` is not supported by this engine: {reason}")
+    if config.prefill_replicas and not model.pool.host_cache:
+        raise CannotServe(
+            "`prefill_replicas` moves sequences by way of a host cache, and this model or its shards have none"
+        )
 
 
 def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:
