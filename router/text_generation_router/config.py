@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeFloat,
@@ -22,6 +23,7 @@ from pydantic_settings import NoDecode
 from text_generation_common.settings import ChildConfig, SharedSettings
 from text_generation_common.shard_access import ShardAccess
 from text_generation_common.topics import Topic
+from text_generation_router.kv_events.settings import KvEventsConfig
 
 
 def _split(value: object) -> object:
@@ -52,6 +54,11 @@ def _weights(value: object) -> object:
     if not all(name and equals for name, equals, _ in pairs):
         raise ValueError("expected tenant=weight")
     return {name: weight for name, _, weight in pairs}
+
+
+def _kv_events(text: str) -> str:
+    KvEventsConfig.read(text)
+    return text
 
 
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
@@ -109,7 +116,7 @@ class RouterSettings(SharedSettings, ShardAccess):
         Topic.BATCHING: "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms waiting_served_ratio "
         "max_waiting_tokens prefix_caching prefix_cache_per_tenant",
         Topic.AUDITS: "audit_share audit_busy audit_action audit_folder",
-        Topic.TRACES: "metric_names",
+        Topic.TRACES: "metric_names kv_events_config",
     }
 
     model_id: str = ""
@@ -205,6 +212,9 @@ class RouterSettings(SharedSettings, ShardAccess):
     metric_names: MetricNames = ("tgi",)
     """Names under which /metrics shows the metrics, with commas between: vllm and trtllm beside TGI's, which are always
     there."""
+    kv_events_config: Annotated[str, AfterValidator(_kv_events)] = ""
+    """Events of the KV cache for gateways, a JSON object with the keys of vLLM's flag, such as {"endpoint": "tcp://*:5557"}:
+    docs/kubernetes.md. Default: none."""
     open_metrics: bool = False
     """Serve /metrics without a key, as TGI does and gateways of the Kubernetes inference extension need."""
     max_priority: Literal["system", "interactive", "default", "bulk"] = "interactive"

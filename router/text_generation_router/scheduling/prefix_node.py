@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from text_generation_router.scheduling.window_pool import GroupBlock
 
@@ -41,6 +42,21 @@ class Node:
         self.salt = salt
         # The tenants that computed or reused this run. Those of a child are among those of its parent.
         self.owners: set[str] = set()
+
+
+class StoredBlocks(NamedTuple):
+    """Blocks that entered a tree."""
+
+    salt: str
+    """Of the root, if they begin there."""
+    parent: int | None
+    """The block before them; None at the root."""
+    key: bytes
+    blocks: Sequence[int]
+
+
+Change = StoredBlocks | list[int]
+"""A change of a tree: blocks that entered it, or the numbers of those that left it, whose continuations left before."""
 
 
 @dataclass(slots=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from text_generation_common.exit_codes import CannotServe
 from text_generation_common.stop_signals import StopSignals
-from text_generation_common.waiting import unless_stopped
+from text_generation_common.waiting import background, unless_stopped
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.audit.auditor import Auditor
@@ -20,6 +20,7 @@ from text_generation_router.config import RouterConfig
 from text_generation_router.dashboard.events import EventLog
 from text_generation_router.discovery.parse import parse_source
 from text_generation_router.discovery.source import Address, Source, StaticSource, known
+from text_generation_router.kv_events.settings import KvEventsConfig
 from text_generation_router.metrics import Metrics
 from text_generation_router.permits import Permits
 from text_generation_router.scheduling.policy import Dispatch, Policy
@@ -28,6 +29,9 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.first_join import join_all, join_first
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Receiver
+
+if TYPE_CHECKING:
+    from text_generation_router.kv_events.publisher import KvEventsPublisher
 
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
@@ -47,6 +51,8 @@ class Shards:
         self._peers = _source("peers", config.peers) if config.peers else None
         self._joined: Mapping[Address, ReplicaInfo | None] = {}
         self._auditor: Auditor | None = None
+        self._events: Sequence[KvEventsPublisher] = ()
+        """One if there are KV events."""
         self.reached = False
         """True once a shard has answered, also if another router with other limits drives it."""
         self.known = 0
@@ -101,6 +107,11 @@ class Shards:
             metrics.add_audits(auditor)
         else:
             cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
+        if (events := KvEventsConfig.read(config.kv_events_config)) is not None:
+            # Imported only where it is used: it is an extra.
+            from text_generation_router.kv_events.publisher import KvEventsPublisher
+
+            self._events = (KvEventsPublisher(events, scheduler),)
         metrics.add_shards(cluster, lambda: self.known)
         return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
 
@@ -112,6 +123,10 @@ class Shards:
 
     async def drive(self, cluster: Cluster[Any]) -> None:
         """Drive all shards, or those that are assigned to this router."""
+        async with background(*(each.run() for each in self._events)):
+            await self._drive(cluster)
+
+    async def _drive(self, cluster: Cluster[Any]) -> None:
         limits = _warm_up_limits(self._config)
         if self._peers is None:
             await cluster.run(known(self), self._joined, limits, self._config)
@@ -172,6 +187,8 @@ def check_honoured(config: RouterConfig, model: ReplicaInfo) -> None:
     if config.prefix_cache_per_tenant and "cache_salt" in model.unsupported:
         reason = model.unsupported["cache_salt"]
         raise CannotServe(f"`prefix_cache_per_tenant` is not supported by this engine: {reason}")
+    if config.kv_events_config and model.info.scheduling == pb.SCHEDULING_SELF:
+        raise CannotServe("`kv_events_config`: the prefix cache of this engine is its own: it has events of its own")
     if config.prefill_replicas and not model.pool.host_cache:
         raise CannotServe(
             "`prefill_replicas` moves sequences by way of a host cache, and this model or its shards have none"
