@@ -171,10 +171,17 @@ class Executor:
     def with_host_blocks(
         self, info: EngineInfo, limits: WarmUpLimits, groups: tuple[CacheGroup, ...]
     ) -> tuple[CacheGroup, ...]:
-        """Divide the host cache into blocks of each group, and return the groups with these. Raises InsufficientMemory."""
+        """Divide the host cache into blocks of each group, and return the groups with these. Raises InsufficientMemory.
+
+        The smallest part of all ranks counts: the caches of hosts may differ. There is none if a rank has none.
+        """
         if self.host is None:
             return groups
-        groups = with_host_blocks(groups, info, limits, self.block_bytes, self.host.size)
+        self._broadcast(WorkerCommand.HOST_BYTES)
+        others = self._group.leader.gather() if self._group.tp.world_size > 1 else []
+        if not (size := min([self.host.size, *others])):
+            return groups
+        groups = with_host_blocks(groups, info, limits, self.block_bytes, size)
         numbers = [group.host_blocks for group in groups]
         self._broadcast(WorkerCommand.ALLOCATE_HOST, np.array(numbers, dtype=np.int64).tobytes())
         self.host.allocate(numbers, self._runner.block_parts())

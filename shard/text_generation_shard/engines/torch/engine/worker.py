@@ -45,6 +45,8 @@ class WorkerCommand(IntEnum):
     COPIED = 27
     """The payload begins with the number of a copy. Reply: -1 if it has not ended, else the number of blocks that failed."""
     END_COPIES = 28
+    HOST_BYTES = 29
+    """Reply: the bytes of the rank's part of the host cache; 0 if there is none."""
 
 
 class TPWorker:
@@ -99,6 +101,10 @@ class TPWorker:
                 self._memory.begin_measuring()
             case WorkerCommand.SPARE_BYTES:
                 return spare_bytes(self._runner, self._memory)
+            case WorkerCommand.HOST_BYTES:
+                return 0 if self._host is None else self._host.size
+            case WorkerCommand.END_COPIES if self._host is None:  # there are none on the other ranks either
+                pass
             case WorkerCommand.READY:
                 self._runner.capture()
             case WorkerCommand.SAMPLED:
