@@ -260,7 +260,9 @@ def test_a_rank_lost_in_a_step_is_named_and_the_others_close(folder: Path, tmp_p
 
 @pytest.mark.parametrize("smaller", [1 << 18, full(0)])
 def test_the_smallest_host_cache_of_all_ranks_counts(folder: Path, tmp_path: Path, smaller: int) -> None:
-    block = 16 * 3 * 2 * 8 * 4 + 4  # keys and values of 16 tokens in 3 layers, with one head of 8 numbers, and the checksum
+    block = (
+        16 * 3 * 2 * 8 * 4 + 4
+    )  # keys and values of 16 tokens in 3 layers, with one head of 8 numbers, and the checksum
     host = os.memfd_create("host")
     os.ftruncate(host, 1 << 20)
     settings = {"host_cache_fd": host, "host_cache_bytes": 1 << 20, "second": {"host_cache_bytes": smaller}}
