@@ -21,7 +21,7 @@ from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.lifeline import open_lifeline
 from text_generation_common.options import options_by_topic
 from text_generation_launcher.config import LauncherCheckConfig, LauncherConfig, read_config, size_in_bytes
-from text_generation_launcher.counts import count_shards, host_share
+from text_generation_launcher.counts import count_shards, on_devices
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.host_memory import HostMemory, check_host_memory
 from text_generation_launcher.launch import check_settings, devices_for_shards
@@ -84,9 +84,9 @@ async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dic
         count = count_shards(config, replace(devices, count=max(devices.count, 1))) * config.num_replicas
         devices = replace(devices, count=count, name=f"GPU of {config.memory}")
     checked = check_settings(config, environ, devices)
-    size, kept = host_share(checked, devices)
-    if kept or not config.memory:  # else it is for another machine
-        check_host_memory(size, kept, size_in_bytes(config.memory))
+    if not config.memory:  # else it is for another machine
+        kept = 0.0 if on_devices(checked, devices) else checked.cpu_memory_fraction
+        check_host_memory(checked.host_cache_bytes, kept)
     with tempfile.TemporaryDirectory(prefix="text-generation-check-") as temporary, open_lifeline() as lifeline_fd:
         folder = await resolve_model(config, environ, GracefulShutdown(), lifeline_fd, Path(temporary))
         host_cache = HostMemory(checked.host_cache_bytes)

@@ -39,11 +39,6 @@ def on_devices(config: LauncherConfig, devices: Devices) -> bool:
     return devices.count > 0 and config.device != "cpu" and config.engine != "echo"
 
 
-def host_share(config: LauncherConfig, devices: Devices) -> tuple[int, float]:
-    """Return the bytes of the host cache, and the share of the machine's memory for shards on its CPUs."""
-    return config.host_cache_bytes, 0.0 if on_devices(config, devices) else config.cpu_memory_fraction
-
-
 def gpus_per_shard(config: LauncherConfig, devices: Devices) -> int:
     """Return the number of GPUs that one shard process uses. Raises PlanError."""
     return count_shards(config, devices) // count_processes(config, devices) if on_devices(config, devices) else 0

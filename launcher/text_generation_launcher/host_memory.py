@@ -34,16 +34,11 @@ class HostMemory:
 NO_MEMORY = HostMemory()
 
 
-def check_host_memory(size: int, kept: float, total: int = 0) -> None:
-    """Raise CannotServe if this machine, or the container, has not so much memory beside the share `kept` for shards on its CPUs.
-
-    `total`: the memory of another machine.
-    """
-    total = total or total_memory()
-    if size > total * (1 - kept):
-        shards = f", of which --cpu-memory-fraction {kept:g} is for the shards" if kept else ""
+def check_host_memory(size: int, kept: float) -> None:
+    """Raise CannotServe if this machine, or the container, has not so much memory beside the share `kept` for shards on its CPUs."""
+    if size > (total := total_memory() * (1 - kept)):
         raise CannotServe(
-            f"--host-cache-size: {size / 2**30:.1f} GiB, and the machine has {total / 2**30:.1f} GiB{shards}"
+            f"--host-cache-size: {size / 2**30:.1f} GiB, and the machine has {total / 2**30:.1f} GiB for it"
         )
 
 

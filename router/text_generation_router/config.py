@@ -6,11 +6,14 @@ import ipaddress
 import json
 import socket
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -23,7 +26,6 @@ from pydantic_settings import NoDecode
 from text_generation_common.settings import ChildConfig, SharedSettings
 from text_generation_common.shard_access import ShardAccess
 from text_generation_common.topics import Topic
-from text_generation_router.kv_events.settings import KvEventsConfig
 
 
 def _split(value: object) -> object:
@@ -56,11 +58,6 @@ def _weights(value: object) -> object:
     return {name: weight for name, _, weight in pairs}
 
 
-def _kv_events(text: str) -> str:
-    KvEventsConfig.read(text)
-    return text
-
-
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A flag given several times, or once with commas; in the environment, with commas."""
 MetricNames = Annotated[tuple[Literal["tgi", "vllm", "trtllm"], ...], NoDecode, BeforeValidator(_split)]
@@ -86,6 +83,31 @@ def listen_host(hostname: str) -> str:
         return str(ipaddress.ip_address(hostname.strip("[]")))
     except ValueError:
         return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+class KvEventsConfig(BaseModel):
+    """The value of --kv-events-config: the keys of vLLM's flag, but for a queue that is not needed here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enable_kv_cache_events: bool = True
+    publisher: Literal["zmq"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: PositiveInt = 10_000
+    hwm: PositiveInt = 100_000
+    topic: str = ""
+
+    @model_validator(mode="after")
+    def _check_packages(self) -> Self:
+        if None in (find_spec("zmq"), find_spec("msgspec")):
+            raise ValueError("KV events need the extra `kv-events`: pip install 'pyzmq>=26' 'msgspec>=0.19'")
+        return self
+
+    @classmethod
+    def check(cls, text: str) -> str:
+        """Return the value of the flag. Raises ValueError."""
+        return text and (cls.model_validate_json(text), text)[1]
 
 
 ToolCallFormat = Literal[
@@ -212,7 +234,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     metric_names: MetricNames = ("tgi",)
     """Names under which /metrics shows the metrics, with commas between: vllm and trtllm beside TGI's, which are always
     there."""
-    kv_events_config: Annotated[str, AfterValidator(_kv_events)] = ""
+    kv_events_config: Annotated[str, AfterValidator(KvEventsConfig.check)] = ""
     """Events of the KV cache for gateways, a JSON object with the keys of vLLM's flag, such as {"endpoint": "tcp://*:5557"}:
     docs/kubernetes.md. Default: none."""
     open_metrics: bool = False
@@ -290,21 +312,13 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
     """Path of the Unix socket between the HTTP workers and the scheduler process, which listens. Set by the launcher."""
 
     @model_validator(mode="after")
-    def _one_process_alone(self) -> Self:
+    def _check_shape(self) -> Self:
+        if self.prefill_replicas and (self.shards or self.prefill_replicas >= len(self.shard_address)):
+            raise ValueError("`prefill_replicas` must be less than the number of shards, which do not come and go")
         if self.role == "all" and self.http_workers > 1:
             raise ValueError(
                 "`http_workers` above 1 is for text-generation-launcher, which starts them: --parts router"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_both_roles(self) -> Self:
-        if self.prefill_replicas and self.shards:
-            raise ValueError(
-                "`prefill_replicas` is for shards of one host, which do not come and go: not with --shards"
-            )
-        if self.prefill_replicas and self.prefill_replicas >= (count := len(self.shard_address)):
-            raise ValueError(f"`prefill_replicas`({self.prefill_replicas}) must be < the number of shards ({count})")
         return self
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.member import ShardMember, ShardState
 from text_generation_router.shards.replica import ShardStopped
 

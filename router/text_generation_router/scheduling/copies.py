@@ -4,7 +4,8 @@ A sequence whose prefix is on the host is placed with blocks of its own for what
 waits until a report shows the end of the load; others run. Its blocks then enter the tree of the replica, as if they were computed.
 
 The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, those of sequences that move at once,
-each of a bounded number of blocks, from the beginning of the prefix. A store guards the path of the prefix on the device, so none begins while blocks are scarce. It names
+each of a bounded number of blocks, from the beginning of the prefix. A store guards the path on the device, so none begins while blocks
+are scarce. It names
 the blocks of the first group that the host lacks, and those of the further groups with which a request could continue at one of the
 `ends`: the end of the prompt, that of the answer.
 """
@@ -245,7 +246,7 @@ class ReplicaCopies:
         self.store(sequence, moves=is_moving and sequence.state is State.PREEMPTED)
 
     def store(self, sequence: ScheduledSequence, *, moves: bool) -> None:
-        """Let the prefix of a sequence be stored. One that `moves` goes on elsewhere then: at once if the host has all but a block."""
+        """Let the prefix of a sequence be stored. One that `moves` goes on elsewhere then: at once if the host has all of it."""
         cache, request, count = self._cache, sequence.request, sequence.committed_blocks
         length = len(request.prompt)
         prompt_end = min(request.turn_end or length, length - 1) // cache.block_size
@@ -254,7 +255,7 @@ class ReplicaCopies:
             sequence.salt, key, request.qos.tenant, (prompt_end, count), sequence if moves else None
         )
         if moves and sequence.state is State.PREEMPTED:
-            if not self._host.pools and self._host.tree.match(sequence.salt, key).blocks >= count - 1:
+            if not self._host.pools and self._host.tree.match(sequence.salt, key).blocks == count:
                 return
             self._host.moving.add(sequence)
         (self._waiting.appendleft if moves else self._waiting.append)(waiting)

@@ -25,12 +25,14 @@ from text_generation_router.scheduling.lazy_heap import Key
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
-from text_generation_router.scheduling.roles import Replicas, Roles
+from text_generation_router.scheduling.roles import Roles
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
 """The reason to skip a sequence: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
 leader, until `replica` has prefill room; if that is the sequence itself, until it is stored on the host."""
+
+
 MAX_SKIPPED = 16
 """Sequences that one dispatch skips: it has to take microseconds."""
 
@@ -54,15 +56,10 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        queue: FairQueue,
-        replicas: Mapping[int, ReplicaScheduler | None],
-        draining: Set[int],
-        roles: Roles,
+        self, policy: Policy, queue: FairQueue, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]
     ) -> None:
         self._policy = policy
-        self._roles = roles
+        self.roles = Roles(policy, replicas, draining)
         self._queue = queue
         self._replicas = replicas
         self._numbers: list[int] = []
@@ -183,6 +180,10 @@ class Dispatcher:
         Of many replicas only a few are ranked: see `fleet`.
         """
         ranked, better = self._rank(sequence)
+        if self._policy.prefill_replicas:  # those of the other role come last
+            role = self.roles.of(sequence)
+            ranked.sort(key=lambda each: self.roles.of(each) is not role)
+            better = better if better is not None and self.roles.of(better) is role else None
         if better is not None:
             return ranked, (better, None, 0)
         if ranked and (host := ranked[0].cache.host) is not None and sequence in host.moving:
@@ -205,22 +206,9 @@ class Dispatcher:
 
     def _rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
         """Return the replicas with room, the best first, and a crowded one that is much better than these."""
-        adapter = sequence.request.adapter
-        roomy, crowded = _takers(self._roomy, adapter), _takers(self._crowded, adapter)
-        if not self._policy.prefill_replicas:
-            return self._rank_equals(sequence, roomy, crowded)
-        prefill = self._roles.is_prefill(sequence)
-        own, others = self._roles.split(roomy, prefill=prefill)
-        ranked, better = self._rank_equals(sequence, own, self._roles.split(crowded, prefill=prefill)[0])
-        return ranked + self._rank_equals(sequence, others, {})[0], better
-
-    def _rank_equals(
-        self, sequence: ScheduledSequence, roomy: Replicas, crowded: Replicas
-    ) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
-        """Do as `_rank` for replicas of one role."""
-        how = self._policy.dispatch
+        how, roomy = self._policy.dispatch, _takers(self._roomy, sequence.request.adapter)
         if how is Dispatch.PREFIX:
-            return self._rank_by_prefix(sequence, roomy, crowded)
+            return self._rank_by_prefix(sequence, roomy)
         replicas = list(roomy.values())
         if how is Dispatch.LEAST_LOADED:
             replicas.sort(key=self._load)
@@ -245,8 +233,9 @@ class Dispatcher:
         return max((replica.cache.cached_tokens(sequence) for replica in replicas if replica is not None), default=0)
 
     def _rank_by_prefix(
-        self, sequence: ScheduledSequence, roomy: Replicas, crowded: Replicas
+        self, sequence: ScheduledSequence, roomy: Mapping[int, ReplicaScheduler]
     ) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
+        crowded = _takers(self._crowded, sequence.request.adapter)
         if self._hints is not None:
             hinted = self._hints.replicas(sequence)
             crowded = {number: crowded[number] for number in hinted if number in crowded}

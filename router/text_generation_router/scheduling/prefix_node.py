@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from text_generation_router.scheduling.window_pool import GroupBlock
 
@@ -44,19 +43,8 @@ class Node:
         self.owners: set[str] = set()
 
 
-class StoredBlocks(NamedTuple):
-    """Blocks that entered a tree."""
-
-    salt: str
-    """Of the root, if they begin there."""
-    parent: int | None
-    """The block before them; None at the root."""
-    key: bytes
-    blocks: Sequence[int]
-
-
-Change = StoredBlocks | list[int]
-"""A change of a tree: blocks that entered it, or the numbers of those that left it, whose continuations left before."""
+Run = tuple[str, int | None, bytes, Sequence[int]]
+"""Blocks that entered a tree: (salt, block before them, key, blocks). Without a block before them they are at the root of the salt."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from itertools import islice
 
 from text_generation_router.scheduling.keys import common_bytes
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
-from text_generation_router.scheduling.prefix_node import Change, Node, Prefix, StoredBlocks
+from text_generation_router.scheduling.prefix_node import Node, Prefix, Run
 from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool, number_of
 
 _BYTES_PER_TOKEN = 4
@@ -45,8 +45,8 @@ class PrefixTree:
         """Blocks that `evict` can return now: those on no locked path."""
         self._leaves: LazyHeap[Node] = LazyHeap(_by_last_use)
         """Unlocked leaves."""
-        self.changes: list[Change] | None = None
-        """The changes since `record`, until the caller takes them away; None before it."""
+        self.changes: list[Run | list[int]] | None = None
+        """Runs that entered and blocks that left since `record`, until the caller takes them away; None before it."""
 
     def record(self) -> None:
         """Begin to list changes: first what is cached now."""
@@ -59,7 +59,7 @@ class PrefixTree:
     def _record(self, parent: Node, key: bytes, blocks: Sequence[int]) -> None:
         """List blocks that entered the tree below `parent`."""
         if self.changes is not None:
-            self.changes.append(StoredBlocks(parent.salt, parent.blocks[-1] if parent.blocks else None, key, [*blocks]))
+            self.changes.append((parent.salt, parent.blocks[-1] if parent.blocks else None, key, [*blocks]))
 
     def peek(self, salt: str, key: bytes) -> int:
         """Return the tokens of the longest cached prefix of `key`, in whole blocks. Change nothing."""

@@ -385,9 +385,9 @@ class ReplicaScheduler:
                 self._end(sequence, State.WAITING if sequence.state is State.PREEMPTED else State.CANCELLED)
                 left.append(sequence)
 
-    def sequence_in(self, slot: int) -> ScheduledSequence | None:
+    def request_in(self, slot: int) -> RequestId | None:
         sequence = self._slots[slot]
-        return sequence if sequence is not None and sequence.state is not State.CANCELLED else None
+        return sequence.id if sequence is not None and sequence.state is not State.CANCELLED else None
 
     @property
     def occupied_slots(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 
-from text_generation_router.scheduling.host_cache import HostCache
 from text_generation_router.scheduling.messages import StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
@@ -20,8 +19,6 @@ LEAST_PROMPT = 1024
 LEAST_ANSWER = 16
 """Fewest new tokens left of a sequence that moves."""
 
-Replicas = Mapping[int, ReplicaScheduler]
-
 
 class Roles:
     """The roles of the replicas. `replicas` (by number, None for one that does not serve) and `draining` are the scheduler's."""
@@ -31,63 +28,46 @@ class Roles:
         self._replicas = replicas
         self._draining = draining
 
-    def _available(self, *, prefill: bool) -> Iterator[ReplicaScheduler]:
-        """Yield the replicas of a role that get new sequences."""
-        for number, replica in self._replicas.items():
-            if replica is not None and number not in self._draining and self.is_of(number, prefill=prefill):
-                yield replica
+    def _able(self, sequence: ScheduledSequence) -> list[ReplicaScheduler]:
+        """Return the replicas that get new sequences and can hold `sequence`."""
+        available = [each for number, each in self._replicas.items() if number not in self._draining]
+        return [each for each in available if each is not None and each.can_hold(sequence)]
 
-    def is_prefill(self, sequence: ScheduledSequence) -> bool:
-        """Return True if `sequence` goes to a replica that computes prompts."""
-        if not self._count or not any(each.can_hold(sequence) for each in self._available(prefill=True)):
+    def of(self, each: ReplicaScheduler | ScheduledSequence) -> bool:
+        """Return True for a replica that computes prompts, and for a sequence that goes to one."""
+        if isinstance(each, ReplicaScheduler):
+            return each.replica < self._count
+        able = self._able(each)
+        decoding = [replica.cache for replica in able if not self.of(replica)]
+        if not self._count or not 0 < len(decoding) < len(able):
             return False
-        decoding = [each.cache for each in self._available(prefill=False) if each.can_hold(sequence)]
-        known = [each.tokens_on_device(sequence) for each in decoding]
-        known += [each.host.tree.peek(sequence.salt, each.reusable_key(sequence)) for each in decoding[:1] if each.host]
-        return bool(known) and sequence.length - max(known) >= LEAST_PROMPT
-
-    def is_of(self, replica: int, *, prefill: bool) -> bool:
-        """Return True if a replica has a role."""
-        return (replica < self._count) is prefill
-
-    def split(self, replicas: Replicas, *, prefill: bool) -> tuple[Replicas, Replicas]:
-        """Return those of `replicas` that have a role, and the others."""
-        own = {number: each for number, each in replicas.items() if self.is_of(number, prefill=prefill)}
-        return own, {number: each for number, each in replicas.items() if number not in own}
+        known = [cache.tokens_on_device(each) for cache in decoding]
+        known += [cache.host.tree.peek(each.salt, cache.reusable_key(each)) for cache in decoding[:1] if cache.host]
+        return each.length - max(known) >= LEAST_PROMPT
 
     def movable(self, source: ReplicaScheduler) -> Iterator[ScheduledSequence]:
         """Yield the sequences of a draining replica that another one of its host can hold."""
-        others = [
-            each
-            for role in (False, True)
-            for each in self._available(prefill=role)
-            if each.cache.host is source.cache.host
-        ]
-        if source.cache.host is not None:
-            for sequence in source.sequences:
-                if not sequence.loading and any(other.can_hold(sequence) for other in others):
-                    yield sequence
+        for sequence in source.sequences if source.cache.host is not None else ():
+            if not sequence.loading and any(each.cache.host is source.cache.host for each in self._able(sequence)):
+                yield sequence
 
     def leaving(self, source: ReplicaScheduler, output: StepOutput) -> Iterator[ScheduledSequence]:
         """Let the sequences be stored whose prompts `source` has computed in a step. Yield those that are stored and go on elsewhere."""
-        cache, host = source.cache, source.cache.host
-        if source.replica >= self._count or host is None or not cache.caching:
+        if not self.of(source) or source.cache.host is None or not source.cache.caching:
             return
-        for sequence in filter(None, [source.sequence_in(slot) for slot, _ in output.prefilled]):
-            lacked = sequence.prefill_length - sequence.cached_tokens
+        slots = {slot for slot, _ in output.prefilled}
+        for sequence in [each for each in source.sequences if each.slot in slots and each not in source.prompts]:
+            computed = 0 if sequence.request.replayed else sequence.prefill_length - sequence.cached_tokens
             left = sequence.request.max_new_tokens - len(sequence.generated)
-            has_prompt = sequence.state is State.RUNNING and sequence not in source.prompts
-            if sequence.request.replayed or not has_prompt:
-                continue
-            if lacked >= LEAST_PROMPT and left >= LEAST_ANSWER and self._has_room(sequence, host):
+            if computed >= LEAST_PROMPT and left >= LEAST_ANSWER and self._has_room(sequence, source):
                 source.copies.store(sequence, moves=True)
         stored, source.copies.stored = source.copies.stored, []
         for sequence in stored:
             is_here = sequence.replica == source.replica and sequence.state is State.RUNNING
-            if is_here and self._has_room(sequence, host) and not self.is_prefill(sequence):
+            if is_here and self._has_room(sequence, source) and not self.of(sequence):
                 yield sequence
 
-    def _has_room(self, sequence: ScheduledSequence, host: HostCache) -> bool:
-        """Return True if a replica of the host that decodes has room for `sequence`."""
-        decoding = (each for each in self._available(prefill=False) if each.cache.host is host)
+    def _has_room(self, sequence: ScheduledSequence, source: ReplicaScheduler) -> bool:
+        """Return True if a replica of the host that decodes has room for a sequence of `source`."""
+        decoding = (each for each in self._able(sequence) if not self.of(each) and each.cache.host is source.cache.host)
         return any(each.may_place(1) and each.has_blocks(sequence) for each in decoding)

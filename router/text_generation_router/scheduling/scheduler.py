@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
@@ -45,9 +46,40 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replays import Replays
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
-from text_generation_router.scheduling.roles import Roles
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
-from text_generation_router.scheduling.stats import SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
+
+    waiting: int
+    queued_tokens: int
+    queue_seconds: float
+    busy_ratio: float
+    running: int
+    promised_tokens: int
+    kv_usage: float
+    used_tokens: int
+    cached_blocks: int
+    num_blocks: int
+    block_size: int
+    num_replicas: int
+    serving_replicas: int
+    preemptions: int
+    cancellations: int
+    expirations: int
+    moves: int
+    prompt_tokens: int
+    hit_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / max(1, self.prompt_tokens)
 
 
 class Scheduler:
@@ -63,8 +95,7 @@ class Scheduler:
         self._versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""
         self.draining: set[int] = set()
-        self._roles = Roles(policy, self.replicas, self.draining)
-        self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining, self._roles)
+        self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
         self.replays = Replays(self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
         self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("deadline"))
@@ -190,7 +221,7 @@ class Scheduler:
             if sequence.state is State.FINISHED:
                 self._lengths.record(sequence.request.max_new_tokens, len(sequence.generated))
             self._forget(sequence)
-        self._move(scheduler, self._roles.leaving(scheduler, output))
+        self._move(scheduler, self._dispatcher.roles.leaving(scheduler, output))
         self._dispatcher.changed(replica)
         return deliveries
 
@@ -290,7 +321,7 @@ class Scheduler:
     def evacuate(self, replica: int) -> None:
         """Move the running sequences of a draining replica to others of its host: their blocks are stored, and loaded there."""
         if (source := self.replicas[replica]) is not None:
-            self._move(source, self._roles.movable(source))
+            self._move(source, self._dispatcher.roles.movable(source))
 
     def _move(self, source: ReplicaScheduler, sequences: Iterable[ScheduledSequence]) -> None:
         for sequence in sequences:
@@ -325,9 +356,7 @@ class Scheduler:
 
     def request_in(self, replica: int, slot: int) -> RequestId | None:
         """Return the request in a slot; None if it is free or its request was cancelled."""
-        scheduler = self.replicas[replica]
-        sequence = None if scheduler is None else scheduler.sequence_in(slot)
-        return None if sequence is None else sequence.id
+        return None if (scheduler := self.replicas[replica]) is None else scheduler.request_in(slot)
 
     @property
     def requests(self) -> Mapping[RequestId, ScheduledSequence]:
@@ -347,12 +376,11 @@ class Scheduler:
     def stats(self, now: float = math.inf) -> SchedulerStats:
         """Return gauges and counters, in time proportional to the number of replicas. At infinity no replica is busy."""
         serving, available = self.serving, [replica.replica for replica in self.available]
-        # Without a replica: the wait until one of those that were lost is back and has served the queue.
-        expected = available or self._throughputs.fastest()
+        # Without a replica queue_seconds is the wait until one of those that were lost is back and has served the queue.
         return SchedulerStats(
             waiting=len(self.queue),
             queued_tokens=self.queue.work,
-            queue_seconds=self._throughputs.wait(self.queue.work, expected) or 0.0,
+            queue_seconds=self._throughputs.wait(self.queue.work, available or self._throughputs.fastest()) or 0.0,
             busy_ratio=self._throughputs.busy_ratio(available, now),
             running=sum(replica.occupied_slots for replica in serving) - len(self.replays),
             promised_tokens=sum(replica.promised_tokens for replica in serving),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
@@ -16,11 +16,10 @@ from text_generation_common.waiting import background, unless_stopped
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.audit.auditor import Auditor
-from text_generation_router.config import RouterConfig
+from text_generation_router.config import KvEventsConfig, RouterConfig
 from text_generation_router.dashboard.events import EventLog
 from text_generation_router.discovery.parse import parse_source
 from text_generation_router.discovery.source import Address, Source, StaticSource, known
-from text_generation_router.kv_events.settings import KvEventsConfig
 from text_generation_router.metrics import Metrics
 from text_generation_router.permits import Permits
 from text_generation_router.scheduling.policy import Dispatch, Policy
@@ -29,9 +28,6 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.first_join import join_all, join_first
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Receiver
-
-if TYPE_CHECKING:
-    from text_generation_router.kv_events.publisher import KvEventsPublisher
 
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
@@ -51,8 +47,7 @@ class Shards:
         self._peers = _source("peers", config.peers) if config.peers else None
         self._joined: Mapping[Address, ReplicaInfo | None] = {}
         self._auditor: Auditor | None = None
-        self._events: Sequence[KvEventsPublisher] = ()
-        """One if there are KV events."""
+        self._publishers: list[Any] = []  # that of KV events
         self.reached = False
         """True once a shard has answered, also if another router with other limits drives it."""
         self.known = 0
@@ -107,11 +102,12 @@ class Shards:
             metrics.add_audits(auditor)
         else:
             cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
-        if (events := KvEventsConfig.read(config.kv_events_config)) is not None:
-            # Imported only where it is used: it is an extra.
-            from text_generation_router.kv_events.publisher import KvEventsPublisher
+        if config.kv_events_config:
+            events = KvEventsConfig.model_validate_json(config.kv_events_config)
+            if events.enable_kv_cache_events:  # imported only where it is used: it is an extra
+                from text_generation_router.kv_events import KvEventsPublisher
 
-            self._events = (KvEventsPublisher(events, scheduler),)
+                self._publishers.append(KvEventsPublisher(events, scheduler))
         metrics.add_shards(cluster, lambda: self.known)
         return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
 
@@ -123,21 +119,18 @@ class Shards:
 
     async def drive(self, cluster: Cluster[Any]) -> None:
         """Drive all shards, or those that are assigned to this router."""
-        async with background(*(each.run() for each in self._events)):
-            await self._drive(cluster)
-
-    async def _drive(self, cluster: Cluster[Any]) -> None:
         limits = _warm_up_limits(self._config)
-        if self._peers is None:
-            await cluster.run(known(self), self._joined, limits, self._config)
-            return
-        # Loaded only where it is used: a scheduler process starts without an HTTP client.
-        from text_generation_router.discovery.peers import SharedShards
+        async with background(*(each.run() for each in self._publishers)):
+            if self._peers is None:
+                await cluster.run(known(self), self._joined, limits, self._config)
+                return
+            # Loaded only where it is used: a scheduler process starts without an HTTP client.
+            from text_generation_router.discovery.peers import SharedShards
 
-        shared = SharedShards(self, self._peers, self._config.port, self._config.peer_name)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(shared.run())
-            await cluster.run(shared.members(), self._joined, limits, self._config)
+            shared = SharedShards(self, self._peers, self._config.port, self._config.peer_name)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(shared.run())
+                await cluster.run(shared.members(), self._joined, limits, self._config)
 
 
 def reached_file(config: RouterConfig) -> Path:

@@ -25,8 +25,7 @@ from text_generation_common.waiting import holds_for
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ModelNotFound, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 from text_generation_router.shards.adapters import ReplicaAdapters
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Listeners, Receiver

@@ -25,7 +25,7 @@ from text_generation_router.request import (
     TenantId,
     TokenId,
 )
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster import ClusterInfo, MemberInfo
 from text_generation_router.worker_link.link import LinkBroken
 

@@ -171,10 +171,7 @@ class Executor:
     def with_host_blocks(
         self, info: EngineInfo, limits: WarmUpLimits, groups: tuple[CacheGroup, ...]
     ) -> tuple[CacheGroup, ...]:
-        """Divide the host cache into blocks of each group, and return the groups with these. Raises InsufficientMemory.
-
-        The smallest part of all ranks counts: the caches of hosts may differ. There is none if a rank has none.
-        """
+        """Divide the smallest host cache of all ranks into blocks of each group; return the groups with these. Raises InsufficientMemory."""
         if self.host is None:
             return groups
         self._broadcast(WorkerCommand.HOST_BYTES)

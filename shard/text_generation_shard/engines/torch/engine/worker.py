@@ -101,10 +101,6 @@ class TPWorker:
                 self._memory.begin_measuring()
             case WorkerCommand.SPARE_BYTES:
                 return spare_bytes(self._runner, self._memory)
-            case WorkerCommand.HOST_BYTES:
-                return 0 if self._host is None else self._host.size
-            case WorkerCommand.END_COPIES if self._host is None:  # there are none on the other ranks either
-                pass
             case WorkerCommand.READY:
                 self._runner.capture()
             case WorkerCommand.SAMPLED:
@@ -120,8 +116,12 @@ class TPWorker:
 
     def _execute_copies(self, kind: int, payload: memoryview) -> int | None:
         if (host := self._host) is None:
-            raise ValueError(f"unknown command {kind}")
+            if kind not in (WorkerCommand.HOST_BYTES, WorkerCommand.END_COPIES):
+                raise ValueError(f"unknown command {kind}")
+            return 0 if kind == WorkerCommand.HOST_BYTES else None
         match kind:
+            case WorkerCommand.HOST_BYTES:
+                return host.size
             case WorkerCommand.ALLOCATE_HOST:
                 host.allocate(np.frombuffer(payload, dtype=np.int64).tolist(), self._runner.block_parts())
             case WorkerCommand.COPY:
