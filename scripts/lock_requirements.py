@@ -32,7 +32,7 @@ def main(uv: str) -> None:
     """Write the files. Those for torch list only packages that requirements.txt lacks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras = project["project"]["optional-dependencies"]
-    server = [*project["project"]["dependencies"], *extras["otlp"]]
+    server = [*project["project"]["dependencies"], *extras["otlp"], *extras["kv-events"]]
     torch = [*extras["torch"], *extras["transformers"]]
     cuda = [*torch, *extras["cuda"], *extras["humming"]]
     base = resolve(uv, server, LINUX)

@@ -19,7 +19,7 @@ from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.lifeline import open_lifeline
 from text_generation_common.options import options_by_topic
 from text_generation_launcher.config import LauncherCheckConfig, LauncherConfig, read_config, size_in_bytes
-from text_generation_launcher.counts import count_shards
+from text_generation_launcher.counts import count_shards, on_devices
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.host_memory import HostMemory, check_host_memory
 from text_generation_launcher.launch import check_settings, devices_for_shards
@@ -83,7 +83,8 @@ async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dic
         devices = replace(devices, count=count, name=f"GPU of {config.memory}")
     checked = check_settings(config, environ, devices)
     if not config.memory:  # else it is for another machine
-        check_host_memory(checked.host_cache_bytes)
+        kept = 0.0 if on_devices(checked, devices) else checked.cpu_memory_fraction
+        check_host_memory(checked.host_cache_bytes, kept)
     with tempfile.TemporaryDirectory(prefix="text-generation-check-") as temporary, open_lifeline() as lifeline_fd:
         folder = await resolve_model(config, environ, GracefulShutdown(), lifeline_fd, Path(temporary))
         host_cache = HostMemory(checked.host_cache_bytes)
@@ -146,7 +147,9 @@ def _check_router(config: RouterConfig, model: Mapping[str, Any] | None) -> dict
     }
     if model is not None and model.get("blocks") is not None:
         info = pb.InfoResponse.FromString(bytes.fromhex(model["description"]))
-        replica = ReplicaInfo(info, pb.WarmUpResponse(num_blocks=model["blocks"], block_size=model["block_size"]))
+        host_cache = "host" if any(group.host_blocks for group in _cache_groups(model)) else ""
+        pool = pb.WarmUpResponse(num_blocks=model["blocks"], block_size=model["block_size"], host_cache=host_cache)
+        replica = ReplicaInfo(info, pool)
         check_honoured(config, replica)
         limits = resolve_limits(config, replica)
         tokens = model["blocks"] * model["block_size"]

@@ -236,6 +236,14 @@ class LauncherConfig(
         self.check_tls("shards on other nodes")
 
     def _check_host_cache(self) -> None:
+        if self.prefill_replicas and (not self.host_cache_bytes or self.parts != "all"):
+            raise ValueError(
+                "`prefill_replicas` needs a host cache (--host-cache-size) that all replicas share (--parts all)"
+            )
+        if self.prefill_replicas >= self.num_replicas:
+            raise ValueError(
+                f"`prefill_replicas`({self.prefill_replicas}) must be < `num_replicas`({self.num_replicas})"
+            )
         if not self.host_cache_bytes:
             return
         if self.places != "local" or self.parts == "router":

@@ -34,16 +34,18 @@ class HostMemory:
 NO_MEMORY = HostMemory()
 
 
-def check_host_memory(size: int) -> None:
-    """Raise CannotServe if this machine, or the container, has not so much memory."""
-    if size > (total := total_memory()):
-        raise CannotServe(f"--host-cache-size: {size / 2**30:.1f} GiB, and the machine has {total / 2**30:.1f} GiB")
+def check_host_memory(size: int, kept: float) -> None:
+    """Raise CannotServe if this machine, or the container, has not so much memory beside the share `kept` for shards on its CPUs."""
+    if size > (total := total_memory() * (1 - kept)):
+        raise CannotServe(
+            f"--host-cache-size: {size / 2**30:.1f} GiB, and the machine has {total / 2**30:.1f} GiB for it"
+        )
 
 
 @contextmanager
-def host_memory(size: int) -> Iterator[HostMemory]:
+def host_memory(size: int, kept: float = 0.0) -> Iterator[HostMemory]:
     """Yield memory of `size` bytes; it is taken from the machine as it is written. Raises CannotServe if there is too little."""
-    check_host_memory(size)
+    check_host_memory(size, kept)
     if not size:
         yield NO_MEMORY
         return

@@ -21,7 +21,7 @@ from text_generation_common.waiting import background
 from text_generation_launcher.checks import check_engine, check_ports, check_router_files, sized_by_options
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.config import NO_EFFECT, LauncherConfig
-from text_generation_launcher.counts import PlanError, count_partitions, count_processes, gpus_per_shard
+from text_generation_launcher.counts import PlanError, count_partitions, count_processes, gpus_per_shard, on_devices
 from text_generation_launcher.devices import Devices, find_devices
 from text_generation_launcher.environment import describe_environment
 from text_generation_launcher.host_memory import host_memory
@@ -99,7 +99,8 @@ async def _serve(
 
             places = RayPlaces(count_processes(config, devices), gpus_per_shard(config, devices))
             run_shard, members_file = places.run_to_end, places.members_file
-        with socket_folder(environ) as folder, host_memory(config.host_cache_bytes) as host_cache:
+        kept = 0.0 if on_devices(config, devices) else config.cpu_memory_fraction
+        with socket_folder(environ) as folder, host_memory(config.host_cache_bytes, kept) as host_cache:
             context = LaunchContext(
                 devices,
                 usable_cpus(),

@@ -4,10 +4,14 @@ import ipaddress
 import json
 import socket
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -79,6 +83,31 @@ def listen_host(hostname: str) -> str:
         return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
+class KvEventsConfig(BaseModel):
+    """The value of --kv-events-config: the keys of vLLM's flag, but for a queue that is not needed here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enable_kv_cache_events: bool = True
+    publisher: Literal["zmq"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: PositiveInt = 10_000
+    hwm: PositiveInt = 100_000
+    topic: str = ""
+
+    @model_validator(mode="after")
+    def _check_packages(self) -> Self:
+        if None in (find_spec("zmq"), find_spec("msgspec")):
+            raise ValueError("KV events need the extra `kv-events`: pip install 'pyzmq>=26' 'msgspec>=0.19'")
+        return self
+
+    @classmethod
+    def check(cls, text: str) -> str:
+        """Return the value of the flag. Raises ValueError."""
+        return text and (cls.model_validate_json(text), text)[1]
+
+
 ToolCallFormat = Literal[
     "auto", "apertus", "cohere_command", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31",
     "deepseek_v32", "deepseek_v4", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "ernie45",
@@ -96,7 +125,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     topics: ClassVar[Mapping[Topic, str]] = {
         Topic.MODEL: "model_id served_model_name revision tokenizer_config_path chat_template tool_call_parser "
         "forward_unknown_tools split_reasoning",
-        Topic.REPLICAS: "dispatch max_request_moves shards peers peer_name shard_connect_timeout",
+        Topic.REPLICAS: "dispatch prefill_replicas max_request_moves shards peers peer_name shard_connect_timeout",
         Topic.HTTP: "hostname port management_port api_key api_keys_file open_metrics dashboard cors_allow_origin "
         "payload_limit max_connections max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout "
         "http_workers compute_type docker_label aip_predict_route aip_health_route",
@@ -107,7 +136,7 @@ class RouterSettings(SharedSettings, ShardAccess):
         Topic.BATCHING: "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms waiting_served_ratio "
         "max_waiting_tokens prefix_caching prefix_cache_per_tenant",
         Topic.AUDITS: "audit_share audit_busy audit_action audit_folder",
-        Topic.TRACES: "metric_names",
+        Topic.TRACES: "metric_names kv_events_config",
     }
 
     model_id: str = ""
@@ -162,6 +191,9 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Longest time of a request in the queue, in seconds; 0: no limit."""
     request_timeout: NonNegativeFloat = 0.0
     """Longest time from the arrival of a request to its end, in seconds; 0: no limit."""
+    prefill_replicas: NonNegativeInt = 0
+    """Replicas that compute long prompts for the others, which decode: sequences move by way of the host cache. 0: each replica does
+    both, which serves most loads better: docs/scheduling.md."""
     max_request_moves: NonNegativeInt = 2
     """Most consecutive replica losses, without a new token in between, that a running request survives."""
     max_client_batch_size: PositiveInt = 128
@@ -200,6 +232,9 @@ class RouterSettings(SharedSettings, ShardAccess):
     metric_names: MetricNames = ("tgi",)
     """Names under which /metrics shows the metrics, with commas between: vllm and trtllm beside TGI's, which are always
     there."""
+    kv_events_config: Annotated[str, AfterValidator(KvEventsConfig.check)] = ""
+    """Events of the KV cache for gateways, a JSON object with the keys of vLLM's flag, such as {"endpoint": "tcp://*:5557"}:
+    docs/kubernetes.md. Default: none."""
     open_metrics: bool = False
     """Serve /metrics without a key, as TGI does and gateways of the Kubernetes inference extension need."""
     max_priority: Literal["system", "interactive", "default", "bulk"] = "interactive"
@@ -275,7 +310,9 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
     """Path of the Unix socket between the HTTP workers and the scheduler process, which listens. Set by the launcher."""
 
     @model_validator(mode="after")
-    def _one_process_alone(self) -> Self:
+    def _check_shape(self) -> Self:
+        if self.prefill_replicas and (self.shards or self.prefill_replicas >= len(self.shard_address)):
+            raise ValueError("`prefill_replicas` must be less than the number of shards, which do not come and go")
         if self.role == "all" and self.http_workers > 1:
             raise ValueError(
                 "`http_workers` above 1 is for text-generation-launcher, which starts them: --parts router"

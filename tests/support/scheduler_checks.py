@@ -68,7 +68,7 @@ def check_replica(replica: ReplicaScheduler) -> None:
 
 def check_cache(cache: KVCache, sequences: set[ScheduledSequence], copies: ReplicaCopies) -> None:
     """Assert that each block has one owner: free, tree, or one of `sequences`, all that have blocks."""
-    store = copies._store
+    stores = [*copies._stores.values()]
     owned = [*cache._free, *(block for node in nodes_of(cache.tree) for block in node.blocks)]
     locks = [sequence.prefix_lock for sequence in sequences if sequence.prefix_lock is not None]
     for sequence in sequences:
@@ -84,11 +84,11 @@ def check_cache(cache: KVCache, sequences: set[ScheduledSequence], copies: Repli
     assert sorted(owned) == list(range(cache.num_blocks)), "each block has one owner"
     assert sequences >= set(cache._growing.values())
     assert all(each.capacity < min(each.max_length, each.length + cache.low_room) for each in cache._growing.values())
-    check_tree(cache.tree, locks + ([] if store is None else [store.device]))
+    check_tree(cache.tree, locks + [store.device for store in stores])
     for number, pool in enumerate(cache.further_pools):
         cached = (block for node in nodes_of(cache.tree) for block in node.further[number])
         held = [list(each.further_held[number].blocks) for each in sequences]
-        held += [] if store is None else [store.sources[number]]
+        held += [store.sources[number] for store in stores]
         check_pool(pool, cached, [HeldBlocks(0, len(blocks), blocks) for blocks in held])
         for sequence in sequences if number < len(cache.pools) else ():
             needed = pool.group.first_block(sequence.num_kv_tokens, cache.block_size)
@@ -97,7 +97,7 @@ def check_cache(cache: KVCache, sequences: set[ScheduledSequence], copies: Repli
 
 def check_host(host: HostCache, copies: list[ReplicaCopies]) -> None:
     """Assert that each block of a host has one owner: free, tree, or a store under way; `copies` are those of its replicas."""
-    stores = [each._store for each in copies if each._store is not None]
+    stores = [store for each in copies for store in each._stores.values()]
     loads = [load for each in copies for load in each._loads.values()]
     owned = [*host._free, *(block for node in nodes_of(host.tree) for block in node.blocks)]
     owned += [block for store in stores for block in store.blocks[len(store.blocks) - store.new :]]

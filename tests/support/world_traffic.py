@@ -26,7 +26,7 @@ SPECIAL = (EOS, FAILING_TOKEN, FAILING_STEP_TOKEN)
 
 
 def draw_world(draw: Random) -> SchedulerWorld:
-    """Return a world with a random policy and one to three replicas."""
+    """Return a world with a random policy and one to three replicas, at least two of them if they have roles."""
     budget = draw.choice([1, 16, 64, 200, 400])
     batch = draw.randint(1, 6)
     policy = Policy(
@@ -41,9 +41,11 @@ def draw_world(draw: Random) -> SchedulerWorld:
         max_queued_tokens=draw.choice([None, None, 300, 2000]),
         max_request_moves=draw.randint(0, 3),
         growth_tokens=draw.choice([0, 8, 40, 100]),
+        prefill_replicas=draw.choice([0, 0, 1, 2]),
     )
-    self_scheduling = draw.choice([False, False, False, True])
-    groups = None if self_scheduling else draw.choice([None, draw_groups(draw)])
+    roles = policy.prefill_replicas
+    self_scheduling = not roles and draw.choice([False, False, True])
+    groups = None if self_scheduling else draw_groups(draw) if roles else draw.choice([None, draw_groups(draw)])
     host = None if groups is None else HostBlocks(*(draw.randint(3, 30) for _ in range(1 + len(groups))))
     replicas = [
         ReplicaSetup(
@@ -59,7 +61,7 @@ def draw_world(draw: Random) -> SchedulerWorld:
             further_groups=() if self_scheduling else draw_groups(draw) if groups is None else groups,
             host=host,
         )
-        for _ in range(draw.randint(1, 3))
+        for _ in range(draw.randint(2 if roles else 1, 3))
     ]
     return SchedulerWorld(policy, replicas)
 

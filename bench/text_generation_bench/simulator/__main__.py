@@ -87,6 +87,7 @@ def _experiments(options: argparse.Namespace, name: str) -> list[Experiment]:
             seconds=options.seconds or scenario.seconds,
             seed=options.seed,
             audited=options.check,
+            prefill_replicas=options.prefill_replicas,
         )
         for policy in options.policies or scenario.policies
     ]
@@ -108,6 +109,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--machine", choices=tuple(MACHINES), default="h200-8b", help="default: %(default)s")
     parser.add_argument("--replicas", type=_replicas, help="default: that of the scenario")
+    parser.add_argument(
+        "--prefill-replicas",
+        type=_replicas,
+        default=1,
+        help="those of `two-roles` that compute prompts; default: %(default)s",
+    )
     parser.add_argument("--seconds", type=_seconds, help="time in which clients send; default: that of the scenario")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder for tables.md and the plots")

@@ -159,6 +159,11 @@ def _with_host(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant
     return replace(_ours(model, max_queued_tokens), host_share=HOST_SHARE)
 
 
+def _two_roles(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
+    host = _with_host(model, max_queued_tokens)
+    return replace(host, policy=replace(host.policy, prefill_replicas=1))
+
+
 def _scaled(*rules: Rule) -> Callable[[CostModel, int | None], PolicyVariant]:
     return lambda model, max_queued_tokens: replace(_ours(model, max_queued_tokens), scaling=rules)
 
@@ -167,6 +172,7 @@ POLICIES: Mapping[str, Callable[[CostModel, int | None], PolicyVariant]] = Mappi
     {
         "ours": _ours,
         "host-cache": _with_host,
+        "two-roles": _two_roles,
         "no-reuse": _ours_with(prefix_caching=False),
         "no-target": _ours_with(target_itl_s=None),
         "fcfs": _fcfs,

@@ -32,6 +32,8 @@ class Experiment:
     seconds: float
     seed: int
     audited: bool = False
+    prefill_replicas: int = 1
+    """Replicas that compute prompts, under a policy with two roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ def run_experiment(experiment: Experiment) -> ExperimentResult:
         )
     )
     variant = POLICIES[experiment.policy](cost_model, load.max_queued_tokens)
+    if variant.policy.prefill_replicas:
+        variant = replace(variant, policy=replace(variant.policy, prefill_replicas=experiment.prefill_replicas))
     host_tokens = int(variant.host_share * cost_model.kv_tokens * experiment.replicas)
     cost_model = replace(cost_model, host_tokens=host_tokens)
     simulator = Simulator(

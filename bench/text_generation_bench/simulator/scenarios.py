@@ -166,6 +166,20 @@ def _long(source: ScenarioInput) -> ScenarioLoad:
     return ScenarioLoad(_merge(_steady(source).trace, books))
 
 
+def _documents(source: ScenarioInput) -> ScenarioLoad:
+    workload, random = source.sizes, source.random("documents")
+    lengths = workload.long_prompt // 32, workload.long_prompt // 4
+    sizes = RequestSizes(lengths, workload.question.new_mean, workload.question.max_new_tokens)
+    times = poisson_times(random, source.rate(0.7, sizes), 0.0, source.seconds)
+    return ScenarioLoad(unrelated_requests(source.pool, random, times, sizes))
+
+
+def _reasoning(source: ScenarioInput) -> ScenarioLoad:
+    sizes, random = source.sizes.reasoning, source.random("reasoning")
+    times = poisson_times(random, source.rate(0.7, sizes), 0.0, source.seconds)
+    return ScenarioLoad(unrelated_requests(source.pool, random, times, sizes))
+
+
 def _chats(source: ScenarioInput, share: float = 0.6) -> ScenarioLoad:
     workload, random = source.sizes, source.random("chats")
     profile = ChatProfile(workload.turn, turns_mean=6.0, think_mean_s=8.0, longest=workload.longest_chat)
@@ -330,6 +344,14 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "steady": Scenario("the short requests of `long`, alone", _steady, policies=("ours", "no-target", "tgi")),
         "long": Scenario(
             "short requests with occasional very long prompts", _long, policies=("ours", "no-target", "tgi")
+        ),
+        "documents": Scenario(
+            "long prompts with short answers at 0.7 of capacity",
+            _documents,
+            policies=("ours", "no-target", "host-cache", "two-roles"),
+        ),
+        "reasoning": Scenario(
+            "questions with long answers at 0.7 of capacity", _reasoning, policies=("ours", "no-target", "two-roles")
         ),
         "tenants": Scenario(
             "two backlogged tenants: 10 times the clients, 8 times the prompts",

@@ -3,8 +3,9 @@
 A sequence whose prefix is on the host is placed with blocks of its own for what its device lacks, and its load is ordered at once. It
 waits until a report shows the end of the load; others run. Its blocks then enter the tree of the replica, as if they were computed.
 
-The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, each of a bounded number of blocks,
-from the beginning of the prefix. A store guards the path of the prefix on the device, so none begins while blocks are scarce. It names
+The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, those of sequences that move at once,
+each of a bounded number of blocks, from the beginning of the prefix. A store guards the path on the device, so none begins while blocks
+are scarce. It names
 the blocks of the first group that the host lacks, and those of the further groups with which a request could continue at one of the
 `ends`: the end of the prompt, that of the answer.
 """
@@ -40,7 +41,7 @@ class WaitingPrefix:
     ends: tuple[int, ...]
     """The blocks before each position where a request may continue."""
     moved: ScheduledSequence | None
-    """The sequence that waits for the store, to go on elsewhere."""
+    """The sequence that goes on elsewhere after the store."""
     guarded: int = 0
     """Blocks that its store would have made unavailable, and for which there was no room."""
 
@@ -91,9 +92,11 @@ class ReplicaCopies:
         self._numbers = count(1)
         self.moving: set[ScheduledSequence] = set()
         """Sequences that are to be stored as they leave."""
+        self.stored: list[ScheduledSequence] = []
+        """Running sequences that were to be stored before they leave, and are."""
         self._waiting: deque[WaitingPrefix] = deque()
         self._loads: dict[int, PrefixLoad] = {}
-        self._store: PrefixStore | None = None
+        self._stores: dict[int, PrefixStore] = {}
         self._ordered: list[Copy] = []
         """Loads that were not sent."""
 
@@ -106,11 +109,11 @@ class ReplicaCopies:
     @property
     def may_have_orders(self) -> bool:
         """True if `orders` may return copies."""
-        return bool(self._ordered or (self._waiting and self._store is None))
+        return bool(self._ordered) or next(self._due(), None) is not None
 
     @property
     def is_storing(self) -> bool:
-        return self._store is not None
+        return bool(self._stores)
 
     @property
     def loading(self) -> Iterator[ScheduledSequence]:
@@ -120,8 +123,8 @@ class ReplicaCopies:
     def orders(self, spare: int) -> tuple[Copy, ...]:
         """Return the copies to begin. Stores leave `spare` blocks of the device available."""
         ordered, self._ordered = self._ordered, []
-        while self._waiting and self._store is None:
-            waiting, room = self._waiting[0], self._cache.available - spare
+        for waiting in self._due():
+            room = self._cache.available - spare
             if room < waiting.guarded:
                 break
             on_device = self._cache.tree.match(waiting.salt, waiting.key)
@@ -134,13 +137,20 @@ class ReplicaCopies:
                 self._drop(waiting)
         return tuple(ordered)
 
+    def _due(self) -> Iterator[WaitingPrefix]:
+        """Yield the prefixes whose next store may begin: of sequences that move, else one at a time."""
+        for waiting in [*self._waiting]:
+            if waiting.moved is None and any(each.waiting.moved is None for each in self._stores.values()):
+                return
+            if all(each.waiting is not waiting for each in self._stores.values()):
+                yield waiting
+
     def ended(self, end: CopyEnd) -> ScheduledSequence | None:
         """Record the end of a copy. Return the sequence whose load it was: `loading` no more, unless that failed."""
         if (load := self._loads.pop(end.number, None)) is not None:
             self._end_load(load, end.failed)
             return load.sequence
-        if (store := self._store) is not None and store.number == end.number:
-            self._store = None
+        if (store := self._stores.pop(end.number, None)) is not None:
             self._end_store(store, failed=bool(end.failed))
             if end.failed or store.ends:
                 self._drop(store.waiting)
@@ -152,8 +162,8 @@ class ReplicaCopies:
             self._release(load)
         for waiting in list(self._waiting):
             self._drop(waiting)
-        if self._store is not None:
-            self._end_store(self._store, failed=True)
+        for store in self._stores.values():
+            self._end_store(store, failed=True)
 
     # ----------------------------------------------------------------------------------------------------------- loads
 
@@ -239,18 +249,25 @@ class ReplicaCopies:
             return
         if not is_moving and not worth_storing(sequence, has_room=self._host.free >= count):
             return
+        self.store(sequence, moves=is_moving and sequence.state is State.PREEMPTED)
+
+    def store(self, sequence: ScheduledSequence, *, moves: bool) -> None:
+        """Let the prefix of a sequence be stored. One that `moves` goes on elsewhere then: at once if the host has all of it."""
+        cache, request, count = self._cache, sequence.request, sequence.committed_blocks
         length = len(request.prompt)
         prompt_end = min(request.turn_end or length, length - 1) // cache.block_size
         key = sequence.key[: count * self._block_bytes]
-        ends = (prompt_end, count)
-        if is_moving and sequence.state is State.PREEMPTED:
-            cache.host.moving.add(sequence)
-            self._waiting.appendleft(WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, sequence))
-        else:
-            self._waiting.append(WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, None))
+        waiting = WaitingPrefix(
+            sequence.salt, key, request.qos.tenant, (prompt_end, count), sequence if moves else None
+        )
+        if moves and sequence.state is State.PREEMPTED:
+            if not self._host.pools and self._host.tree.match(sequence.salt, key).blocks == count:
+                return
+            self._host.moving.add(sequence)
+        (self._waiting.appendleft if moves else self._waiting.append)(waiting)
         if len(self._waiting) > MOST_WAITING:
-            stored = None if self._store is None else self._store.waiting
-            others = (each for each in self._waiting if each.moved is None and each is not stored)
+            stored = [store.waiting for store in self._stores.values()]
+            others = (each for each in self._waiting if each.moved is None and each not in stored)
             if (oldest := next(others, None)) is not None:
                 self._drop(oldest)
 
@@ -293,7 +310,7 @@ class ReplicaCopies:
         if first < known.blocks:
             base, _ = host.tree.lock(host.tree.match(waiting.salt, waiting.key[: first * size]))
         number = next(self._numbers)
-        self._store = PrefixStore(
+        self._stores[number] = PrefixStore(
             waiting,
             number,
             lock,
@@ -313,6 +330,8 @@ class ReplicaCopies:
         self._waiting.remove(waiting)
         if waiting.moved is not None:
             self._host.moving.discard(waiting.moved)
+            if waiting.moved.state is State.RUNNING:
+                self.stored.append(waiting.moved)
 
     def _wanted(self, waiting: WaitingPrefix, on_device: Prefix, known: Prefix) -> list[dict[int, GroupBlock]]:
         """Return the blocks of the further groups to store of a prefix on the device, by position; {} where there is no room."""

@@ -25,6 +25,7 @@ from text_generation_router.scheduling.lazy_heap import Key
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
+from text_generation_router.scheduling.roles import Roles
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
@@ -58,6 +59,7 @@ class Dispatcher:
         self, policy: Policy, queue: FairQueue, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]
     ) -> None:
         self._policy = policy
+        self.roles = Roles(policy, replicas, draining)
         self._queue = queue
         self._replicas = replicas
         self._numbers: list[int] = []
@@ -178,6 +180,10 @@ class Dispatcher:
         Of many replicas only a few are ranked: see `fleet`.
         """
         ranked, better = self._rank(sequence)
+        if self._policy.prefill_replicas:  # those of the other role come last
+            role = self.roles.of(sequence)
+            ranked.sort(key=lambda each: self.roles.of(each) is not role)
+            better = better if better is not None and self.roles.of(better) is role else None
         if better is not None:
             return ranked, (better, None, 0)
         if ranked and (host := ranked[0].cache.host) is not None and sequence in host.moving:

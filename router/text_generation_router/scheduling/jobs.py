@@ -51,10 +51,15 @@ class PrefixJobs:
         if not (
             job and key in self._prompts and self._prompts[key][2] == job
         ):  # the shorter prompt has more continuations
-            job = job or f"\0{sequence.arrival}"  # no name that a client gives contains NUL
+            job = job or own_job(sequence)
             size = len(prompt) - len(prompt) % BLOCK_BYTES
             self._prompts[key] = size, crc32(prompt[key[2] : size]), job
         self._prompts.move_to_end(key)
         if len(self._prompts) > MAX_PROMPTS:
             self._prompts.popitem(last=False)
         return job
+
+
+def own_job(sequence: ScheduledSequence) -> str:
+    """Return the name of a job that a sequence begins. No name that a client gives contains NUL."""
+    return f"\0{sequence.arrival}"

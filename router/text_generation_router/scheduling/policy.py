@@ -44,6 +44,8 @@ class Policy:
     """Tokens of work that may wait; None: no limit."""
     max_queued_caches: int | None = None
     """The same, in sizes of the KV caches of all replicas, and in place of it; None: no such limit."""
+    prefill_replicas: int = 0
+    """Replicas that compute prompts for the others of their host, which decode: see `roles`. 0: each does both."""
     max_request_moves: int = 2
     """Consecutive replica losses without a new token in between that a request survives."""
     growth_tokens: int = 64

@@ -43,6 +43,10 @@ class Node:
         self.owners: set[str] = set()
 
 
+Run = tuple[str, int | None, bytes, Sequence[int]]
+"""Blocks that entered a tree: (salt, block before them, key, blocks). Without a block before them they are at the root of the salt."""
+
+
 @dataclass(slots=True)
 class Prefix:
     """A cached prefix, found and not locked. Valid until the tree changes."""

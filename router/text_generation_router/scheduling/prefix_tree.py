@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from text_generation_router.scheduling.keys import common_bytes
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
-from text_generation_router.scheduling.prefix_node import Node, Prefix
+from text_generation_router.scheduling.prefix_node import Node, Prefix, Run
 from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool, number_of
 
 _BYTES_PER_TOKEN = 4
@@ -44,6 +44,21 @@ class PrefixTree:
         """Blocks that `evict` can return now: those on no locked path."""
         self._leaves: LazyHeap[Node] = LazyHeap(_by_last_use)
         """Unlocked leaves."""
+        self.changes: list[Run | list[int]] | None = None
+        """Runs that entered and blocks that left since `record`, until the caller takes them away; None before it."""
+
+    def record(self) -> None:
+        """Begin to list changes: first what is cached now."""
+        self.changes, nodes = [], list(self._roots.values())
+        for node in nodes:
+            nodes += node.children.values()
+            if (parent := node.parent) is not None:
+                self._record(parent, bytes(node.key), node.blocks)
+
+    def _record(self, parent: Node, key: bytes, blocks: Sequence[int]) -> None:
+        """List blocks that entered the tree below `parent`."""
+        if self.changes is not None:
+            self.changes.append((parent.salt, parent.blocks[-1] if parent.blocks else None, key, [*blocks]))
 
     def peek(self, salt: str, key: bytes) -> int:
         """Return the tokens of the longest cached prefix of `key`, in whole blocks. Change nothing."""
@@ -172,6 +187,8 @@ class PrefixTree:
     def _trim(self, leaf: Node, count: int) -> list[int]:
         """Remove and return the last `count` blocks of an unlocked leaf, at least one."""
         taken = leaf.blocks[-count:]
+        if self.changes is not None:
+            self.changes.append(taken)
         for pool, run in zip(self._pools, leaf.further, strict=True):
             pool.forget(run[-count:])
             del run[-count:]
@@ -266,6 +283,7 @@ class PrefixTree:
     def _append(self, node: Node, key: bytes, blocks: Sequence[int], owner: str) -> Node:
         """Add a run that shares no block with a child of `node`, and move the caller's lock to its end."""
         self.cached_blocks += len(blocks)
+        self._record(node, key, blocks)
         if node.parent is not None and not node.children and node.locks == 1 and node.owners <= {owner}:
             # The caller holds the only lock, so the node can grow: the blocks of one request stay one node.
             node.key += key

@@ -14,7 +14,6 @@ A self-scheduling engine gets placements and releases only. Chunks and blocks ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
 
@@ -177,8 +176,8 @@ class ReplicaScheduler:
 
     @property
     def _awaits_blocks(self) -> bool:
-        placed = [sequence for sequence in self._placed.values() if not sequence.loading]
-        return bool(placed) or self.copies.is_storing or any(sequence.blocks for sequence in self._to_release)
+        placed = any(not sequence.loading for sequence in self._placed.values())
+        return placed or self.copies.is_storing or any(sequence.blocks for sequence in self._to_release)
 
     def _preempt(self) -> None:
         if victim := choose_victim(self._running.values(), self_scheduling=self.spec.self_scheduling):
@@ -210,18 +209,19 @@ class ReplicaScheduler:
                 self._vacate(sequence, State.CANCELLED)
         sequence.state = State.CANCELLED
 
-    def evacuate(self, others: Sequence[ReplicaScheduler]) -> list[ScheduledSequence]:
-        """Preempt the sequences that one of `others` can hold: they go on there once they are stored. Return those that wait at once."""
-        sequences = [*self._running.values(), *self._placed.values()]
-        movable = [each for each in sequences if not each.loading and any(other.can_hold(each) for other in others)]
-        left = [sequence for sequence in movable if sequence.state is State.PLACED]
-        for sequence in movable[: len(movable) - len(left)]:
+    def move(self, sequence: ScheduledSequence) -> None:
+        """Preempt `sequence`: it goes on elsewhere once it is stored. One that was not sent waits at once."""
+        if sequence.state is State.RUNNING:
             self._release(sequence, State.PREEMPTED)
             self.copies.moving.add(sequence)
-        for sequence in left:
+        else:
             self._leave(sequence)
             self._vacate(sequence, State.WAITING)
-        return left
+
+    @property
+    def sequences(self) -> list[ScheduledSequence]:
+        """Its placed and running sequences."""
+        return [*self._running.values(), *self._placed.values()]
 
     @property
     def is_empty(self) -> bool:

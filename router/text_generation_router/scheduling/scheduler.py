@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
@@ -221,6 +221,7 @@ class Scheduler:
             if sequence.state is State.FINISHED:
                 self._lengths.record(sequence.request.max_new_tokens, len(sequence.generated))
             self._forget(sequence)
+        self._move(scheduler, self._dispatcher.roles.leaving(scheduler, output))
         self._dispatcher.changed(replica)
         return deliveries
 
@@ -320,12 +321,14 @@ class Scheduler:
 
     def evacuate(self, replica: int) -> None:
         """Move the running sequences of a draining replica to others of its host: their blocks are stored, and loaded there."""
-        source = self.replicas[replica]
-        if source is None or source.cache.host is None:
-            return
-        others = [each for each in self.available if each.cache.host is source.cache.host]
-        for sequence in self.replays.forget(source.evacuate(others)):
-            self._requeue(sequence)
+        if (source := self.replicas[replica]) is not None:
+            self._move(source, self._dispatcher.roles.movable(source))
+
+    def _move(self, source: ReplicaScheduler, sequences: Iterable[ScheduledSequence]) -> None:
+        for sequence in sequences:
+            source.move(sequence)
+            if sequence.state is State.WAITING and self.replays.forget([sequence]):
+                self._requeue(sequence)
 
     def _work(self, sequence: ScheduledSequence) -> int:
         """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""
@@ -374,12 +377,11 @@ class Scheduler:
     def stats(self, now: float = math.inf) -> SchedulerStats:
         """Return gauges and counters, in time proportional to the number of replicas. At infinity no replica is busy."""
         serving, available = self.serving, [replica.replica for replica in self.available]
-        # Without a replica: the wait until one of those that were lost is back and has served the queue.
-        expected = available or self._throughputs.fastest()
+        # Without a replica queue_seconds is the wait until one of those that were lost is back and has served the queue.
         return SchedulerStats(
             waiting=len(self.queue),
             queued_tokens=self.queue.work,
-            queue_seconds=self._throughputs.wait(self.queue.work, expected) or 0.0,
+            queue_seconds=self._throughputs.wait(self.queue.work, available or self._throughputs.fastest()) or 0.0,
             busy_ratio=self._throughputs.busy_ratio(available, now),
             running=sum(replica.occupied_slots for replica in serving) - len(self.replays),
             promised_tokens=sum(replica.promised_tokens for replica in serving),

@@ -1,13 +1,14 @@
 """The prefixes that are worth their place in the host cache.
 
 Stores are made ahead, when a sequence ends, so that a block is there when its device evicts it or dies. While the cache has free
-blocks, each prefix is stored. Once a store evicts another one, only prefixes of sessions are: those of a named job, and those that
-continue a cached prefix.
+blocks, each prefix is stored. Once a store evicts another one, only prefixes of sessions are: those of a job that a client names or that
+an earlier prompt began, and those that continue a cached prefix.
 """
 
 from __future__ import annotations
 
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
+from text_generation_router.scheduling.jobs import own_job
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 MIN_LOADED_TOKENS = MIN_SHARED_TOKENS
@@ -17,4 +18,5 @@ sequence went on elsewhere before."""
 
 def worth_storing(sequence: ScheduledSequence, *, has_room: bool) -> bool:
     """Return True if the prefix of a sequence that ends is worth storing; `has_room`: nothing is evicted for it."""
-    return has_room or bool(sequence.job) or sequence.cached_tokens >= MIN_SHARED_TOKENS
+    is_session = sequence.job not in ("", own_job(sequence))
+    return has_room or is_session or sequence.cached_tokens >= MIN_SHARED_TOKENS

@@ -9,11 +9,11 @@ from typing import Any
 from text_generation_common.exit_codes import CannotServe
 from text_generation_common.log import log
 from text_generation_common.stop_signals import StopSignals
-from text_generation_common.waiting import unless_stopped
+from text_generation_common.waiting import background, unless_stopped
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.audit.auditor import Auditor
-from text_generation_router.config import RouterConfig
+from text_generation_router.config import KvEventsConfig, RouterConfig
 from text_generation_router.dashboard.events import EventLog
 from text_generation_router.discovery.parse import parse_source
 from text_generation_router.discovery.source import Address, Source, StaticSource, known
@@ -42,6 +42,7 @@ class Shards:
         self._peers = _source("peers", config.peers) if config.peers else None
         self._joined: Mapping[Address, ReplicaInfo | None] = {}
         self._auditor: Auditor | None = None
+        self._publishers: list[Any] = []  # that of KV events
         self.reached = False
         """True once a shard has answered, also if another router with other limits drives it."""
         self.known = 0
@@ -96,6 +97,12 @@ class Shards:
             metrics.add_audits(auditor)
         else:
             cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
+        if config.kv_events_config:
+            events = KvEventsConfig.model_validate_json(config.kv_events_config)
+            if events.enable_kv_cache_events:  # imported only where it is used: it is an extra
+                from text_generation_router.kv_events import KvEventsPublisher
+
+                self._publishers.append(KvEventsPublisher(events, scheduler))
         metrics.add_shards(cluster, lambda: self.known)
         return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
 
@@ -108,16 +115,17 @@ class Shards:
     async def drive(self, cluster: Cluster[Any]) -> None:
         """Drive all shards, or those that are assigned to this router."""
         limits = _warm_up_limits(self._config)
-        if self._peers is None:
-            await cluster.run(known(self), self._joined, limits, self._config)
-            return
-        # Loaded only where it is used: a scheduler process starts without an HTTP client.
-        from text_generation_router.discovery.peers import SharedShards
+        async with background(*(each.run() for each in self._publishers)):
+            if self._peers is None:
+                await cluster.run(known(self), self._joined, limits, self._config)
+                return
+            # Loaded only where it is used: a scheduler process starts without an HTTP client.
+            from text_generation_router.discovery.peers import SharedShards
 
-        shared = SharedShards(self, self._peers, self._config.port, self._config.peer_name)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(shared.run())
-            await cluster.run(shared.members(), self._joined, limits, self._config)
+            shared = SharedShards(self, self._peers, self._config.port, self._config.peer_name)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(shared.run())
+                await cluster.run(shared.members(), self._joined, limits, self._config)
 
 
 def reached_file(config: RouterConfig) -> Path:
@@ -167,6 +175,12 @@ def check_honoured(config: RouterConfig, model: ReplicaInfo) -> None:
     if config.prefix_cache_per_tenant and "cache_salt" in model.unsupported:
         reason = model.unsupported["cache_salt"]
         raise CannotServe(f"`prefix_cache_per_tenant` is not supported by this engine: {reason}")
+    if config.kv_events_config and model.info.scheduling == pb.SCHEDULING_SELF:
+        raise CannotServe("`kv_events_config`: the prefix cache of this engine is its own: it has events of its own")
+    if config.prefill_replicas and not model.pool.host_cache:
+        raise CannotServe(
+            "`prefill_replicas` moves sequences by way of a host cache, and this model or its shards have none"
+        )
 
 
 def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:

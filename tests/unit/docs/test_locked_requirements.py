@@ -44,7 +44,8 @@ def test_locked_versions_are_those_of_the_constraints(file: Path) -> None:
 
 def test_every_package_that_the_server_needs_is_locked() -> None:
     packages, found = locked(ROOT / "deploy" / "container" / "requirements.txt"), set()
-    left: list[Iterable[str]] = [[*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["otlp"]]]
+    extras = PROJECT["optional-dependencies"]
+    left: list[Iterable[str]] = [[*PROJECT["dependencies"], *extras["otlp"], *extras["kv-events"]]]
     while left:
         for required in map(Requirement, left.pop()):
             if required.marker is None or required.marker.evaluate({"extra": ""}):

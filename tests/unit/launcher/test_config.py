@@ -211,6 +211,15 @@ def test_rejection_without_secret(capsys: pytest.CaptureFixture[str]) -> None:
         ("--nodes 2 --leader-address head --shard-token t", "other machines reach head:29500: give --shard-tls-cert"),
         ("--nodes 2 --leader-address head", "`nodes` is 2: the launchers of all nodes need the same SHARD_TOKEN"),
         ("--nodes 2 --leader-address head --shard-token t --insecure --num-replicas 2", "`num_replicas` must be 1"),
+        ("--prefill-replicas 1 --num-replicas 2", "`prefill_replicas` needs a host cache (--host-cache-size)"),
+        (
+            "--prefill-replicas 2 --num-replicas 2 --host-cache-size 1GiB",
+            "`prefill_replicas`(2) must be < `num_replicas`(2)",
+        ),
+        (
+            "--prefill-replicas 1 --num-replicas 2 --host-cache-size 1GiB --parts shards --shard-tcp-port 5000 --insecure",
+            "that all replicas share (--parts all)",
+        ),
         ("--places ray", "other machines reach shards on other nodes: give --shard-tls-cert"),
         ("--places ray --insecure --shard-uds-path /s", "`places` is ray: --shard-uds-path is not supported with it"),
         (

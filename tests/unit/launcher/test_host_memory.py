@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from text_generation_common.exit_codes import CannotServe
 from text_generation_launcher.checks import check_engine
 from text_generation_launcher.counts import PlanError
-from text_generation_launcher.host_memory import HostMemory, host_memory
+from text_generation_launcher.host_memory import HostMemory, check_host_memory, host_memory
 
 
 def test_ranks_have_parts_of_the_host_cache_that_replicas_share() -> None:
@@ -38,6 +38,9 @@ def test_the_memory_of_the_host_cache_ends_with_its_holder() -> None:
             assert other.name != memory.name
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(memory.descriptor)
+    check_host_memory(1 << 20, 0.4)
+    with pytest.raises(CannotServe, match=r"the machine has 0\.0 GiB for it"):
+        check_host_memory(1 << 20, 1.0)  # shards on its CPUs have the rest
     with pytest.raises(CannotServe, match=r"the machine has"), host_memory(1 << 60):
         pass
     with pytest.raises(ValidationError, match="must be 1MiB or more"):

@@ -54,6 +54,21 @@ def test_tenants_that_are_to_be_kept_apart_need_an_engine_that_does() -> None:
     assert str(refused.value) == message
 
 
+def test_two_roles_need_a_host_cache_and_a_replica_for_each() -> None:
+    two = RouterConfig(prefill_replicas=1, shard_address=("a:1", "b:1"))
+    shard = a_shard()
+    with pytest.raises(CannotServe, match="`prefill_replicas` moves sequences by way of a host cache"):
+        check_honoured(two, shard)
+    shard.pool.host_cache = "host"
+    check_honoured(two, shard)
+    for settings in (
+        {"prefill_replicas": 2, "shard_address": two.shard_address},
+        {"prefill_replicas": 1, "shards": "a:1"},
+    ):
+        with pytest.raises(ValueError, match="`prefill_replicas`"):
+            RouterConfig.of(**settings)
+
+
 def test_http_workers_without_their_launcher_are_refused() -> None:
     with pytest.raises(ValueError, match="text-generation-launcher"):
         RouterConfig.of(http_workers=2)

@@ -87,6 +87,15 @@ def test_a_one_off_prompt_displaces_nothing() -> None:
     assert world.compute(range(2000, 2340)), "it continues a cached prefix"
 
 
+def test_a_long_one_off_prompt_displaces_nothing_and_its_next_turn_does() -> None:
+    world = World(replace(SPEC, num_blocks=400, host_blocks=70))
+    assert world.compute(range(1100)), "long enough to begin a job"
+    assert not world.compute(range(5000, 6100))
+    world.scheduler.lose(0)
+    world.scheduler.open(0, replace(SPEC, num_blocks=400, host_blocks=70))
+    assert world.compute(range(5000, 6120)), "it continues a prompt that is not cached any more"
+
+
 def test_a_sequence_waits_for_its_load_and_others_run() -> None:
     world = World(SPEC)
     world.compute(range(200))

@@ -23,6 +23,7 @@ from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, YoutuConfi
 
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling
 from text_generation_router.request import NO_MOVES, Request, RequestId, RequestProgress
+from text_generation_router.scheduling import roles
 from text_generation_router.scheduling.host_cache import HostCache
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -73,16 +74,27 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 class World:
     """A scheduler with two replicas of small pools, and the answers to its requests."""
 
-    def __init__(self, engines: Engines, blocks: int = 26, replicas: int = 2, *, with_host: bool = True) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        blocks: int = 26,
+        replicas: int = 2,
+        *,
+        with_host: bool = True,
+        prefill_replicas: int = 0,
+    ) -> None:
         self.engines = engines[1][:replicas]
         self.setup = ReplicaSetup(blocks, AT_ONCE, max_batch_size=AT_ONCE)
         self.with_host = with_host
-        self.scheduler = Scheduler(Policy(64, AT_ONCE, max_request_moves=100), replicas)
+        policy = Policy(64, AT_ONCE, max_request_moves=100, prefill_replicas=prefill_replicas)
+        self.scheduler = Scheduler(policy, replicas)
         self.requests: dict[RequestId, Request] = {}
         self.answers: dict[RequestId, list[int]] = {}
         self.logprobs: dict[RequestId, list[float]] = {}
         self.computed: dict[RequestId, int] = {}
         """Tokens that were not cached when each request was placed last."""
+        self.handed_over = 0
+        """Times that a request went on at the second replica after it had begun at the first."""
         self.replicas = [self.open(number) for number in range(replicas)]
 
     def open(self, number: int) -> ReplicaWorld:
@@ -137,6 +149,7 @@ class World:
                 for each in orders.placements:
                     known = len(each.request.prompt) + len(each.generated)
                     self.computed[each.request.id] = known - each.cached_tokens
+                    self.handed_over += number == 1 and bool(each.generated) and each.cached_tokens > 0
             replica.orders_arrive()
             replica.boundary_and_step()
             for thread in self.engines[number]._executor.host._threads.values():
@@ -188,6 +201,26 @@ def test_texts_are_the_same_with_a_host_cache(engines: Engines) -> None:
     spoilt = World(engines)
     assert play(spoilt, 6, 1, file=engines[0]) == expected
     assert spoilt.host.counts["failed"]
+
+
+def test_texts_are_the_same_with_two_roles(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "LEAST_PROMPT", 48)
+    draw = Random(5)
+    prompts = [(*(draw.randrange(300) for _ in range(100)), *MARKER) for _ in range(6)]
+
+    def serve(world: World, killed: tuple[int, ...]) -> dict[RequestId, list[int]]:
+        for at, number in enumerate(killed):
+            requests = [world.submit(prompt, 40) for prompt in prompts[3 * at : 3 * at + 3]]
+            while not all(len(world.answers[each]) > 8 for each in requests):
+                world.step()
+            world.kill(number)
+            world.run()
+        return world.answers
+
+    expected = serve(World(engines, 60, 1, with_host=False), (0, 0))
+    world = World(engines, 60, prefill_replicas=1)
+    assert serve(world, (0, 1)) == expected
+    assert world.handed_over >= 4
 
 
 def test_a_shard_that_died_comes_back_to_a_warm_cache(engines: Engines) -> None:

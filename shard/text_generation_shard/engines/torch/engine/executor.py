@@ -169,10 +169,14 @@ class Executor:
     def with_host_blocks(
         self, info: EngineInfo, limits: WarmUpLimits, groups: tuple[CacheGroup, ...]
     ) -> tuple[CacheGroup, ...]:
-        """Divide the host cache into blocks of each group, and return the groups with these. Raises InsufficientMemory."""
+        """Divide the smallest host cache of all ranks into blocks of each group; return the groups with these. Raises InsufficientMemory."""
         if self.host is None:
             return groups
-        groups = with_host_blocks(groups, info, limits, self.block_bytes, self.host.size)
+        self._broadcast(WorkerCommand.HOST_BYTES)
+        others = self._group.leader.gather() if self._group.tp.world_size > 1 else []
+        if not (size := min([self.host.size, *others])):
+            return groups
+        groups = with_host_blocks(groups, info, limits, self.block_bytes, size)
         numbers = [group.host_blocks for group in groups]
         self._broadcast(WorkerCommand.ALLOCATE_HOST, np.array(numbers, dtype=np.int64).tobytes())
         self.host.allocate(numbers, self._runner.block_parts())

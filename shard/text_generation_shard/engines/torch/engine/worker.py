@@ -43,6 +43,8 @@ class WorkerCommand(IntEnum):
     COPIED = 27
     """The payload begins with the number of a copy. Reply: -1 if it has not ended, else the number of blocks that failed."""
     END_COPIES = 28
+    HOST_BYTES = 29
+    """Reply: the bytes of the rank's part of the host cache; 0 if there is none."""
 
 
 class TPWorker:
@@ -112,8 +114,12 @@ class TPWorker:
 
     def _execute_copies(self, kind: int, payload: memoryview) -> int | None:
         if (host := self._host) is None:
-            raise ValueError(f"unknown command {kind}")
+            if kind not in (WorkerCommand.HOST_BYTES, WorkerCommand.END_COPIES):
+                raise ValueError(f"unknown command {kind}")
+            return 0 if kind == WorkerCommand.HOST_BYTES else None
         match kind:
+            case WorkerCommand.HOST_BYTES:
+                return host.size
             case WorkerCommand.ALLOCATE_HOST:
                 host.allocate(np.frombuffer(payload, dtype=np.int64).tolist(), self._runner.block_parts())
             case WorkerCommand.COPY:

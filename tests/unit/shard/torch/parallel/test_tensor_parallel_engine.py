@@ -258,6 +258,22 @@ def test_a_rank_lost_in_a_step_is_named_and_the_others_close(folder: Path, tmp_p
         os.close(host)
 
 
+@pytest.mark.parametrize("smaller", [1 << 18, full(0)])
+def test_the_smallest_host_cache_of_all_ranks_counts(folder: Path, tmp_path: Path, smaller: int) -> None:
+    block = (
+        16 * 3 * 2 * 8 * 4 + 4
+    )  # keys and values of 16 tokens in 3 layers, with one head of 8 numbers, and the checksum
+    host = os.memfd_create("host")
+    os.ftruncate(host, 1 << 20)
+    settings = {"host_cache_fd": host, "host_cache_bytes": 1 << 20, "second": {"host_cache_bytes": smaller}}
+    try:
+        with two_ranks(folder, tmp_path, "-m", "text_generation_shard", **settings) as engine:  # type: ignore[arg-type]
+            (group,) = engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048))
+            assert group.host_blocks == smaller // block
+    finally:
+        os.close(host)
+
+
 @pytest.mark.full
 def test_a_rank_that_runs_out_of_memory_ends_the_start_of_all(folder: Path, tmp_path: Path) -> None:
     settings = settings_of(folder, "transformers") | {"world_size": 2, "group_address": f"unix://{tmp_path}/group"}

@@ -1,0 +1,73 @@
+"""Roles: with `prefill_replicas`, the replicas with the first numbers compute prompts, and the others decode.
+
+A sequence that lacks LEAST_PROMPT tokens on the replicas that decode and on their host goes to one that computes prompts, others to
+one that decodes; where none of the role has room, or serves, to the other role. Once its prompt is computed, its blocks are stored while
+it goes on. Then it moves, and loads them, if a replica that decodes has room; else it decodes where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+
+from text_generation_router.scheduling.messages import StepOutput
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
+from text_generation_router.scheduling.sequence import ScheduledSequence, State
+
+LEAST_PROMPT = 1024
+"""Tokens to compute of a prompt that goes to a replica that computes prompts: fewer take less time than a move."""
+LEAST_ANSWER = 16
+"""Fewest new tokens left of a sequence that moves."""
+
+
+class Roles:
+    """The roles of the replicas. `replicas` (by number, None for one that does not serve) and `draining` are the scheduler's."""
+
+    def __init__(self, policy: Policy, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]) -> None:
+        self._count = policy.prefill_replicas
+        self._replicas = replicas
+        self._draining = draining
+
+    def _able(self, sequence: ScheduledSequence) -> list[ReplicaScheduler]:
+        """Return the replicas that get new sequences and can hold `sequence`."""
+        available = [each for number, each in self._replicas.items() if number not in self._draining]
+        return [each for each in available if each is not None and each.can_hold(sequence)]
+
+    def of(self, each: ReplicaScheduler | ScheduledSequence) -> bool:
+        """Return True for a replica that computes prompts, and for a sequence that goes to one."""
+        if isinstance(each, ReplicaScheduler):
+            return each.replica < self._count
+        able = self._able(each)
+        decoding = [replica.cache for replica in able if not self.of(replica)]
+        if not self._count or not 0 < len(decoding) < len(able):
+            return False
+        known = [cache.tokens_on_device(each) for cache in decoding]
+        known += [cache.host.tree.peek(each.salt, cache.reusable_key(each)) for cache in decoding[:1] if cache.host]
+        return each.length - max(known) >= LEAST_PROMPT
+
+    def movable(self, source: ReplicaScheduler) -> Iterator[ScheduledSequence]:
+        """Yield the sequences of a draining replica that another one of its host can hold."""
+        for sequence in source.sequences if source.cache.host is not None else ():
+            if not sequence.loading and any(each.cache.host is source.cache.host for each in self._able(sequence)):
+                yield sequence
+
+    def leaving(self, source: ReplicaScheduler, output: StepOutput) -> Iterator[ScheduledSequence]:
+        """Let the sequences be stored whose prompts `source` has computed in a step. Yield those that are stored and go on elsewhere."""
+        if not self.of(source) or source.cache.host is None or not source.cache.caching:
+            return
+        slots = {slot for slot, _ in output.prefilled}
+        for sequence in [each for each in source.sequences if each.slot in slots and each not in source.prompts]:
+            computed = 0 if sequence.request.replayed else sequence.prefill_length - sequence.cached_tokens
+            left = sequence.request.max_new_tokens - len(sequence.generated)
+            if computed >= LEAST_PROMPT and left >= LEAST_ANSWER and self._has_room(sequence, source):
+                source.copies.store(sequence, moves=True)
+        stored, source.copies.stored = source.copies.stored, []
+        for sequence in stored:
+            is_here = sequence.replica == source.replica and sequence.state is State.RUNNING
+            if is_here and self._has_room(sequence, source) and not self.of(sequence):
+                yield sequence
+
+    def _has_room(self, sequence: ScheduledSequence, source: ReplicaScheduler) -> bool:
+        """Return True if a replica of the host that decodes has room for a sequence of `source`."""
+        decoding = (each for each in self._able(sequence) if not self.of(each) and each.cache.host is source.cache.host)
+        return any(each.may_place(1) and each.has_blocks(sequence) for each in decoding)
