@@ -38,8 +38,8 @@ class ReplicaAdapters:
     def __init__(self, scheduler: Scheduler, on_unloaded: Callable[[str], None]) -> None:
         self._scheduler = scheduler
         self._on_unloaded = on_unloaded
-        self._clients: dict[int, ShardClient] = {}
-        """The clients of the replicas that have a session."""
+        self._clients: dict[tuple[int, ...], ShardClient] = {}
+        """The clients of the shards that have a session, by the scheduler's numbers of their ranks."""
         self._paths: dict[str, str] = {}
         """Folders of the adapters that were loaded, by name."""
         self._unloaded: set[str] = set()
@@ -58,7 +58,7 @@ class ReplicaAdapters:
         """The adapters that requests may name."""
         return [name for name in self._scheduler.adapters if name not in self._leaving]
 
-    async def equip(self, number: int, client: ShardClient, info: ReplicaInfo) -> ReplicaInfo:
+    async def equip(self, ranks: tuple[int, ...], client: ShardClient, info: ReplicaInfo) -> ReplicaInfo:
         """Give a replica that joins the same adapters as the others, as far as it can; return its new description."""
         async with self._changing:
             self._permitted, had = info.info.loads_adapters, set(info.info.adapters)
@@ -71,15 +71,15 @@ class ReplicaAdapters:
                 try:
                     await client.set_adapter(*change)
                 except grpc.aio.AioRpcError as error:
-                    log.warning("a replica has other LoRA adapters", replica=number, reason=error.details())
+                    log.warning("a replica has other LoRA adapters", replica=ranks[0], reason=error.details())
             if changes:
                 info = replace(info, info=await client.info())
-            self._clients[number] = client
+            self._clients[ranks] = client
             return info
 
-    def lost(self, number: int) -> None:
+    def lost(self, ranks: tuple[int, ...]) -> None:
         """Forget the session of a replica."""
-        self._clients.pop(number, None)
+        self._clients.pop(ranks, None)
 
     async def change(self, name: str, path: str | None) -> None:
         """Load an adapter on all replicas, or on none; None: unload it after its last request. Raises ServingError."""
@@ -118,7 +118,7 @@ class ReplicaAdapters:
                 return Unhealthy("no shard serves now")
             self._paths[name] = path
             self._unloaded.discard(name)
-            self._scheduler.set_adapter(name, self._clients.keys())
+            self._scheduler.set_adapter(name, [number for ranks in self._clients for number in ranks])
         log.info("LoRA adapter loaded", adapter=name, path=path, replicas=len(self._clients))
         return None
 
