@@ -87,7 +87,9 @@ class Cluster(Generic[Receiver]):
         """Features, and replicas, that are not used any more after audits."""
         listeners = cast("Delivery[Receiver]", Listeners(partial(self.cancel, satisfied=True)))
         self._listeners = listeners if delivery is None else delivery
-        self._adapters = ReplicaAdapters(scheduler, self._on_unloaded)
+        self._adapters = ReplicaAdapters(
+            scheduler, self._on_unloaded, lambda number: self._by_number[number].connection.is_silent
+        )
         self._context = ClusterContext(
             scheduler,
             self._adapters,

@@ -108,8 +108,8 @@ class ReplicaConnection:
         """Forget the last session."""
         self.stopped = False
         """Its shard ended the session in order, as far as known: it was told to stop, and is not being restarted."""
-        self.hangs = False
-        """It gets no new requests until it answers."""
+        self.hangs = self.is_silent = False
+        """It gets no new requests until it answers; it answers nothing at all."""
         self._serving, self._stopping = True, False
         self._known_health = self._health
         self._timing = OrderTiming()
@@ -220,7 +220,8 @@ class ReplicaConnection:
                 self._ask.set()
             self._reported = self._answered = False
             longest_s = max(HANGS_AFTER_S, HANGS_AFTER_STEPS * self._longest_step_s)
-            self.hangs = silence.seconds >= HANGS_AFTER_S or overdue.seconds >= longest_s
+            self.is_silent = silence.seconds >= HANGS_AFTER_S
+            self.hangs = self.is_silent or overdue.seconds >= longest_s
             self._apply_health()
             if silence.exceeds(timeout_s):
                 raise ShardLost(f"it hangs: no answer for {silence.seconds} s")

@@ -138,7 +138,7 @@ class Engine:
             return not self._is_stopping
         taken, most = take(self.waiting, self.ranks, self.limits.max_batch_size), self.limits.max_batch_size
         try:
-            start(taken, self.ranks, most, sorts_unset=self._release.sorts_unset_relax)
+            start(taken, self.ranks, most)
         except TypeError as error:
             self._died(error)
             return False

@@ -49,17 +49,14 @@ def take(waiting: deque[sequences.Sequence], ranks: Sequence[Rank], most: int) -
     return taken
 
 
-def start(taken: Iterable[sequences.Sequence], ranks: Sequence[Rank], most: int, *, sorts_unset: bool) -> None:
+def start(taken: Iterable[sequences.Sequence], ranks: Sequence[Rank], most: int) -> None:
     """Give each to a rank: bound ones first, the others to the rank with the least load. Raises TypeError.
 
-    `sorts_unset`: an unset attention_dp_relax is compared with the others (before PR #14276).
+    An unset attention_dp_relax cannot be compared with others. Its default is None in 1.2, True since PR #14276 of May 2026.
     """
 
     def relaxed(sequence: sequences.Sequence) -> bool:
-        given = sequence.scheduling
-        if given is None:
-            return True
-        return given.attention_dp_relax if sorts_unset else bool(given.attention_dp_relax)  # type: ignore[no-any-return]
+        return sequence.scheduling is None or sequence.scheduling.attention_dp_relax
 
     for sequence in sorted(taken, key=relaxed) if len(ranks) > 1 else taken:
         given = sequence.scheduling

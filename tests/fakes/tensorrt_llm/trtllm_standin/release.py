@@ -40,14 +40,12 @@ class Release:
     """Entries of the statistics have the blocks on the GPU by attention window (kv_cache_iteration_stats_to_dict, main in 2026)."""
     reports_usage: bool = False
     """LLM() reports usage to NVIDIA unless TRTLLM_NO_USAGE_STATS=1 (usage_lib.py, main)."""
-    sorts_unset_relax: bool = False
-    """An unset attention_dp_relax ends the loop: it is compared with that of others. Before PR #14276, of May 2026."""
     graphs_have_adapters: bool = False
     """CUDA graphs compute LoRA adapters (PR #8279). Main; for 1.2.1 not known, and it is imitated without."""
 
 
 RELEASES = {
-    "1.2": Release("1.2.1", lacks_cancelled_logprobs=True, sorts_unset_relax=True),
+    "1.2": Release("1.2.1", lacks_cancelled_logprobs=True),
     "1.3": Release(
         "1.3.0rc28",
         ignores_stops_with_eos=True,
