@@ -60,7 +60,7 @@ class ReplicaScheduler:
         """Prompt tokens of the sequences that were placed here for the first time, and those found in the prefix cache."""
         self._policy = policy
         self._chunk_sizer = ChunkSizer(policy, spec.block_size)
-        self._slots: list[ScheduledSequence | None] = [None] * spec.ranks * spec.num_slots
+        self._slots: list[ScheduledSequence | None] = [None] * (spec.ranks * spec.num_slots)
         """The slots of all ranks; those of others stay empty."""
         self._free_slots = list(reversed(spec.slots))
         self._placed: dict[RequestId, ScheduledSequence] = {}
