@@ -311,6 +311,23 @@ async def between(path: Path, target: str) -> AsyncIterator[str]:
         server.close()
 
 
+async def test_a_load_goes_on_without_a_replica_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hanging, "goes_on", asyncio.Event())
+    Hanging.goes_on.set()
+    modules = {"lora_modules_dir": str(folder_of(tmp_path / "modules", "sql"))}
+    async with world(tmp_path) as shards, asyncio.TaskGroup() as tasks:
+        a, b = await shards.shard("a", **modules), await shards.shard("b", Hanging, **modules)
+        router = await shards.cluster(a, b)
+        await router.until({a: "serving", b: "serving"})
+        load = tasks.create_task(router.cluster.set_adapter("sql", "sql"))
+        await until(lambda: not Hanging.goes_on.is_set())
+        router.set(a)
+        shards.shards[b].end_session()
+        await load
+        assert list(router.cluster.adapters) == ["sql"]
+        Hanging.goes_on.set()
+
+
 async def test_requests_of_an_adapter_that_is_unloaded_survive_the_loss_of_their_shard(tmp_path: Path) -> None:
     modules = {"lora_modules_dir": str(folder_of(tmp_path / "modules", "sql", "fr"))}
     async with world(tmp_path) as shards:

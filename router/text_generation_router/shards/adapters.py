@@ -161,7 +161,7 @@ class ReplicaAdapters:
                 if self._is_silent(ranks[0]):
                     call.cancel()
                     return grpc.StatusCode.UNAVAILABLE, "a replica does not answer"
-        return call.result()
+        return None if call.cancelled() else call.result()
 
 
 async def _set_adapter(client: ShardClient, name: str, path: str | None) -> Error | None:

@@ -88,7 +88,9 @@ class Cluster(Generic[Receiver]):
         listeners = cast("Delivery[Receiver]", Listeners(partial(self.cancel, satisfied=True)))
         self._listeners = listeners if delivery is None else delivery
         self._adapters = ReplicaAdapters(
-            scheduler, self._on_unloaded, lambda number: self._by_number[number].connection.is_silent
+            scheduler,
+            self._on_unloaded,
+            lambda number: number in self._by_number and self._by_number[number].connection.is_silent,
         )
         self._context = ClusterContext(
             scheduler,
