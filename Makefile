@@ -203,7 +203,7 @@ test-trtllm: model ## Install the recipes of docs/tensorrt-llm.md in empty envir
 # A release of TensorRT-LLM whose Python code is tested; TRTLLM_SOURCE=…: a folder with it, or pip (see tests/trtllm_real/fetch.py).
 TAG ?= v1.2.1
 TRTLLM := .cache/trtllm
-TRTLLM_TESTS := $(addprefix tests/unit/shard/tensorrt_llm/test_,$(addsuffix .py,engine health lora parameters request_loop speculation traps))
+TRTLLM_TESTS := $(addprefix tests/unit/shard/tensorrt_llm/test_,$(addsuffix .py,engine health lora parameters ranks request_loop speculation traps))
 
 .PHONY: test-trtllm-real
 test-trtllm-real: $(STAMP) ## Run the TensorRT-LLM adapter against NVIDIA's own Python code (TAG=v1.2.1 TRTLLM_SOURCE=folder)

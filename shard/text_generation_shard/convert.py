@@ -72,6 +72,7 @@ def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> New
         cache_salt=message.cache_salt,
         adapter=message.adapter,
         priority=message.priority,
+        rank=message.rank,
         trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
         further_blocks=tuple((group.first, tuple(group.blocks)) for group in message.further_blocks),
         draft_scope=message.draft_scope,

@@ -93,6 +93,8 @@ class EngineInfo:
     """Most new tokens of a sequence in a step; 0: one."""
     max_images: int = 0
     """Images that a prompt may have; 0: the model takes none."""
+    ranks: int = 1
+    """Self-scheduling engines: parts with a batch and a KV cache of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class NewSequence:
     """LoRA adapter to compute it with; "": the model alone."""
     priority: int = 0
     """For an engine with a queue of its own: from 1, the most urgent, to 4; 0: unspecified."""
+    rank: int = 0
+    """The rank of the engine that computes it, counted from 1; 0: any."""
     trace: TraceContext | None = None
     """The sampled trace of its request."""
     further_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -304,10 +308,7 @@ class Engine(Protocol):
         """Number of prompt tokens that the step in progress, or the last one, waits for. May be read from any thread."""
 
     def on_broken(self, callback: Callable[[str], None]) -> None:
-        """Register a callback for a fatal failure of the engine, with its reason. It is called from any thread.
-
-        `step` raises the same failure; the callback reports it while no step runs.
-        """
+        """Register a callback, called from any thread, for a failure that `step` would raise, with its reason."""
 
     def reset(self) -> None:
         """Drop every sequence."""
@@ -351,6 +352,8 @@ def meant_for_steps(orders: Orders) -> list[tuple[int, str]]:
 def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
     if not 0 <= sequence.slot < info.max_slots:
         return f"slot {sequence.slot} is not one of {info.max_slots}"
+    if sequence.rank > info.ranks:
+        return f"rank {sequence.rank} is not one of {info.ranks}"
     if not sequence.prompt:
         return "the prompt is empty"
     if max(sequence.prompt) >= info.vocab_size:

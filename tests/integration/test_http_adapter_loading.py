@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from served_cluster import Members, world
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.core.serving import all_of
-from text_generation_router.errors import InvalidRequest, ModelNotFound, NotFound
+from text_generation_router.errors import InvalidRequest, ModelNotFound, NotFound, Unhealthy
 from text_generation_router.request import Request, RequestId
+from text_generation_router.shards import replica
 from text_generation_shard.servicer import ShardServicer
 
 PROMPT = " one two three four five six" * 20
@@ -337,18 +338,67 @@ async def between(path: Path, target: str) -> AsyncIterator[str]:
         server.close()
 
 
-async def test_changes_do_not_wait_long_for_a_replica_that_hangs_while_it_joins(tmp_path: Path) -> None:
+async def test_a_load_goes_on_without_a_replica_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hanging, "goes_on", asyncio.Event())
+    Hanging.goes_on.set()
+    modules = {"lora_modules_dir": str(folder_of(tmp_path / "modules", "sql"))}
+    async with world(tmp_path) as shards, asyncio.TaskGroup() as tasks:
+        a, b = await shards.shard("a", **modules), await shards.shard("b", Hanging, **modules)
+        router = await shards.cluster(a, b)
+        await router.until({a: "serving", b: "serving"})
+        load = tasks.create_task(router.cluster.set_adapter("sql", "sql"))
+        await until(lambda: not Hanging.goes_on.is_set())
+        router.set(a)
+        shards.shards[b].end_session()
+        await load
+        assert list(router.cluster.adapters) == ["sql"]
+        Hanging.goes_on.set()
+
+
+async def test_requests_of_an_adapter_that_is_unloaded_survive_the_loss_of_their_shard(tmp_path: Path) -> None:
+    modules = {"lora_modules_dir": str(folder_of(tmp_path / "modules", "sql", "fr"))}
+    async with world(tmp_path) as shards:
+        a = await shards.shard("a", **modules)
+        router = await shards.cluster(a)
+        for name in ("sql", "fr"):
+            await router.cluster.set_adapter(name, name)
+        listeners = [submit(router, "sql", 300), submit(router, "fr", 300)]
+        await until(lambda: all(listener.tokens for listener in listeners))
+        await router.cluster.set_adapter("sql", None)
+        shards.shards[a].end_session()
+        shards.engines[a].info = shards.engines[a].table.set_adapter("sql", held=False)  # as after a restart
+        for listener in listeners:
+            await listener.over.wait()
+            assert (listener.tokens[:3], len(listener.tokens), listener.error) == ([3, 2, 1], 300, None)
+        await until(lambda: shards.engines[a].info.adapters == ("fr",))
+        assert list(router.cluster.adapters) == ["fr"]
+        shards.engines[a].info = shards.engines[a].table.set_adapter(
+            "sql", held=True
+        )  # as after a load that failed elsewhere
+        await router.cluster.set_adapter("sql", "sql")
+        assert list(router.cluster.adapters) == ["fr", "sql"]
+
+
+@pytest.mark.parametrize("hang_timeout_s", [0, 1])
+async def test_changes_do_not_wait_long_for_a_replica_that_hangs_while_it_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: int
+) -> None:
+    monkeypatch.setattr(replica, "HANGS_AFTER_S", 1)
+    monkeypatch.setattr(Hanging, "goes_on", asyncio.Event())
     modules = {"lora_modules_dir": str(folder_of(tmp_path / "modules", "sql", "fr"))}
     Hanging.goes_on.set()
     async with world(tmp_path) as shards:
         a, behind = await shards.shard("a", **modules), await shards.shard("b", Hanging, **modules)
         b = await shards.stack.enter_async_context(between(tmp_path / "between", behind))
-        router = await shards.cluster(a, hang_timeout_s=1)
+        router = await shards.cluster(a, hang_timeout_s=hang_timeout_s)
         await router.until({a: "serving"})
         await router.cluster.set_adapter("sql", "sql")
         router.set(a, b)
         await until(lambda: not Hanging.goes_on.is_set())
         async with asyncio.timeout(10):
-            await router.cluster.set_adapter("fr", "fr")
-        assert set(router.cluster.adapters) == {"sql", "fr"}
+            with nullcontext() if hang_timeout_s else pytest.raises(Unhealthy, match="a replica does not answer"):
+                await router.cluster.set_adapter("fr", "fr")
+        assert set(router.cluster.adapters) == ({"sql", "fr"} if hang_timeout_s else {"sql"})
         Hanging.goes_on.set()
+        if not hang_timeout_s:  # it is not lost
+            await router.until({a: "serving", b: "serving"})

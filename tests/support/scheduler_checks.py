@@ -52,7 +52,7 @@ def check_replica(replica: ReplicaScheduler) -> None:
     placed, running = ({each for each in held if each.state is state} for state in (State.PLACED, State.RUNNING))
     assert (placed, running) == (set(replica._placed.values()), set(replica._running.values()))
     assert len(running) + len(placed) <= replica._policy.max_batch_size
-    assert sorted([each.slot for each in held] + replica._free_slots) == list(range(replica.spec.num_slots))
+    assert sorted([each.slot for each in held] + replica._free_slots) == list(replica.spec.slots)
     assert all(replica._slots[each.slot] is each and each.replica == replica.replica for each in held)
     releasing = [each for each in (*replica._to_release, *replica._releasing) if each.slot >= 0]
     loading = set(replica.copies.loading)

@@ -256,6 +256,7 @@ class InfoResponse(google.protobuf.message.Message):
     MAX_LORAS_FIELD_NUMBER: builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
     LOADS_ADAPTERS_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -302,6 +303,10 @@ class InfoResponse(google.protobuf.message.Message):
     """Most different adapters of the sequences that the shard holds at a time; 0: no limit."""
     loads_adapters: builtins.bool
     """LoadAdapter and UnloadAdapter are permitted"""
+    ranks: builtins.int
+    """SCHEDULING_SELF: ranks of the engine, each with a batch and a KV cache of its own: an equal part of max_slots and of
+    WarmUpResponse.num_blocks. 0 and 1: one.
+    """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -353,8 +358,9 @@ class InfoResponse(google.protobuf.message.Message):
         max_loras: builtins.int = ...,
         loaded_adapters: collections.abc.Iterable[Global___LoadAdapterRequest] | None = ...,
         loads_adapters: builtins.bool = ...,
+        ranks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "kv_cache_dtype", b"kv_cache_dtype", "loaded_adapters", b"loaded_adapters", "loads_adapters", b"loads_adapters", "max_images", b"max_images", "max_loras", b"max_loras", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_tokens_per_step", b"max_tokens_per_step", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "kv_cache_dtype", b"kv_cache_dtype", "loaded_adapters", b"loaded_adapters", "loads_adapters", b"loads_adapters", "max_images", b"max_images", "max_loras", b"max_loras", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_tokens_per_step", b"max_tokens_per_step", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "ranks", b"ranks", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "scores_generated", b"scores_generated", "shares_prompts", b"shares_prompts", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 
@@ -710,6 +716,7 @@ class NewSequence(google.protobuf.message.Message):
     MEDIA_FIELD_NUMBER: builtins.int
     DRAFT_SCOPE_FIELD_NUMBER: builtins.int
     PREDICTION_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -734,6 +741,8 @@ class NewSequence(google.protobuf.message.Message):
     """
     draft_scope: builtins.str
     """A digest of its tenant and of its cache salt: only sequences of the same scope are drafted from each other's outputs."""
+    rank: builtins.int
+    """i > 0: only the i-th of InfoResponse.ranks computes it, and it waits for room there; 0: the engine chooses one."""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token ids, at least one"""
@@ -793,9 +802,10 @@ class NewSequence(google.protobuf.message.Message):
         media: collections.abc.Iterable[Global___Media] | None = ...,
         draft_scope: builtins.str = ...,
         prediction: collections.abc.Iterable[builtins.int] | None = ...,
+        rank: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "media", b"media", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "media", b"media", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "rank", b"rank", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 

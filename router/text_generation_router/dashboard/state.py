@@ -20,6 +20,7 @@ from text_generation_router.dashboard.events import EventLog
 from text_generation_router.metrics import Metrics
 from text_generation_router.metrics.requests import FIRST_TOKEN_BUCKETS
 from text_generation_router.metrics.steps import TOKEN_GAP_BUCKETS
+from text_generation_router.scheduling.capacity import block_usage
 from text_generation_router.scheduling.scheduler import SchedulerStats
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardMember
@@ -199,18 +200,19 @@ class StateKeeper:
             "steps": connection.steps,
             "step_seconds": round(connection.step_seconds, 3),
         }
-        if (replica := self._cluster.scheduler.replicas.get(member.number)) is None:
+        ranks = [each for each in map(self._cluster.scheduler.replicas.get, connection.ranks) if each is not None]
+        if not ranks:
             return shown
         return shown | {
             "uptime": int(now - connection.since),
-            "batch": replica.occupied_slots,
-            "slots": replica.spec.num_slots,
-            "kv_used": replica.cache.used * replica.spec.block_size,
-            "kv_cached": replica.cache.tree.cached_blocks * replica.spec.block_size,
-            "kv_tokens": replica.spec.num_tokens,
-            "kv_groups": replica.cache.usage,
-            "looked_up_tokens": replica.prompt_tokens,
-            "hit_tokens": replica.hit_tokens,
+            "batch": sum(each.occupied_slots for each in ranks),
+            "slots": sum(each.spec.num_slots for each in ranks),
+            "kv_used": sum(each.cache.used * each.spec.block_size for each in ranks),
+            "kv_cached": sum(each.cache.tree.cached_blocks * each.spec.block_size for each in ranks),
+            "kv_tokens": sum(each.spec.num_tokens for each in ranks),
+            "kv_groups": block_usage(each.cache for each in ranks),
+            "looked_up_tokens": sum(each.prompt_tokens for each in ranks),
+            "hit_tokens": sum(each.hit_tokens for each in ranks),
             "gpus": [_gpu(state) for state in self._metrics.steps.gpus.states(member.number)],
         }
 

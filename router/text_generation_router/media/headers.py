@@ -1,10 +1,11 @@
 """The size of an image from its file, without decoding it: PNG, JPEG, WebP and GIF.
 
 This is the job of a worker for untrusted input. The first bytes decide the format, here as in the shard's decoder. A file that is
-cut off, or that goes on after its end, is refused, so that it cannot be a file of another kind as well. A JPEG may go on: phones
-append previews and films.
+cut off, or that goes on after its end, is refused, so that it cannot be a file of another kind as well. A JPEG may go on: cameras
+append previews, other pictures (MPF) and films. Nothing reads what follows its first end.
 """
 
+import re
 from collections.abc import Callable
 from struct import Struct, error, unpack_from
 from typing import Any
@@ -17,6 +18,8 @@ MAX_SCANS = 100
 """Scans of a JPEG, each of which costs a decoder the time of all pixels; encoders write about 10."""
 MAX_ASPECT = 100
 """Limit of the longer side divided by the shorter one; processors of models refuse or distort such images."""
+_NEXT_SEGMENT = re.compile(rb"\xff[^\0\xd0-\xd7\xff]", re.DOTALL)
+"""The end of the pixels of a scan: in them, 255 is followed by 0 or by the number of an interval."""
 TRUNCATED, TRAILING, ANIMATED = "its file is cut off", "its file goes on after its end", "it is animated"
 
 Size = tuple[int, int]
@@ -73,15 +76,15 @@ def _png(data: bytes) -> Size:
 
 
 def _jpeg(data: bytes) -> Size:
-    size, at, exif = None, 2, b""
+    size, at, exif, scans = None, 2, b"", 0
     while True:
         while data[at] == data[at + 1] == 0xFF:  # fill bytes
             at += 1
         mark, marker = data[at : at + 2]
-        if mark != 0xFF:
-            raise BadImage("its segments are not those of a JPEG")
-        if marker == 0xDA:  # the pixels
+        if marker == 0xD9:  # the end
             break
+        if mark != 0xFF or marker < 0xC0 or 0xD0 <= marker <= 0xD8:
+            raise BadImage("its segments are not those of a JPEG")
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a frame
             if size is not None or marker > 0xC2:
                 raise BadImage("it is a JPEG of a kind that is not supported")
@@ -91,11 +94,13 @@ def _jpeg(data: bytes) -> Size:
         if marker == 0xE1 and data.startswith(b"Exif\0\0", at + 4):
             exif += data[at + 10 : end]
         at = end
-    if data.find(b"\xff\xd9", at) < 0:
-        raise BadImage(TRUNCATED)
-    if data.count(b"\xff\xda", at) > MAX_SCANS:
-        raise BadImage(f"it is a JPEG of more than {MAX_SCANS} scans")
-    width, height = size or (0, 0)
+        if marker == 0xDA:
+            if (found := _NEXT_SEGMENT.search(data, end)) is None:
+                raise BadImage(TRUNCATED)
+            at, scans = found.start(), scans + 1
+            if scans > MAX_SCANS:
+                raise BadImage(f"it is a JPEG of more than {MAX_SCANS} scans")
+    width, height = size if size and scans else (0, 0)
     return (height, width) if orientation(exif) >= 5 else (width, height)
 
 

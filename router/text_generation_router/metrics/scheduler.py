@@ -43,7 +43,7 @@ _GAUGES: list[tuple[str, str, str]] = [
     ),
 ]
 _REPLICAS: list[tuple[str, str, str]] = [
-    ("text_generation_replicas", "Replicas, serving or not", "num_replicas"),
+    ("text_generation_replicas", "Replicas (with attention data parallelism: ranks), serving or not", "num_replicas"),
     ("text_generation_replicas_serving", "Replicas that serve now", "serving_replicas"),
 ]
 _COUNTERS: list[tuple[str, str, str]] = [

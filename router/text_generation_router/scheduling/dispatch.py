@@ -189,10 +189,10 @@ class Dispatcher:
         if ranked and (host := ranked[0].cache.host) is not None and sequence in host.moving:
             return ranked, (ranked[0], sequence, 0)
         if ranked and sequence.moves.is_suspect:
-            first, suspect = ranked[0], ranked[0].prompts.suspect
-            ranked = [replica for replica in ranked if replica.prompts.suspect is None]
-            if not ranked:
-                return ranked, (first, suspect, sys.maxsize)
+            first = self._computes_suspect(ranked[0])
+            ranked = [replica for replica in ranked if self._computes_suspect(replica) is None]
+            if not ranked and first is not None:
+                return ranked, (first, first.prompts.suspect, sys.maxsize)
         if ranked and ranked[0].reuses_prefixes and not sequence.request.logprobs.prompt:
             tokens, leader = ranked[0].prompts.longest_shared(sequence)
             cache = ranked[0].cache
@@ -203,6 +203,14 @@ class Dispatcher:
             ):
                 return ranked, (ranked[0], leader, tokens)
         return ranked, None
+
+    def _computes_suspect(self, replica: ReplicaScheduler) -> ReplicaScheduler | None:
+        """Return a replica that would be lost with this one, or itself, that computes the prompt of a suspect; None without one."""
+        together = [replica]
+        if replica.spec.ranks > 1:
+            others = (each for each in self._replicas.values() if each is not None and each.spec.ranks > 1)
+            together = [each for each in others if each.spec.shard == replica.spec.shard]
+        return next((each for each in together if each.prompts.suspect is not None), None)
 
     def _rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
         """Return the replicas with room, the best first, and a crowded one that is much better than these."""

@@ -49,6 +49,17 @@ class ReplicaSpec:
     """The names of the memory of its host cache, which others may share, and of what it holds: "memory/contents"; "": there is none."""
     host_blocks: int = 0
     """Blocks of the first group in the host cache."""
+    rank: int = 0
+    """The number of this rank of the engine, from 0 on."""
+    ranks: int = 1
+    """Ranks of a self-scheduling engine: each has slots and KV blocks of its own, and is a replica."""
+    shard: int = 0
+    """The number as a replica of the first rank of the engine, if it has several."""
+
+    @property
+    def slots(self) -> range:
+        """The slots of this rank among those of the shard."""
+        return range(self.rank * self.num_slots, (self.rank + 1) * self.num_slots)
 
     @property
     def host_groups(self) -> tuple[CacheGroup, ...]:
@@ -92,6 +103,8 @@ class Placement:
     """The blocks of each group after the first."""
     own_cached_tokens: int = 0
     """Cached tokens that the same tenant computed or reused before. A client learns of no others."""
+    rank: int = 0
+    """The rank of the engine that computes it, counted from 1; 0: it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,15 @@ class SchedulerOutput:
     """The reason why placements join running sequences; None without both."""
     copies: tuple[Copy, ...] = ()
     """Copies between the device and the host cache to begin."""
+
+    def joined(self, other: SchedulerOutput) -> SchedulerOutput:
+        """Return these orders and those for another rank of the same engine, which have the same number, as one."""
+        return replace(
+            self,
+            release=self.release + other.release,
+            placements=self.placements + other.placements,
+            join_reason=self.join_reason or other.join_reason,
+        )
 
 
 @dataclass(slots=True)
@@ -155,3 +177,10 @@ class Deliveries:
     """Running requests that lost their replica. They continue on another one, unless they are among `failed`."""
     cached: list[tuple[RequestId, int]] = field(default_factory=list)
     """(request, cached prompt tokens of which its client may learn)."""
+
+    def extend(self, others: Deliveries) -> None:
+        """Append those of another replica, or of another rank of an engine, whose tokens are in the same step output."""
+        self.tokens += others.tokens
+        self.failed += others.failed
+        self.moved += others.moved
+        self.cached += others.cached

@@ -55,13 +55,13 @@ class ReplicaScheduler:
         """Expected tokens still to compute here."""
         self.promised_tokens = 0
         """Prompt and maximum new tokens of all sequences with a slot."""
-        self.preemptions = 0
-        self.prompt_tokens = self.hit_tokens = 0
+        self.preemptions = self.prompt_tokens = self.hit_tokens = 0
         """Prompt tokens of the sequences that were placed here for the first time, and those found in the prefix cache."""
         self._policy = policy
         self._chunk_sizer = ChunkSizer(policy, spec.block_size)
-        self._slots: list[ScheduledSequence | None] = [None] * spec.num_slots
-        self._free_slots = list(range(spec.num_slots - 1, -1, -1))
+        self._slots: list[ScheduledSequence | None] = [None] * (spec.ranks * spec.num_slots)
+        """The slots of all ranks; those of others stay empty."""
+        self._free_slots = list(reversed(spec.slots))
         self._placed: dict[RequestId, ScheduledSequence] = {}
         self._running: dict[RequestId, ScheduledSequence] = {}
         self._to_release: list[ScheduledSequence] = []
@@ -132,7 +132,7 @@ class ReplicaScheduler:
         """False if `schedule` would return None. Cheap to read."""
         return bool(self.prompts.unscheduled or self._to_release or self.cache.urgent or self.copies.may_have_orders)
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self, number: int | None = None) -> SchedulerOutput | None:
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
             return None
         running, cache, growth = len(self._running), self.cache, self._policy.growth_tokens
@@ -157,7 +157,7 @@ class ReplicaScheduler:
         copies = self.copies.orders(2 * (running + len(self._placed)))
         if not (self._to_release or placements or any(allocations) or prefill or copies):
             return None
-        self.orders_sent += 1
+        self.orders_sent = number or self.orders_sent + 1
         self._releasing, self._to_release = self._to_release, []
         join_reason = None
         if placements:
@@ -197,6 +197,7 @@ class ReplicaScheduler:
             cached_tokens=0 if own else sequence.cached_tokens,
             own_cached_tokens=0 if own else sequence.own_cached_tokens,
             further_blocks=self.cache.further_blocks(sequence),
+            rank=self.spec.rank + 1 if self.spec.ranks > 1 else 0,
         )
 
     def drop(self, sequence: ScheduledSequence) -> None:
@@ -374,7 +375,6 @@ class ReplicaScheduler:
 
     def _update_releases(self, orders_applied: int, left: list[ScheduledSequence]) -> None:
         """Free what the last orders released, once they were applied."""
-        assert orders_applied <= self.orders_sent, "applied orders were sent before"
         self._orders_applied = orders_applied
         if orders_applied < self.orders_sent:
             return
@@ -391,7 +391,7 @@ class ReplicaScheduler:
     @property
     def occupied_slots(self) -> int:
         """Slots in use, including those to be released."""
-        return len(self._slots) - len(self._free_slots)
+        return self.spec.num_slots - len(self._free_slots)
 
     @property
     def unsent_slots(self) -> set[int]:

@@ -192,12 +192,12 @@ class Scheduler:
             placed[replica.replica] = None
         return list(placed)
 
-    def schedule(self, replica: int) -> SchedulerOutput | None:
-        """Return the changes for the next step boundary; None if there are none, or earlier orders are under way."""
+    def schedule(self, replica: int, number: int | None = None) -> SchedulerOutput | None:
+        """Return the changes for the next step boundary, with this number if given; None if there are none, or earlier ones pend."""
         if (scheduler := self.replicas[replica]) is None:
             return None
         self._dispatcher.changed(replica)
-        return scheduler.schedule()
+        return scheduler.schedule(number)
 
     def may_have_orders(self, replica: int) -> bool:
         """Return False if `schedule` would return None. Cheap."""

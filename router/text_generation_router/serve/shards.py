@@ -136,7 +136,7 @@ def reached_file(config: RouterConfig) -> Path:
 def token_limits(config: RouterConfig, model: ReplicaInfo) -> tuple[int, int]:
     """Return the longest prompt, and the most prompt plus new tokens of a request: the settings, else the limits of model
     and KV cache. Raises CannotServe."""
-    capacity = model.pool.num_blocks * model.pool.block_size
+    capacity = model.specs[0].num_tokens
     # The last new token needs no KV, but a limit larger by one token is not worth a special case.
     allowed = min(capacity, model.info.max_sequence_length)
     total = config.max_total_tokens or allowed

@@ -2,7 +2,7 @@
 
 A load that fails on one replica is undone on the others. Replicas that join later, or again, get the adapters that were loaded,
 and lose those that were unloaded, before they serve. An unloaded adapter takes no new requests at once; replicas drop it after its
-last request.
+last request, which may still move to replicas that join. A replica that is silent is not waited for: the load fails.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from text_generation_router.errors import InvalidRequest, NotFound, ServingError
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.join import ReplicaInfo
 
+Error = tuple[grpc.StatusCode, str]
 LOOK_S = 0.05
 """Seconds between two looks at the requests of adapters that are unloaded."""
 _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
@@ -35,13 +36,17 @@ log = structlog.get_logger()
 class ReplicaAdapters:
     """The adapters of all replicas. `on_unloaded` gets the name of each that was unloaded."""
 
-    def __init__(self, scheduler: Scheduler, on_unloaded: Callable[[str], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, on_unloaded: Callable[[str], None], is_silent: Callable[[int], bool]
+    ) -> None:
+        """`is_silent` returns True for a replica that does not answer."""
         self._scheduler = scheduler
+        self._is_silent = is_silent
         self._on_unloaded = on_unloaded
-        self._clients: dict[int, ShardClient] = {}
-        """The clients of the replicas that have a session."""
+        self._clients: dict[tuple[int, ...], ShardClient] = {}
+        """The clients of the shards that have a session, by the scheduler's numbers of their ranks."""
         self._paths: dict[str, str] = {}
-        """Folders of the adapters that were loaded, by name."""
+        """Folders of the adapters that were loaded, by name; also of those that leave."""
         self._unloaded: set[str] = set()
         """Names that replicas may still have from their start."""
         self._leaving: dict[str, None] = {}
@@ -58,7 +63,7 @@ class ReplicaAdapters:
         """The adapters that requests may name."""
         return [name for name in self._scheduler.adapters if name not in self._leaving]
 
-    async def equip(self, number: int, client: ShardClient, info: ReplicaInfo) -> ReplicaInfo:
+    async def equip(self, ranks: tuple[int, ...], client: ShardClient, info: ReplicaInfo) -> ReplicaInfo:
         """Give a replica that joins the same adapters as the others, as far as it can; return its new description."""
         async with self._changing:
             self._permitted, had = info.info.loads_adapters, set(info.info.adapters)
@@ -70,18 +75,16 @@ class ReplicaAdapters:
             for change in changes:
                 if info.pool.host_cache:  # the files may be others than those from which it has blocks
                     self._scheduler.versions[change[0]] += 1
-                try:
-                    await client.set_adapter(*change)
-                except grpc.aio.AioRpcError as error:
-                    log.warning("a replica has other LoRA adapters", replica=number, reason=error.details())
-            if changes:
+                if (error := await self._set(ranks, client, *change)) is not None:
+                    log.warning("a replica has other LoRA adapters", replica=ranks[0], reason=error[1])
+            if changes and not self._is_silent(ranks[0]):
                 info = replace(info, info=await client.info())
-            self._clients[number] = client
+            self._clients[ranks] = client
             return info
 
-    def lost(self, number: int) -> None:
+    def lost(self, ranks: tuple[int, ...]) -> None:
         """Forget the session of a replica."""
-        self._clients.pop(number, None)
+        self._clients.pop(ranks, None)
 
     async def change(self, name: str, path: str | None) -> None:
         """Load an adapter on all replicas, or on none; None: unload it after its last request. Raises ServingError."""
@@ -98,8 +101,6 @@ class ReplicaAdapters:
     def _unload(self, name: str) -> None:
         if name not in self.names:
             raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
-        self._paths.pop(name, None)
-        self._unloaded.add(name)
         self._leaving[name] = None
         self._look.set()
 
@@ -113,14 +114,14 @@ class ReplicaAdapters:
             if errors := await self._on_all(name, path):
                 self._unloaded.add(name)
                 await self._on_all(name, None)
-                error = next((each for each in errors if each.code() in _ERRORS), errors[0])
-                return _ERRORS.get(error.code(), Unhealthy)(error.details(), param="lora_path")
+                code, reason = next((each for each in errors if each[0] in _ERRORS), errors[0])
+                return _ERRORS.get(code, Unhealthy)(reason, param="lora_path")
             if not self._clients:
                 self._unloaded.add(name)  # a shard that comes back may have loaded it
                 return Unhealthy("no shard serves now")
             self._paths[name] = path
             self._unloaded.discard(name)
-            self._scheduler.set_adapter(name, self._clients.keys())
+            self._scheduler.set_adapter(name, [number for ranks in self._clients for number in ranks])
         log.info("LoRA adapter loaded", adapter=name, path=path, replicas=len(self._clients))
         return None
 
@@ -138,25 +139,42 @@ class ReplicaAdapters:
 
     async def _drop(self, name: str) -> None:
         async with self._changing:
-            for error in await self._on_all(name, None):
-                if error.code() is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
-                    log.warning("a replica did not unload an adapter", adapter=name, reason=error.details())
+            self._paths.pop(name, None)
+            self._unloaded.add(name)
+            for code, reason in await self._on_all(name, None):
+                if code is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
+                    log.warning("a replica did not unload an adapter", adapter=name, reason=reason)
             self._scheduler.set_adapter(name, ())
             self._on_unloaded(name)
             del self._leaving[name]
         log.info("LoRA adapter unloaded", adapter=name)
 
-    async def _on_all(self, name: str, path: str | None) -> list[grpc.aio.AioRpcError]:
-        """Load or unload an adapter on all replicas at once; return the errors. The loss of a replica cancels its call."""
-        errors: list[grpc.aio.AioRpcError] = []
-
-        async def change(client: ShardClient) -> None:
-            try:
-                await client.set_adapter(name, path)
-            except grpc.aio.AioRpcError as error:
-                errors.append(error)
-
+    async def _on_all(self, name: str, path: str | None) -> list[Error]:
+        """Load or unload an adapter on all replicas at once; return the errors."""
         async with asyncio.TaskGroup() as tasks:
-            for each in self._clients.values():
-                tasks.create_task(change(each))
-        return errors
+            calls = [tasks.create_task(self._set(ranks, client, name, path)) for ranks, client in self._clients.items()]
+        return [error for call in calls if (error := call.result()) is not None]
+
+    async def _set(self, ranks: tuple[int, ...], client: ShardClient, name: str, path: str | None) -> Error | None:
+        """Load or unload an adapter on a replica; return the error. The loss of the replica, and its silence, cancel the call."""
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(_set_adapter(client, name, path))
+            while not (await asyncio.wait((call,), timeout=LOOK_S))[0]:
+                if self._is_silent(ranks[0]):
+                    call.cancel()
+                    return grpc.StatusCode.UNAVAILABLE, "a replica does not answer"
+        return None if call.cancelled() else call.result()
+
+
+async def _set_adapter(client: ShardClient, name: str, path: str | None) -> Error | None:
+    try:
+        try:
+            await client.set_adapter(name, path)
+        except grpc.aio.AioRpcError as error:
+            if path is None or error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+                raise
+            await client.set_adapter(name, None)  # it is left from a load that failed elsewhere
+            await client.set_adapter(name, path)
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    return None

@@ -87,13 +87,25 @@ class Cluster(Generic[Receiver]):
         """Features, and replicas, that are not used any more after audits."""
         listeners = cast("Delivery[Receiver]", Listeners(partial(self.cancel, satisfied=True)))
         self._listeners = listeners if delivery is None else delivery
-        self._adapters = ReplicaAdapters(scheduler, self._on_unloaded)
+        self._adapters = ReplicaAdapters(
+            scheduler,
+            self._on_unloaded,
+            lambda number: number in self._by_number and self._by_number[number].connection.is_silent,
+        )
         self._context = ClusterContext(
-            scheduler, self._adapters, self._listeners, observer, self.dispatch, self._on_opened, hang_timeout_s
+            scheduler,
+            self._adapters,
+            self._listeners,
+            observer,
+            self.dispatch,
+            self._set_ranks,
+            self._on_opened,
+            hang_timeout_s,
         )
         self._members: dict[str, ShardMember] = {}
         """By address."""
         self._by_number: dict[int, ShardMember] = {}
+        """By the scheduler's number of each of its ranks."""
         self._wanted: frozenset[str] | None = None
         """The addresses of the shards that are to be driven; None if none is known."""
         self._reconcile: Callable[[], None]
@@ -308,10 +320,21 @@ class Cluster(Generic[Receiver]):
         """Run a member, and forget it once its shard has left."""
         await member.run(info)
         log.info("shard left", replica=member.number, address=member.address)
-        del self._members[member.address], self._by_number[member.number]
-        self._listeners.failures(self.scheduler.remove(member.number).failed)
+        del self._members[member.address]
+        self._set_ranks(member.number, 0)
         self.dispatch()
         self._reconcile()  # it may be a member again
+
+    def _set_ranks(self, number: int, count: int) -> None:
+        """Let the scheduler know so many ranks of a member, none of which serves."""
+        member = self._by_number[number]
+        ranks = member.connection.ranks
+        while len(ranks) < count:
+            ranks.append(self.scheduler.add())
+            self._by_number[ranks[-1]] = member
+        while len(ranks) > count:
+            del self._by_number[ranks[-1]]
+            self._listeners.failures(self.scheduler.remove(ranks.pop()).failed)
 
     def _on_unloaded(self, adapter: str) -> None:
         if self.watcher is not None:

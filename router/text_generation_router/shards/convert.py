@@ -101,6 +101,7 @@ def _add_sequence(
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
         draft_scope="" if own_cache else _draft_scope(request.qos.tenant, request.qos.salt),
+        rank=placement.rank,
     )
 
 

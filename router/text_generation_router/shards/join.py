@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -36,10 +36,12 @@ class ReplicaInfo:
     pool: pb.WarmUpResponse
 
     @property
-    def spec(self) -> ReplicaSpec:
-        return ReplicaSpec(
-            num_slots=self.info.max_slots,
-            num_blocks=self.pool.num_blocks,
+    def specs(self) -> Sequence[ReplicaSpec]:
+        """The capacity of each rank."""
+        ranks = max(1, self.info.ranks)
+        whole = ReplicaSpec(
+            num_slots=self.info.max_slots // ranks,
+            num_blocks=self.pool.num_blocks // ranks,
             block_size=self.pool.block_size,
             self_scheduling=self.info.scheduling == pb.SCHEDULING_SELF,
             reserves_max_length=self.info.reserves_max_length,
@@ -54,7 +56,9 @@ class ReplicaInfo:
             ),
             host_cache=self.pool.host_cache,
             host_blocks=self.pool.host_blocks,
+            ranks=ranks,
         )
+        return [replace(whole, rank=rank) for rank in range(ranks)]
 
     @property
     def unsupported(self) -> Mapping[str, str]:

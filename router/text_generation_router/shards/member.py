@@ -136,11 +136,11 @@ class ShardMember:
         while True:
             await self._unwanted.wait()
             end = time.monotonic() + LEAVE_S
-            while not self.wanted and (replica := scheduler.replicas[self.number]) is not None:
-                others = any(each is not replica for each in scheduler.available)
+            while not self.wanted and self.connected:
+                others = any(each.replica not in self.connection.ranks for each in scheduler.available)
                 if others:
                     self.connection.want(wanted=False)
-                if not (not replica.is_empty if others else scheduler.requests or self._awaits_shard()):
+                if not (not self.connection.is_empty if others else scheduler.requests or self._awaits_shard()):
                     break
                 if others and time.monotonic() >= end:
                     break

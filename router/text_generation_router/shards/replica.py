@@ -13,7 +13,8 @@ import asyncio
 import time
 from collections.abc import Callable, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import count
 from typing import Any
 
@@ -25,6 +26,8 @@ from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.parts import BadParts, Joiner, most_report, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import PREDICTION
+from text_generation_router.request import RequestId
+from text_generation_router.scheduling.messages import SchedulerOutput
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.adapters import ReplicaAdapters
 from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, step_output_from_pb
@@ -64,6 +67,8 @@ class ClusterContext:
     observer: StepObserver
     dispatch: Callable[[], None]
     """Places queued requests on replicas with room, and wakes these."""
+    set_ranks: Callable[[int, int], None]
+    """Makes the scheduler know so many ranks of a replica."""
     on_opened: Callable[[], None]
     """Called for each session that began."""
     hang_timeout_s: float
@@ -71,9 +76,11 @@ class ClusterContext:
 
 
 class ReplicaConnection:
-    """One replica, through all its sessions."""
+    """One replica, through all its sessions. To the scheduler each rank of its engine is a replica."""
 
     def __init__(self, number: int, context: ClusterContext) -> None:
+        self.ranks = [number]
+        """The scheduler's numbers of its ranks."""
         self.sessions = 0
         """Sessions so far."""
         self.since = 0.0
@@ -93,18 +100,16 @@ class ReplicaConnection:
         self._slots = 0
         self._most_report = 0
         """Bytes of the largest report."""
-        self._eos_token_ids: tuple[int, ...] = ()
-        self._own_cache = False
-        """The engine has its own prefix cache."""
-        self._shares_prompts = False
+        self._info = pb.InfoResponse()
+        """The shard's last description of itself."""
         self._begin_session()
 
     def _begin_session(self) -> None:
         """Forget the last session."""
         self.stopped = False
         """Its shard ended the session in order, as far as known: it was told to stop, and is not being restarted."""
-        self.hangs = False
-        """It gets no new requests until it answers."""
+        self.hangs = self.is_silent = False
+        """It gets no new requests until it answers; it answers nothing at all."""
         self._serving, self._stopping = True, False
         self._known_health = self._health
         self._timing = OrderTiming()
@@ -119,6 +124,12 @@ class ReplicaConnection:
         self._longest_step_s = 0.0
         """Slowly forgotten."""
 
+    @property
+    def is_empty(self) -> bool:
+        """True if it has no sequences and nothing to store."""
+        replicas = (self._context.scheduler.replicas[rank] for rank in self.ranks)
+        return all(each is None or each.is_empty for each in replicas)
+
     def wake(self) -> None:
         """Send orders if there are any."""
         self._changed.set()
@@ -132,11 +143,10 @@ class ReplicaConnection:
         """Run one session until cancelled; `again`: it is not the first. Raises ShardLost, ShardStopped, ShardTaken."""
         context = self._context
         self._begin_session()
-        self._slots = info.spec.num_slots
+        context.set_ranks(self._number, len(info.specs))
+        self._slots = info.specs[-1].slots.stop
         self._most_report = most_report(info.info)
-        self._eos_token_ids = tuple(info.info.eos_token_ids)
-        self._own_cache = info.spec.self_scheduling
-        self._shares_prompts = info.info.shares_prompts
+        self._info = info.info
         call = client.run()
         try:
             await client.opened(call)
@@ -156,11 +166,12 @@ class ReplicaConnection:
             raise next((each for each in losses if isinstance(each, ShardStopped)), losses[0]) from error
         finally:
             call.cancel()
-            context.adapters.lost(self._number)
+            context.adapters.lost(tuple(self.ranks))
             context.observer.on_loss(self._number)
-            deliveries = context.scheduler.lose(self._number)
-            context.listeners.moved(deliveries.moved)
-            context.listeners.failures(deliveries.failed)
+            for rank in self.ranks:
+                deliveries = context.scheduler.lose(rank)
+                context.listeners.moved(deliveries.moved)
+                context.listeners.failures(deliveries.failed)
             context.dispatch()
 
     async def _run_session(self, call: RunCall, client: ShardClient, info: ReplicaInfo, *, again: bool) -> None:
@@ -168,10 +179,12 @@ class ReplicaConnection:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_health(client))
             tasks.create_task(self._watch_silence())
-            info = await context.adapters.equip(self._number, client, info)
-            context.listeners.failures(context.scheduler.open(self._number, info.spec).failed)
+            info = await context.adapters.equip(tuple(self.ranks), client, info)
+            for rank, spec in zip(self.ranks, info.specs, strict=True):
+                opened = context.scheduler.open(rank, replace(spec, shard=self._number))
+                context.listeners.failures(opened.failed)
             self.sessions, self.since = self.sessions + 1, time.monotonic()
-            context.scheduler.drain(self._number, draining=not self._known_health[0])
+            self._drain(draining=not self._known_health[0])
             if again:
                 log.info("shard joined again", replica=self._number)
             context.on_opened()
@@ -207,7 +220,8 @@ class ReplicaConnection:
                 self._ask.set()
             self._reported = self._answered = False
             longest_s = max(HANGS_AFTER_S, HANGS_AFTER_STEPS * self._longest_step_s)
-            self.hangs = silence.seconds >= HANGS_AFTER_S or overdue.seconds >= longest_s
+            self.is_silent = silence.seconds >= HANGS_AFTER_S
+            self.hangs = self.is_silent or overdue.seconds >= longest_s
             self._apply_health()
             if silence.exceeds(timeout_s):
                 raise ShardLost(f"it hangs: no answer for {silence.seconds} s")
@@ -231,11 +245,15 @@ class ReplicaConnection:
                 stopping=self._stopping,
                 unwanted=self._unwanted,
             )
-            self._context.scheduler.drain(self._number, draining=not good)
+            self._drain(draining=not good)
             if self._stopping or self._unwanted:
-                self._context.scheduler.evacuate(self._number)
+                self._context.scheduler.evacuate(self._number)  # engines with ranks have no host cache
                 self._changed.set()
             self._context.dispatch()
+
+    def _drain(self, *, draining: bool) -> None:
+        for rank in self.ranks:
+            self._context.scheduler.drain(rank, draining=draining)
 
     async def _send(self, call: RunCall) -> None:
         context = self._context
@@ -248,7 +266,7 @@ class ReplicaConnection:
                         await self._boundary.wait()
             self._changed.clear()
             started = time.monotonic()
-            if orders := context.scheduler.schedule(self._number):
+            if orders := self._schedule():
                 self._orders_sent = orders.number
                 context.observer.on_orders(orders, time.monotonic() - started)
                 for placement in orders.placements:
@@ -257,9 +275,9 @@ class ReplicaConnection:
                     files: dict[bytes, bytes] = {}
                     message = orders_to_pb(
                         orders,
-                        self._eos_token_ids,
-                        own_cache=self._own_cache,
-                        shares_prompts=self._shares_prompts,
+                        self._info.eos_token_ids,
+                        own_cache=self._info.scheduling == pb.SCHEDULING_SELF,
+                        shares_prompts=self._info.shares_prompts,
                         files=files,
                     )
                     for part in split(message, files):
@@ -269,6 +287,12 @@ class ReplicaConnection:
                     raise ShardLost("the shard's stream ended") from error
                 # Placed prompts were scheduled: there may be room for more.
                 context.dispatch()
+
+    def _schedule(self) -> SchedulerOutput | None:
+        """Return the orders for all ranks."""
+        scheduler, number = self._context.scheduler, self._orders_sent + 1
+        orders = [each for rank in self.ranks if (each := scheduler.schedule(rank, number))]
+        return reduce(SchedulerOutput.joined, orders) if orders else None
 
     async def _receive(self, call: RunCall) -> None:
         parts = Joiner[pb.StepReport](self._most_report)
@@ -286,8 +310,11 @@ class ReplicaConnection:
             self._handle(report)
 
     def _unsent_slots(self) -> Set[int]:
-        scheduler = self._context.scheduler.replicas[self._number]
-        return frozenset() if scheduler is None else scheduler.unsent_slots
+        replicas = map(self._context.scheduler.replicas.get, self.ranks)
+        return {slot for each in replicas if each is not None for slot in each.unsent_slots}
+
+    def _request_in(self, slot: int) -> RequestId | None:
+        return self._context.scheduler.request_in(self.ranks[slot * len(self.ranks) // self._slots], slot)
 
     def _handle(self, report: pb.StepReport) -> None:
         now = time.monotonic()
@@ -302,16 +329,18 @@ class ReplicaConnection:
         computed = bool(report.slots or report.prefilled_slots)
         self._timing.update(now, report.step_ns / 1e9, stepping=computed and report.running > 0)
         for scored in report.prompt_logprobs:
-            listeners.prompt_logprobs(scheduler.request_in(self._number, scored.slot), scored)
+            listeners.prompt_logprobs(self._request_in(scored.slot), scored)
         for drafting in report.drafting:
             if drafting.source == PREDICTION:
-                requests = (scheduler.request_in(self._number, slot) for slot in drafting.slots)
+                requests = map(self._request_in, drafting.slots)
                 columns = drafting.slot_draft_tokens, drafting.slot_accepted_tokens
                 listeners.predicted(zip(requests, *columns, strict=True))
         output = step_output_from_pb(report, steps)
         self.new_tokens += len(output.token_ids)
         parsed = time.monotonic()
-        deliveries = scheduler.update(self._number, output, now)
+        deliveries, *others = [scheduler.update(rank, output, now) for rank in self.ranks]
+        for each in others:
+            deliveries.extend(each)
         updated = time.monotonic()
         listeners.tokens(deliveries, output.token_ids, report)
         listeners.failures(deliveries.failed)
@@ -324,10 +353,10 @@ class ReplicaConnection:
         if report.draining:
             self._stopping = True
             self._apply_health()
-            if (left := scheduler.replicas[self._number]) is not None and left.is_empty:
+            if self.is_empty:
                 self.stopped = True
                 raise ShardStopped("it has no sequences left")
-        if scheduler.may_have_orders(self._number):
+        if any(map(scheduler.may_have_orders, self.ranks)):
             self._changed.set()
 
 

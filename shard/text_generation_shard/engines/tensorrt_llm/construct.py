@@ -47,8 +47,6 @@ class Construction:
     keywords: dict[str, Any]
     capabilities: EngineCapabilities
     info: EngineInfo
-    ranks: int = 1
-    """Attention data parallel ranks. Each has a batch and a KV cache of its own, and TensorRT-LLM reports one of them."""
 
     @property
     def windows(self) -> int:
@@ -133,8 +131,9 @@ def construct(
         suggested_prefill_tokens=_count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
         max_sequence_length=_count(keywords, "max_seq_len", model.max_sequence_length),
         adapters=tuple(adapter.name for adapter in adapters),
+        ranks=ranks,
     )
-    return Construction(keywords, capabilities, info, ranks)
+    return Construction(keywords, capabilities, info)
 
 
 def construct_compiled(config: ShardConfig, built: CompiledEngine, options: Mapping[str, object]) -> Construction:

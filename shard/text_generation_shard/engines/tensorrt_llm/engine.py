@@ -77,7 +77,6 @@ class TensorRTEngine:
         self._llm = llm
         self._parameters = parameters
         self._info = construction.info
-        self._ranks = construction.ranks
         speculation = construction.capabilities.speculation
         self._reserved_tokens = 0 if speculation is None else speculation.reserved_tokens
         self._streams: dict[int, Stream] = {}
@@ -103,8 +102,8 @@ class TensorRTEngine:
                 self._probe(FIRST_TOKEN_TIMEOUT_S, adapter)
             self._watchdog.watch(find_workers())  # all of them exist now
             self._pool_blocks = self._measure_pool()
-            if self._ranks > 1:  # one rank holds a whole sequence
-                longest = self._pool_blocks // self._ranks * self._info.block_size
+            if self._info.ranks > 1:  # one rank holds a whole sequence
+                longest = self._pool_blocks // self._info.ranks * self._info.block_size
                 self._info = replace(self._info, max_sequence_length=min(self._info.max_sequence_length, longest))
         except EngineBroken as error:
             self.close()
@@ -249,7 +248,7 @@ class TensorRTEngine:
         problem = self._parameters.problem(sequence) or sequence_problem(sequence, self._info)
         # The last token is never computed, but the engine counts it and would end the sequence early.
         length = len(sequence.prompt) + sequence.stopping.max_new_tokens
-        pool = self._num_blocks // self._ranks * self._info.block_size - self._reserved_tokens
+        pool = self._num_blocks // self._info.ranks * self._info.block_size - self._reserved_tokens
         if problem is None and length > pool:
             return f"prompt and new tokens exceed the engine's KV pool of {pool} tokens"
         return problem
@@ -358,4 +357,4 @@ class TensorRTEngine:
 
     def _to_blocks(self, blocks: int, block_size: int) -> int:
         """Convert blocks of one rank to blocks of `info.block_size` of all ranks: some attention kernels use their own size."""
-        return blocks * block_size // self._info.block_size * self._ranks
+        return blocks * block_size // self._info.block_size * self._info.ranks

@@ -53,7 +53,7 @@ class Library:
     has_prompt_logprobs: bool
     """True if prompt log-probabilities include the prompt's tokens; 1.2 returns only the most probable tokens."""
     lora_request: type[Any]
-    """The class LoRARequest."""
+    scheduling_params: type[Any]
     decoding_configs: Mapping[str, type[Any]]
     """The classes of speculative_config that the package exports, by the name before `DecodingConfig`."""
 
@@ -119,6 +119,7 @@ def load_library() -> Library:
             options=_options(llmapi, llmapi.TorchLlmArgs),
             engine_options=_options(llmapi, llmapi.TrtLlmArgs) if compiled else None,
             lora_request=llmapi.LoRARequest,
+            scheduling_params=import_module("tensorrt_llm.scheduling_params").SchedulingParams,
             has_priorities="priority" in signature(package.LLM.generate_async).parameters,
             has_prompt_logprobs="prompt_logprobs_simple_format" in signature(package.SamplingParams).parameters,
             decoding_configs={

@@ -22,6 +22,7 @@ prompt logprobs              prompt_logprobs
 grammar                      guided_decoding
 cache_salt                   cache_salt
 adapter                      lora_request
+rank                         scheduling_params, with attention data parallelism
 priority                     priority, from 1.3 on; it orders the queue with waiting_queue_policy: priority
 trace                        trace_headers; the engine makes spans if --trtllm-options have otlp_traces_endpoint
 """
@@ -187,6 +188,10 @@ class Parameters:
             arguments["trace_headers"] = {name: value for name, value in headers.items() if value}
         if sequence.adapter:
             arguments["lora_request"] = self.adapters[sequence.adapter]
+        if sequence.rank:
+            # Relaxed, it could go to a rank that the router takes for full. Unset, 1.2 cannot sort its queue (PR #14276).
+            bound = {"attention_dp_rank": sequence.rank - 1, "attention_dp_relax": False}
+            arguments["scheduling_params"] = self._library.scheduling_params(**bound)
         return arguments
 
     def sampling(self, sequence: NewSequence) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Finder(MetaPathFinder):
             assert spec is not None
             spec.submodule_search_locations = [str(self._source / ROOT / "llmapi")]
             return spec
-        if inner == "llmapi.llm_args" and not self._exists(inner):
+        if inner in ("llmapi.llm_args", "scheduling_params") and not self._exists(inner):
             from trtllm_real.recorded_args import names
 
             return spec_from_loader(name, _Loader(names()))

@@ -119,8 +119,16 @@ class PyExecutor:
         request_id = next(self._ids)
         sampling = {name: value for name, value in vars(given.sampling_config).items() if value is not None}
         recorder = self._model.recorder
+        scheduling = getattr(given, "py_scheduling_params", None)  # base_worker.py sets it
+        lora = given.lora_config and given.lora_config.config
         recorder.write(
-            "request", id=request_id, prompt=given.input_token_ids, sampling=sampling, cache_salt=given.cache_salt_id
+            "request",
+            id=request_id,
+            prompt=given.input_token_ids,
+            sampling=sampling,
+            cache_salt=given.cache_salt_id,
+            **({} if scheduling is None else {"rank": scheduling.attention_dp_rank}),
+            **({"lora": [lora.lora_name, lora.lora_int_id, lora.lora_path]} if lora else {}),
         )
         guide = given.guided_decoding_params
         params = SimpleNamespace(
@@ -133,10 +141,11 @@ class PyExecutor:
             guided_decoding=guide
             and SimpleNamespace(json=None, regex=None, grammar=None, **{guide.guide_type.value: guide.guide}),
         )
-        lora = given.lora_config and given.lora_config.config
         try:
             reader: Any = _Reader(request_id, given.client_id)
-            sequence = self._model.sequence(reader, given.input_token_ids, params, lora, given.cache_salt_id)
+            sequence = self._model.sequence(
+                reader, given.input_token_ids, params, lora, given.cache_salt_id, scheduling
+            )
         except Exception:
             recorder.write("end", id=request_id, reason="error", tokens=0)
             raise

@@ -1,4 +1,4 @@
-"""llm_args.py from the stand-in's tables, for sources that lack it."""
+"""llm_args.py and scheduling_params.py from the stand-in's tables, for sources that lack them."""
 
 from __future__ import annotations
 
@@ -42,4 +42,5 @@ def names() -> dict[str, Any]:
     for name in ("BaseLlmArgs", "TorchLlmArgs", "TrtLlmArgs"):
         if name in found:
             found[name] = type(name, (_Arguments, found[name]), {"__module__": "tensorrt_llm.llmapi.llm_args"})
+    found["SchedulingParams"].__module__ = "tensorrt_llm.scheduling_params"  # sent to the worker
     return found | {"PybindMirror": SimpleNamespace(maybe_to_pybind=lambda value: value)}

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from trtllm_standin.inspection import Recorder
-from trtllm_standin.prefix_cache import PrefixCache
+from trtllm_standin.ranks import Rank, start, take
 from trtllm_standin.release import Release
 from trtllm_standin.results import ErrorResponse, FinishReason, RequestOutput
 from trtllm_standin.sequences import RequestFault, Sequence, StepFault
@@ -71,7 +71,7 @@ class Engine:
         """The thread that delivers responses has ended."""
         self._drafted = self._accepted = self._drafting = 0
         """Tokens of this iteration: drafted, accepted; and sequences that drafted."""
-        self.active: list[Sequence] = []
+        self.ranks = [Rank(limits) for _ in range(limits.ranks)]
         self.waiting: deque[Sequence] = deque()
         self.statistics: deque[dict[str, Any]] = deque(maxlen=1000)
         """The entries that have not been read. An idle engine adds none, so the last entry describes a busy iteration."""
@@ -84,8 +84,6 @@ class Engine:
         self._items: list[tuple[RequestOutput, Any]] = []
         """The items of this iteration."""
         self._loop: asyncio.AbstractEventLoop
-        self._used_blocks = dict.fromkeys(limits.windows, 0)
-        self.prefixes = PrefixCache(limits.block_size)
         self._iteration = 0
         self._is_stopping = False
         self._is_frozen = False
@@ -119,6 +117,10 @@ class Engine:
         self._is_frozen = True
 
     @property
+    def active(self) -> list[Sequence]:
+        return [sequence for rank in self.ranks for sequence in rank.active]
+
+    @property
     def is_idle(self) -> bool:
         return not self.active and not self.waiting
 
@@ -134,10 +136,16 @@ class Engine:
             threading.Event().wait()
         if self.is_idle:
             return not self._is_stopping
-        while self.waiting and len(self.active) < self.limits.max_batch_size * self.limits.ranks:
-            self.active.append(self.waiting.popleft())
+        taken, most = take(self.waiting, self.ranks, self.limits.max_batch_size), self.limits.max_batch_size
+        try:
+            start(taken, self.ranks, most)
+        except TypeError as error:
+            self._died(error)
+            return False
         started = time.perf_counter()
-        sampling, context_tokens = self._schedule()
+        scheduled = [self._schedule(rank) for rank in self.ranks]
+        sampling = [sequence for part, _ in scheduled for sequence in part]
+        context_tokens = max(tokens for _, tokens in scheduled)
         pace = (self._settings.step_ms + self._settings.prefill_us * context_tokens / 1e3) / 1e3
         time.sleep(max(started + pace - time.perf_counter(), 0.0))  # at least yield to other threads
         for sequence in sampling:
@@ -185,33 +193,33 @@ class Engine:
             else:
                 self.waiting.append(message)
 
-    def _schedule(self) -> tuple[list[Sequence], int]:
-        """Allocate the blocks of sequences that start. Return the sequences that get tokens, and the prompt tokens to compute."""
-        sampling = [sequence for sequence in self.active if sequence.is_generating]
+    def _schedule(self, rank: Rank) -> tuple[list[Sequence], int]:
+        """Allocate the blocks of sequences that start on a rank. Return those that get tokens, and the prompt tokens to compute."""
+        sampling = [sequence for sequence in rank.active if sequence.is_generating]
         budget = limit = self.limits.max_num_tokens - len(sampling)
-        for sequence in self.active:
+        for sequence in rank.active:
             if sequence.is_generating:
                 continue
             if not sequence.blocks:
-                length, used = len(sequence.prompt) + sequence.limit, self._used_blocks
+                length, used = len(sequence.prompt) + sequence.limit, rank.used_blocks
                 if self._speculation is not None:
                     # py_executor_creator.py, model_engine_max_seq_len: the drafts of this step and of the next one.
                     length += 2 * self._speculation.draft_tokens
                 blocks = {window: -(-min(length, window) // self.limits.block_size) for window in used}
-                if any(used[w] + blocks[w] > most * self.limits.ranks for w, most in self.limits.windows.items()):
+                if any(used[w] + blocks[w] > most for w, most in self.limits.windows.items()):
                     self._note_wait(sequence)
                     break  # the capacity scheduler stops at the first that does not fit
                 for window in used:
                     used[window] += blocks[window]
                 sequence.blocks = blocks
                 if self.limits.reuses_blocks:
-                    sequence.cached = sequence.prefilled = self.prefixes.match(sequence.root, sequence.prompt)
+                    sequence.cached = sequence.prefilled = rank.prefixes.match(sequence.root, sequence.prompt)
             chunk = min(len(sequence.prompt) - sequence.prefilled, budget)
             budget -= chunk
             sequence.prefilled += chunk
             if sequence.is_generating:
                 sampling.append(sequence)
-                self.prefixes.store(sequence.root, sequence.prompt)
+                rank.prefixes.store(sequence.root, sequence.prompt)
         return sampling, limit - budget
 
     def _note_wait(self, sequence: Sequence) -> None:
@@ -246,8 +254,8 @@ class Engine:
     def _end(self, sequence: Sequence, finish: FinishReason | None) -> None:
         """Free the blocks of a sequence; `finish` is None after an error."""
         for window, blocks in sequence.blocks.items():
-            self._used_blocks[window] -= blocks
-        self.active.remove(sequence)
+            sequence.rank.used_blocks[window] -= blocks
+        sequence.rank.active.remove(sequence)
         self._ended(sequence.id)
         reason = "error" if finish is None else finish.value.partition(" ")[0]
         self._recorder.write("end", id=sequence.id, reason=reason, tokens=sequence.generated)
@@ -272,10 +280,19 @@ class Engine:
         return not self._settings.step_fail_ends
 
     def _measure(self) -> None:
-        """Add the statistics of an iteration, with the library's keys (cpp/tensorrt_llm/executor/jsonSerialization.cpp)."""
+        """Add the statistics of an iteration, with the library's keys (cpp/tensorrt_llm/executor/jsonSerialization.cpp).
+
+        Those of the first rank; 1.3 adds an entry for each of the others.
+        """
         self._iteration += 1
+        self.statistics.append(self._entry(self.ranks[0]))
+        if self._release.blocks_for_stats:
+            for number, rank in enumerate(self.ranks[1:], 1):
+                self.statistics.append(self._entry(rank) | {"attentionDpRank": number})
+
+    def _entry(self, rank: Rank) -> dict[str, Any]:
         limits = self.limits
-        free = {w: most - -(-self._used_blocks[w] // limits.ranks) for w, most in limits.windows.items()}
+        free = {w: most - rank.used_blocks[w] for w, most in limits.windows.items()}
         cache = {
             "maxNumBlocks": limits.max_num_blocks,
             "freeNumBlocks": sum(free.values()),
@@ -296,7 +313,7 @@ class Engine:
                 "numRequestsWithDraftTokens": self._drafting,
             }
             self._drafted = self._accepted = self._drafting = 0
-        self.statistics.append(entry)
+        return entry
 
     def _hand_over(self) -> None:
         """Hand the items of an iteration to their readers by one callback on the event loop."""

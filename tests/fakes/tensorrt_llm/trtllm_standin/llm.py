@@ -157,6 +157,7 @@ class StandInLLM:
         lora_request: Any = None,  # noqa: ANN401 - LoRARequest
         priority: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        scheduling_params: Any = None,  # noqa: ANN401 - SchedulingParams
         **_: Any,  # noqa: ANN401 - arguments of some releases
     ) -> RequestOutput:
         if self._executor is None or self._executor.is_shutdown():
@@ -180,11 +181,15 @@ class StandInLLM:
             description = {"sampling": changed_fields(sampling_params), "cache_salt": cache_salt}
             if priority is not None:
                 description["priority"] = priority
+            if scheduling_params is not None:
+                description["rank"] = scheduling_params.attention_dp_rank
             if lora_request is not None:
                 description["lora"] = [lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path]
         return self._executor.generate_async(
             prompt,
-            lambda result: self.sequence(result, prompt, sampling_params, lora_request, cache_salt),
+            lambda result: self.sequence(
+                result, prompt, sampling_params, lora_request, cache_salt, scheduling=scheduling_params
+            ),
             keeps_stop=sampling_params.include_stop_str_in_output,
             description=description,
         )
@@ -206,6 +211,7 @@ class StandInLLM:
         params: Any,  # noqa: ANN401 - SamplingParams
         lora_request: Any,  # noqa: ANN401 - LoRARequest
         salt: str | None,
+        scheduling: Any,  # noqa: ANN401 - SchedulingParams
     ) -> Sequence:
         """Return the sequence of a request. Raises ValueError if it cannot be served."""
         if params.max_tokens <= 0:
@@ -227,6 +233,7 @@ class StandInLLM:
             adapter=self._loras.load(lora_request),
             root=(salt, None if lora_request is None else lora_request.lora_int_id),
             guide=None if self._guided is None or guide is None else self._guided.follow(guide, params.end_id),
+            scheduling=scheduling,
         )
 
 

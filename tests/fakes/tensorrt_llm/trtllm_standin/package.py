@@ -21,6 +21,7 @@ MODULES = {
     "1.3": {
         "tensorrt_llm.executor.utils": ("RequestError",),
         "tensorrt_llm._torch.peft.lora.cuda_graph_lora_manager": (),
+        "tensorrt_llm.scheduling_params": ("SchedulingParams",),
     },
 }
 """Modules and names that are used, beside those that the tables list as public."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Protocol
+from typing import Any, Protocol
 
 from trtllm_standin.results import FinishReason, Logprob, RequestOutput, Response
 from trtllm_standin.settings import Fault
@@ -65,6 +65,10 @@ class Sequence:
     """Computed prompt tokens."""
     blocks: Mapping[int, int] = field(default_factory=dict)
     """Attention window → KV blocks."""
+    scheduling: Any = None
+    """SchedulingParams."""
+    rank: Any = None
+    """The attention data parallel rank that has it."""
     waited: bool = False
     """It was active, and there were too few KV blocks for it."""
     expected: cycle[int] = field(init=False)

@@ -117,6 +117,14 @@ ATTACKS = {
     "lossless JPEG": (b"\xff\xd8" + frame_header(9, 9, 0xC3), "not supported"),
     "JPEG of zeros": (b"\xff\xd8\xff" + bytes(99), "not those of a JPEG"),
     "JPEG of fill bytes": (b"\xff\xd8" + b"\xff" * 99, "cut off"),
+    "JPEG of many scans": (
+        b"\xff\xd8" + frame_header(9, 9) + b"\xff\xda\0\2\xff\0\1\xff\xd7" * 101 + b"\xff\xd9",
+        "more than 100 scans",
+    ),
+    "JPEG with an end that is skipped": (
+        b"\xff\xd8" + frame_header(9, 9) + b"\xff\xda\0\2\1\xff\1\xff\xd9",
+        "not those",
+    ),
 }
 
 
@@ -129,8 +137,11 @@ def test_attacks_by_files_are_refused_in_one_line(attack: str) -> None:
     assert len(str(refusal.value)) < 120
 
 
-def test_a_jpeg_may_have_what_phones_append() -> None:
-    assert image_size(picture(40, 30, kind="JPEG") + b"MotionPhoto_Data", MOST) == (40, 30)
+@pytest.mark.parametrize("progressive", [True, False])
+def test_a_jpeg_may_have_what_cameras_append(*, progressive: bool) -> None:
+    photo = picture(40, 30, kind="JPEG", progressive=progressive, comment=b"\xff\xd9")
+    for more in (b"MotionPhoto_Data", b"\xff\xda" * 200, picture(9, 9, kind="JPEG")):
+        assert image_size(photo + more, MOST) == (40, 30)
 
 
 def test_any_bytes_are_read_or_refused() -> None:

@@ -190,7 +190,7 @@ def test_stages_divide_the_gpus(library: Library, tmp_path: Path) -> None:
     options: dict[str, object] = {"pipeline_parallel_size": 2, "enable_attention_dp": True}
     how = constructed(library, model, options, tensor_parallel=8, gpus_per_node=4)
     sizes = {name: how.keywords[f"{name}_parallel_size"] for name in ("tensor", "pipeline")}
-    assert (sizes, how.keywords["gpus_per_node"], how.ranks) == ({"tensor": 4, "pipeline": 2}, 4, 4)
+    assert (sizes, how.keywords["gpus_per_node"], how.info.ranks) == ({"tensor": 4, "pipeline": 2}, 4, 4)
     alone = constructed(library, model, tensor_parallel=8).keywords
     assert alone["tensor_parallel_size"] == 8
     assert not {"pipeline_parallel_size", "gpus_per_node"} & alone.keys()
