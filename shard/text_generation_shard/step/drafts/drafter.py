@@ -84,9 +84,9 @@ class Drafter:
 
     def may_draft(self, rows: int) -> bool:
         """Return False if no step with so many rows should have drafts, whatever its sequences are."""
-        self._quiet += 1
-        if self._waited:
+        if self._waited:  # the step was counted
             return True
+        self._quiet += 1
         if rows >= MANY and self._quiet > QUIET_STEPS and self._quiet % PAUSE:
             return False
         if self._quiet % PAUSE == 0 or rows not in self._may_pay:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from pathlib import Path
@@ -14,12 +15,17 @@ from native_families import native_configs
 from prediction_layers import PredictionLayer
 from reference_kernels import reference_engine
 from reference_ops import relative_error
+from safetensors.torch import load_file, save_file
 from scripted_drafts import ScriptedDrafts, draft_by
-from tiny_transformers import SHAPE
+from structlog.testing import capture_logs
+from tiny_quantized import quantized_model
+from tiny_transformers import SHAPE, random_model, save
+from transformers import Qwen2Config
 
 from text_generation_proto.values import PREDICTED, WarmUpLimits
-from text_generation_shard.config import ShardConfig
+from text_generation_shard.config import LoadFormat, ShardConfig
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
 from text_generation_shard.step.drafts.drafter import Drafter
@@ -65,7 +71,9 @@ class Predicted(Drafter):
 
 
 @pytest.mark.parametrize("build", [build_engine, reference_engine], ids=["CPU", "device"])
-@pytest.mark.parametrize("family", ["qwen3_next", full("qwen3_5_text"), full("qwen3_5_moe_text")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", full("qwen3_5_text"), full("qwen3_5_moe_text"), "deepseek_v3", full("glm4_moe"), "qwen2"]
+)
 def test_drafts_are_those_of_the_layer(
     family: str, build: Callable[[ShardConfig], TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,14 +87,14 @@ def test_drafts_are_those_of_the_layer(
             for pool in executor._runner._cache.pools.values():
                 pool.fill_(torch.nan)
     logits: list[torch.Tensor] = []
-    predict = executor.predict
+    model = executor._runner._model
+    predicted = model.predicted
 
-    def recorded(*arguments: object, drafts: bool) -> tuple[torch.Tensor, list[int]]:
-        hidden, tokens = predict(*arguments, drafts=drafts)  # type: ignore[arg-type]
-        logits.extend(executor._runner.logits(hidden))
-        return hidden, tokens
+    def recorded(hidden: torch.Tensor) -> torch.Tensor:
+        logits.extend(model.logits(hidden) if len(hidden) else ())
+        return predicted(hidden)
 
-    monkeypatch.setattr(executor, "predict", recorded)
+    monkeypatch.setattr(model, "predicted", recorded)
     draft_by(engine, None)
     streams = [driver.admit(prompt, 20, chunk=chunk) for prompt, chunk in zip(PROMPTS, (9, 16, 100), strict=True)]
     driver.run()
@@ -117,6 +125,66 @@ def test_drafts_are_those_of_the_layer(
     driver.run()
     assert logits
     assert all(each.isfinite().all() for each in logits)
+
+
+def drafted(folder: Path, load_format: LoadFormat = "auto") -> list[tuple[list[int], tuple[int, ...]]]:
+    """Return what the layer of a checkpoint drafts for a text, after each of its parts."""
+    config = ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4, speculate="3", load_format=load_format)
+    engine = build_engine(config)
+    assert isinstance(engine, TorchEngine)
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    draft_by(engine, drafter := Predicted())
+    driver.alone(PROMPTS[0], 6)
+    return drafter.found
+
+
+def change_config(folder: Path, changes: dict[str, object]) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+
+
+@pytest.mark.parametrize("of_layer", [True, False])
+def test_the_layer_of_a_quantized_checkpoint_is_quantized_or_not(tmp_path: Path, *, of_layer: bool) -> None:
+    for kind in ("quantized", "dense"):
+        (tmp_path / kind).mkdir()
+        folder = PredictionLayer(Qwen2Config(**SHAPE | {"hidden_size": 96, "intermediate_size": 128})).write(
+            tmp_path / kind
+        )
+        for name in ("model", "predictions") if of_layer else ("model",):
+            config, stored, dense = quantized_model(load_file(folder / f"{name}.safetensors"))
+            save_file(stored if kind == "quantized" else dense, folder / f"{name}.safetensors")
+    change_config(tmp_path / "quantized", {"quantization_config": config})
+    assert drafted(tmp_path / "quantized") == drafted(tmp_path / "dense")
+
+
+def test_a_layer_without_some_tensor_is_not_loaded(tmp_path: Path) -> None:
+    folder = PredictionLayer(CONFIGS["qwen2"]).write(tmp_path)
+    path = folder / "predictions.safetensors"
+    save_file({name: each for name, each in load_file(path).items() if "q_proj" not in name}, path)
+    with capture_logs() as logs:
+        engine = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4))
+    assert isinstance(engine, TorchEngine)
+    assert engine.predictions is None
+    (line,) = [each for each in logs if each["event"] == "the layer that predicts tokens is not loaded"]
+    assert "has no tensor model.mtp_layers.0.self_attn.q_proj.weight" in line["reason"]
+
+
+def test_random_weights_have_the_layer_that_the_config_names_and_warm_up_measures_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    folder, predict = Path(save(random_model(CONFIGS["qwen2"]), tmp_path)), CpuRunner.predict
+    change_config(folder, {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1})
+
+    def measured(
+        runner: CpuRunner, plan: StepPlan, *arguments: object, drafts: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(plan.sizes.tokens)
+        return predict(runner, plan, *arguments, drafts=drafts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CpuRunner, "predict", measured)
+    assert drafted(folder, "dummy")
+    assert sizes[0] == max(sizes) > 256
 
 
 def test_an_error_of_the_layer_costs_its_drafts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,10 @@ class TorchEngine(SynchronousEngine):
                 if self._images is not None:
                     self._images.most_tokens = limits.max_batch_prefill_tokens or self.info.suggested_prefill_tokens
                     self._images.place_largest(rows)
-                self._record(self._sample(self._launch(rows, adapted=bool(self.info.max_loras))))
+                largest = self._sample(self._launch(rows, adapted=bool(self.info.max_loras)))
+                if self.predictions is not None and largest.hidden is not None:
+                    self.predictions.measure(rows, largest.hidden)
+                self._record(largest)
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)

@@ -83,6 +83,12 @@ def wanted_sizes(sizes: Sequence[int], only_largest: bool, max_tokens: int | Non
     return sizes[-1:] if only_largest else [x for x in reversed(sizes) if max_tokens is None or x <= max_tokens]
 
 
+def put_ids(plan: StepPlan, numbers: Tensor, ids: Tensor) -> None:
+    """Write the first tokens of a plan that is in device memory `numbers`."""
+    first = plan.bounds[0][0]
+    numbers[first : first + len(ids)].copy_(ids)
+
+
 class DecodeGraphs:
     """The graphs of all capture sizes, for a cache of `groups`. `run` computes a step whose plan is in a device tensor."""
 
@@ -117,12 +123,17 @@ class DecodeGraphs:
         replay, output = pool.record(partial(self._run, plan, numbers))
         self._graphs[size, adapted] = _Graph(replay, numbers, output)
 
-    def replay(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput | None:
-        """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory."""
+    def replay(self, plan: StepPlan, numbers: Tensor, ids: Tensor | None = None) -> ForwardOutput | None:
+        """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory.
+
+        `ids` on the device are in the place of the first tokens of the plan.
+        """
         graph = self._graphs.get((plan.sizes.tokens, plan.adapted))
         if plan.sizes.chunks or graph is None or graph.numbers.shape != numbers.shape:
             return None
         graph.numbers.copy_(numbers, non_blocking=True)
+        if ids is not None:
+            put_ids(plan, graph.numbers, ids)
         graph.replay()
         # A graph always samples greedily; the result is discarded if the step is not greedy.
         return graph.output if plan.greedy else replace(graph.output, sampled=None)

@@ -23,7 +23,7 @@ from text_generation_shard.engines.torch.layers.mlp import GatedMLP, LayerMLP
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.layers.precision import Precision
-from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
+from text_generation_shard.engines.torch.layers.rope import Rope, RotaryEmbedding
 from text_generation_shard.engines.torch.models.native.config import DecoderNumbers
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
@@ -134,12 +134,15 @@ class DecoderLayer:
 
 @dataclass(eq=False, kw_only=True)
 class PredictionPart:
-    """The weights that predict the token after the next one, from the embedding of that and the output of the model."""
+    """The weights that predict the token after the next one: see `prediction_config`."""
 
     embedding_norm: RMSNorm
     hidden_norm: RMSNorm
     projection: DenseLinear
-    """The product of both, in this order."""
+    hidden_first: bool
+    """True: the projection reads the hidden states before the embeddings."""
+    rotation: tuple[Rope, int]
+    """The rotation of its attention, and the numbers of a head that it reads."""
     layer: DecoderLayer
     norm: RMSNorm
 
@@ -229,7 +232,7 @@ class Decoder:
         self._ops = ops
         self._group = group
         self._device = weights.embedding.device
-        self.predicts = weights.prediction is not None
+        self.predicts = 0 if weights.prediction is None else len(weights.prediction.norm.weight)
         if ops.has_buffers:
             for each in weights.rotary:
                 each.fill_table(config.max_sequence_length)
@@ -263,10 +266,15 @@ class Decoder:
         assert part is not None
         embedded = step.embed(self._weights.embedding, self._embedding_scale, buffers.residual)
         dtype = self._weights.precision.model
-        inputs = part.embedding_norm(embedded.to(dtype)), part.hidden_norm(hidden.to(dtype))
+        inputs = [part.embedding_norm(embedded.to(dtype)), part.hidden_norm(hidden.to(dtype))]
+        if part.hidden_first:
+            inputs.reverse()
         stream = ResidualStream(part.projection(torch.cat(inputs, dim=1)), buffers.normed)
         self._add_layer(step, stream, part.layer, iter(self._places[-1:]), buffers.of(-1))
         return self._ops.norm(stream, part.norm, buffers.normed)
+
+    def predicted(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden).argmax(1) if len(hidden) else hidden.new_empty(0, dtype=torch.int64)
 
     def _add_layer(
         self,

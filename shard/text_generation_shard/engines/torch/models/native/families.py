@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
+from text_generation_shard.engines.torch.models.native.expert_families import GLM_EXPERTS
 from text_generation_shard.engines.torch.models.native.family import (
     ATTENTION_BIAS,
     MLP_BIAS,
@@ -12,6 +13,7 @@ from text_generation_shard.engines.torch.models.native.family import (
     NormNames,
 )
 from text_generation_shard.engines.torch.models.native.latent_families import LATENT_FAMILIES
+from text_generation_shard.engines.torch.models.native.prediction_config import MIMO, NEXTN
 from text_generation_shard.engines.torch.models.native.state_families import STATE_FAMILIES
 from text_generation_shard.engines.torch.models.native.wrappers import TEXT_PARTS
 
@@ -61,6 +63,7 @@ GEMMA3 = replace(
     attention_softcap=None,
     final_softcap=None,
 )
+QWEN2 = Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="use_sliding_window", window=4096)
 GLM = Family(
     "GlmForCausalLM",
     num_kv_heads=2,
@@ -93,7 +96,8 @@ FAMILIES: dict[str, Family] = {
         ),
         windows="all layers",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="use_sliding_window", window=4096),
+    "qwen2": QWEN2,
+    "mimo": replace(QWEN2, architecture="MiMoForCausalLM", prediction=MIMO),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         num_kv_heads=32,
@@ -193,6 +197,19 @@ FAMILIES: dict[str, Family] = {
         GLM,
         architecture="Glm4ForCausalLM",
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        vocab_size=151_552,
+        num_heads=96,
+        max_positions=131_072,
+        num_kv_heads=8,
+        rms_norm_eps=1e-5,
+        qkv_bias=ATTENTION_BIAS,
+        query_key_norm=("use_qk_norm", False),
+        partial_rotary=0.5,
+        experts=GLM_EXPERTS,
+        prediction=NEXTN,
     ),
     **STATE_FAMILIES,
     **LATENT_FAMILIES,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from text_generation_shard.engines.torch.models.native.expert_families import DENSE, SIGMOID_EXPERTS, SOFTMAX_EXPERTS
 from text_generation_shard.engines.torch.models.native.family import ATTENTION_BIAS, Family
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
+from text_generation_shard.engines.torch.models.native.prediction_config import NEXTN
 
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -15,6 +16,7 @@ DEEPSEEK_V3 = Family(
     interleaved_rotary=True,
     latent=LatentSizes(),
     experts=SIGMOID_EXPERTS,
+    prediction=NEXTN,
 )
 MISTRAL4_ROPE = (
     ("rope_type", "yarn"),

@@ -8,7 +8,6 @@ logits gathered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,12 +22,13 @@ from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.models.native.adapters import ModelAdapters
 from text_generation_shard.engines.torch.models.native.attention import AttentionWeights
-from text_generation_shard.engines.torch.models.native.config import PREDICTION, ModelConfig
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import DecoderLayer, DecoderWeights, PredictionPart
 from text_generation_shard.engines.torch.models.native.delta_net import GatedDeltaNet
 from text_generation_shard.engines.torch.models.native.experts import Experts, ExpertsBesideMLP, shares_form
 from text_generation_shard.engines.torch.models.native.latent_attention import LatentAttention
 from text_generation_shard.engines.torch.models.native.mamba import Mamba
+from text_generation_shard.engines.torch.models.native.prediction_config import PredictionConfig, dequantized
 from text_generation_shard.engines.torch.models.native.projections import LayerProjections
 from text_generation_shard.engines.torch.models.native.short_convolution import ShortConvolution
 from text_generation_shard.engines.torch.models.native.state_config import Multipliers
@@ -173,27 +173,35 @@ class LayerWeights(DecoderLayer):
 
 
 class PredictionWeights(PredictionPart):
-    """The weights of `mtp.*` in checkpoints of Qwen3-Next and Qwen3.5: a layer like the last one with attention, and what is around it."""
+    """The weights of a predicting layer: a layer like the last one with attention, and what is around it."""
 
     layer: LayerWeights
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelRank, device: torch.device, precision: Precision) -> None:
-        width, dtype, zero_centered = config.hidden_size, precision.model, config.family.zero_centered_norms
+    def __init__(
+        self, config: PredictionConfig, tp: TensorParallelRank, device: torch.device, precision: Precision
+    ) -> None:
+        self._names, model = config.names, config.model
+        width, dtype, zero_centered = model.hidden_size, precision.model, model.family.zero_centered_norms
         self.embedding_norm, self.hidden_norm, self.norm = (
-            RMSNorm(width, config.rms_norm_eps, device, dtype, zero_centered=zero_centered) for _ in range(3)
+            RMSNorm(width, model.rms_norm_eps, device, dtype, zero_centered=zero_centered) for _ in range(3)
         )
         self.projection = DenseLinear(torch.empty(width, 2 * width, device=device, dtype=dtype), None, precision.logits)
-        attention = (True,) * config.num_layers if config.states is None else config.states.attention
-        last = config.num_layers - 1 - attention[::-1].index(True)
-        self.layer = LayerWeights(config, last, tp, device, precision, None, prefix="mtp.layers.0.")
+        self.hidden_first = config.names.hidden_first
+        prefix = config.names.root + config.names.layer
+        self.rotation, self.layer = (
+            config.rotation,
+            LayerWeights(model, config.index, tp, device, precision, None, prefix),
+        )
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
-        return self.layer.named_parameters() | {
-            "mtp.pre_fc_norm_embedding.weight": self.embedding_norm.weight,
-            "mtp.pre_fc_norm_hidden.weight": self.hidden_norm.weight,
-            PREDICTION: self.projection.weight,
-            "mtp.norm.weight": self.norm.weight,
+        names = self._names
+        own: dict[str, RMSNorm | DenseLinear] = {
+            names.embedding_norm: self.embedding_norm,
+            names.hidden_norm: self.hidden_norm,
+            names.projection: self.projection,
+            names.norm: self.norm,
         }
+        return self.layer.named_parameters() | {f"{names.root}{name}.weight": each.weight for name, each in own.items()}
 
     def process_weights_after_loading(self) -> None:
         for each in (self.embedding_norm, self.hidden_norm, self.norm, self.layer):
@@ -225,7 +233,7 @@ def empty_weights(
     found = ModelAdapters(adapters, torch.float32 if on_cpu else dtype, room) if room.slots else None
     if on_cpu:
         # A CPU has no quantized products: weights are dequantized while they load.
-        return ModelWeights(replace(config, quantization=None), tp, device, Precision.uniform(dtype), found)
+        return ModelWeights(dequantized(config), tp, device, Precision.uniform(dtype), found)
     # Weights of FP8 and of experts are so coarse that more bits would not help; products inside latent attention round.
     rounded = any(each is not None for each in (config.quantization, config.experts, config.latent))
     return ModelWeights(config, tp, device, Precision.of(config.hidden_size, dtype, rounded=rounded), found)
@@ -254,13 +262,15 @@ class ModelWeights(DecoderWeights):
         ]
         if adapters is not None:
             adapters.check()
-        self.prediction = PredictionWeights(config, tp, device, precision) if config.predicts else None
+        self.prediction = None
+        if config.prediction is not None:
+            self.prediction = PredictionWeights(config.prediction, tp, device, precision)
         kinds = [
             (rope, shape.rotated_dim)
             for rope, shape, layer in zip(config.ropes, config.layers, self.layers, strict=True)
             if layer.attention is not None
         ]
-        kinds += kinds[-1:] if config.predicts else []
+        kinds += [] if self.prediction is None else [self.prediction.rotation]
         rotary = {kind: RotaryEmbedding(*kind, device) for kind in set(kinds)}
         self.rotary = [rotary[kind] for kind in kinds]
         self.norm = RMSNorm(
@@ -278,7 +288,7 @@ class ModelWeights(DecoderWeights):
         self.head = DenseLinear(head, None, self.precision.logits)
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
-        """Return the tensors to fill, by checkpoint name."""
+        """Return the tensors to fill, by checkpoint name, without those of the predicting layer."""
         parameters: dict[str, ParameterShard | Tensor] = {
             f"{self._embedding_name}.weight": self.embedding,
             f"{self._last_norm}.weight": self.norm.weight,
@@ -287,8 +297,8 @@ class ModelWeights(DecoderWeights):
         if not self.tied and own.length:
             shape = (own.total, self.embedding.shape[1])
             parameters["lm_head.weight"] = ParameterShard(self.head.weight[: own.length], shape, (own.start, 0))
-        for each in self._parts:
-            parameters |= each.named_parameters()
+        for layer in self.layers:
+            parameters |= layer.named_parameters()
         return parameters
 
     @property
