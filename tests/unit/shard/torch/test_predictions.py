@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_models import EagleModel
 from engine_driver import Driver
 from full_grid import full
 from native_families import native_configs
@@ -20,10 +21,11 @@ from scripted_drafts import ScriptedDrafts, draft_by
 from structlog.testing import capture_logs
 from tiny_quantized import quantized_model
 from tiny_transformers import SHAPE, random_model, save
-from transformers import Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from text_generation_proto.values import PREDICTED, WarmUpLimits
 from text_generation_shard.config import LoadFormat, ShardConfig
+from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
@@ -72,14 +74,30 @@ class Predicted(Drafter):
 
 @pytest.mark.parametrize("build", [build_engine, reference_engine], ids=["CPU", "device"])
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", full("qwen3_5_text"), full("qwen3_5_moe_text"), "deepseek_v3", full("glm4_moe"), "qwen2"]
+    "family",
+    [
+        "qwen3_next",
+        full("qwen3_5_text"),
+        full("qwen3_5_moe_text"),
+        "deepseek_v3",
+        full("glm4_moe"),
+        "qwen2",
+        "EAGLE-3",
+        "EAGLE-3 of speculators",
+    ],
 )
 def test_drafts_are_those_of_the_layer(
     family: str, build: Callable[[ShardConfig], TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = PredictionLayer(CONFIGS[family])
-    folder = layer.write(tmp_path)
-    engine = build(ShardConfig(model_path=str(folder), device="cpu", dtype="float32", max_batch_size=4, speculate="3"))
+    is_eagle = family.startswith("EAGLE-3")
+    layer: PredictionLayer | EagleModel
+    if is_eagle:
+        layer = EagleModel(LlamaConfig(**SHAPE | {"initializer_range": 0.05}), speculators="of" in family)
+    else:
+        layer = PredictionLayer(CONFIGS[family])
+    folder = str(layer.write(tmp_path))
+    config = ShardConfig(model_path=folder, device="cpu", dtype="float32", max_batch_size=4, speculate="3")
+    engine = build(config.model_copy(update={"speculator": f"{folder}/draft"}) if is_eagle else config)
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     executor = engine._executor
     if isinstance(executor._runner, CpuRunner):  # which clears each block that is entered
@@ -91,7 +109,9 @@ def test_drafts_are_those_of_the_layer(
     predicted = model.predicted
 
     def recorded(hidden: torch.Tensor) -> torch.Tensor:
-        logits.extend(model.logits(hidden) if len(hidden) else ())
+        head = model._weights.prediction.head
+        if len(hidden):
+            logits.extend(model.logits(hidden) if head is None else head(hidden))
         return predicted(hidden)
 
     monkeypatch.setattr(model, "predicted", recorded)
@@ -185,6 +205,33 @@ def test_random_weights_have_the_layer_that_the_config_names_and_warm_up_measure
     monkeypatch.setattr(CpuRunner, "predict", measured)
     assert drafted(folder, "dummy")
     assert sizes[0] == max(sizes) > 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"draft_vocab_size": None, "architectures": ["LlamaForCausalLM"]}, "no draft model of the form of EAGLE-3"),
+        ({"speculators_model_type": "eagle", "transformer_layer_config": {}}, "no draft model of the form of EAGLE-3"),
+        ({"norm_before_fc": True}, "norm_before_fc True is not supported, only False"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False is not supported"),
+        ({"model_type": "qwen3"}, "a draft model of type 'qwen3' is not supported, only llama"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, the model needs 1"),
+        ({"vocab_size": 332}, "vocab_size is 332, the model needs 331"),
+        ({"target_hidden_size": 40}, "the hidden size of its target is 40, the model needs 48"),
+        ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "not three layers of 3"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized draft models are not supported"),
+        ({"draft_vocab_size": 65}, r"lm_head\.weight has shape \[64, 48\], config\.json says \[65, 48\]"),
+        ({}, "d2t of the draft model names tokens outside of the vocabulary of 331"),
+    ],
+)
+def test_other_draft_models_are_refused_by_name(changes: dict[str, object], problem: str, tmp_path: Path) -> None:
+    draft = EagleModel(LlamaConfig(**SHAPE)).write(tmp_path) / "draft"
+    change_config(draft, changes)
+    if not changes:
+        tensors = load_file(draft / "model.safetensors")
+        save_file(tensors | {"d2t": tensors["d2t"] + 14}, draft / "model.safetensors")
+    with pytest.raises(EngineError, match=problem):
+        build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
 
 
 def test_an_error_of_the_layer_costs_its_drafts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

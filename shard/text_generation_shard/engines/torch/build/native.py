@@ -63,6 +63,8 @@ def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[E
     if on_cpu:
         weights.pack()
     scales = [(model_config.attention_scale, model_config.attention_softcap)] * len(weights.layer_shapes)
+    if weights.prediction is not None:
+        scales[-1] = weights.prediction.score_rules
     runner = builder.runner(
         lambda ops: Decoder(model_config, weights, ops, group),
         weights.layer_shapes,

@@ -18,6 +18,7 @@ from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.eagle_config import read_eagle
 from text_generation_shard.engines.torch.models.native.parameters import PredictionWeights
 from text_generation_shard.engines.torch.models.native.prediction_config import (
     COUNTS,
@@ -113,6 +114,10 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
 def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.device) -> ModelConfig:
     """Return a model with what drafts need, whose states are kept as the settings say."""
     longest = longest_draft(config, device, has_states=model_config.states is not None)
+    if config.speculator and config.world_size > 1:
+        raise EngineError("--speculator: draft models are not served in tensor-parallel groups")
+    if config.speculator and not longest:
+        log.warning("the draft model is not used: no drafts are made, see --speculate")
     if longest and config.world_size == 1:
         model_config = replace(model_config, prediction=find_prediction(config, model_config, device))
     if (states := model_config.states) is None:
@@ -123,10 +128,12 @@ def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.de
 
 
 def find_prediction(config: ShardConfig, model: ModelConfig, device: torch.device) -> PredictionConfig | None:
-    """Return the layer of the checkpoint that predicts tokens, if it has one; logs why one is not loaded.
+    """Return the draft model, else the layer of the checkpoint that predicts tokens, if any; logs why one is not loaded.
 
     With random weights it has one if config.json says so. The layer of a quantized checkpoint may be quantized or not.
     """
+    if config.speculator:
+        return read_eagle(Path(config.speculator), model, has_files=config.load_format != "dummy")
     if (names := model.family.prediction) is None:
         return None
     names, folder = replace(names, root=names.root.format(layers=model.num_layers)), Path(config.model_path)

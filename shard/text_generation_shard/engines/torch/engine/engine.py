@@ -276,7 +276,7 @@ class TorchEngine(SynchronousEngine):
         """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
-        step.hidden = None if self.predictions is None else launched.hidden
+        step.hidden = None if self.predictions is None else launched.carried
         for row, offset in launched.prefills:
             if (scores := row.sequence.prompt_scores) is not None:
                 step.scores += start_scores(row, scores, offset, launched.hidden, self._executor.logits)

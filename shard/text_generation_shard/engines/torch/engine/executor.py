@@ -56,6 +56,8 @@ class Launched:
 
     hidden: Tensor
     """[tokens, hidden]: hidden states of all tokens, as `Executor.logits` expects them."""
+    carried: Tensor
+    """[tokens, …]: what `predict` reads."""
     prefills: list[tuple[StepRow, int]]
     """Rows that prefill, and the offset of their first token in `hidden`."""
     logits: Tensor | None
@@ -134,6 +136,7 @@ class Executor:
         output = self._runner.start(plan, images)
         return Launched(
             hidden=output.normed,
+            carried=output.normed if output.carried is None else output.carried,
             prefills=prefills,
             # A graph computes the logits of its padding rows too.
             logits=None if output.logits is None else output.logits[: rows.num_sampling],

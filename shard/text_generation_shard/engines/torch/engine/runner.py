@@ -76,6 +76,8 @@ class ForwardOutput:
     """float32 [rows that sample, vocabulary]; None if no row samples."""
     sampled: Tensor | None
     """int32 [2 · n], n ≥ the number of rows that sample, if sampled greedily: n token ids, then the bits of n logprobs."""
+    carried: Tensor | None = None
+    """[tokens, predicts]: what `Model.predict` reads; None: `normed`."""
 
 
 class Runner(ABC):
@@ -176,7 +178,7 @@ class Runner(ABC):
     def predict(
         self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], *, drafts: bool
     ) -> tuple[Tensor, Tensor]:
-        """Launch `Model.predict`; return its hidden states and the most probable next tokens at some tokens, `rows`.
+        """Launch `Model.predict`; return the hidden states for the next call and the most probable next tokens at some tokens, `rows`.
 
         `ids` are the first tokens, in the place of those of the plan; `hidden` are rows for these. `drafts`: at positions that no
         step has computed.

@@ -54,10 +54,11 @@ class CpuRunner(Runner):
         step, batch = self._step(plan, images)
         with self._translate_peer_loss:
             hidden = batch.in_plan_order(self._model.forward(step))
+            carried = None if step.carried is None else batch.in_plan_order(step.carried)
             if not plan.num_sampling:
-                return ForwardOutput(hidden, None, None)
+                return ForwardOutput(hidden, None, None, carried)
             sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden
-            return ForwardOutput(hidden, self._model.logits(sampling), None)
+            return ForwardOutput(hidden, self._model.logits(sampling), None, carried)
 
     def predict(
         self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], *, drafts: bool
@@ -66,7 +67,8 @@ class CpuRunner(Runner):
             plan.column("ids")[: len(ids)] = ids.numpy()
         step, batch = self._step(plan, clears=drafts)
         normed = batch.in_plan_order(self._model.predict(step, hidden[batch.places]))[rows]
-        return normed, self._model.predicted(normed)
+        carried = normed if step.carried is None else batch.in_plan_order(step.carried)[rows]
+        return carried, self._model.predicted(normed)
 
     def _step(
         self, plan: StepPlan, images: StepImages | None = None, *, clears: bool = True

@@ -145,8 +145,10 @@ class DeviceRunner(Runner):
         on_device = numbers.to(self.device, non_blocking=True)
         if ids is not None:
             put_ids(plan, on_device, ids)
-        normed = select_rows(self._model.predict(self._step(plan, on_device), hidden), rows)
-        return normed, self._model.predicted(normed)
+        step = self._step(plan, on_device)
+        normed = self._model.predict(step, hidden)
+        carried = normed if step.carried is None else step.carried
+        return select_rows(carried, rows), self._model.predicted(select_rows(normed, rows))
 
     def _step_context(self, num_blocks: Sequence[int]) -> StepContext:
         """Allocate a KV cache. It is zeroed, so that it is finite."""
@@ -180,7 +182,7 @@ class DeviceRunner(Runner):
         step = self._step(plan, numbers, images)
         normed = self._normed(step, has_chunks=bool(plan.sizes.chunks))
         if not plan.num_sampling:
-            return ForwardOutput(normed, None, None)
+            return ForwardOutput(normed, None, None, step.carried)
         sampled_from, slots = normed, step.slots
         if plan.sizes.chunks:
             start, end = plan.bounds[COLUMNS.index("sampling")]
@@ -188,18 +190,19 @@ class DeviceRunner(Runner):
             sampled_from, slots = normed.index_select(0, sampling), slots.index_select(0, sampling)
         logits = self._model.logits(sampled_from, logits)
         if not plan.greedy:
-            return ForwardOutput(normed, logits, None)
+            return ForwardOutput(normed, logits, None, step.carried)
         # Aligned like the columns of a plan.
         width = -(-plan.num_sampling // ALIGNMENT) * ALIGNMENT
         sampled = torch.empty(2 * width, dtype=torch.int32, device=self.device)
         token_ids, bits = sampled.view(2, width)[:, : plan.num_sampling]
         self._kernels.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
-        return ForwardOutput(normed, logits, sampled)
+        return ForwardOutput(normed, logits, sampled, step.carried)
 
     def _run_prediction(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput:
         """Compute `Model.predict` from the buffer of hidden states, and the most probable next tokens."""
-        normed = self._model.predict(self._step(plan, numbers), self._hidden[: plan.sizes.tokens])
-        return ForwardOutput(normed, None, self._model.predicted(normed))
+        step = self._step(plan, numbers)
+        normed = self._model.predict(step, self._hidden[: plan.sizes.tokens])
+        return ForwardOutput(normed if step.carried is None else step.carried, None, self._model.predicted(normed))
 
     def _step(self, plan: StepPlan, numbers: Tensor, images: StepImages | None = None) -> DeviceStep:
         """Return the step of a plan in device memory `numbers`, after the updates of the tables."""

@@ -153,12 +153,12 @@ def is_native(folder: Path) -> bool:
     return (raw.optional_text("model_type") or "") in FAMILIES
 
 
-def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
-    """Read the config of the model in `folder`, served with --quantize `quantize`.
+def read_model_config(folder: Path, quantize: str | None = None, whole: JsonObject | None = None) -> ModelConfig:
+    """Read the config of the model in `folder`, its config.json or `whole`, served with --quantize `quantize`.
 
     Raises EngineError with a one-line message: UnsupportedError if transformers may compute the model.
     """
-    whole = _read(folder, "config.json")
+    whole = whole or _read(folder, "config.json")
     raw = _text_part(whole)
     model_type = raw.optional_text("model_type")
     if model_type not in FAMILIES:

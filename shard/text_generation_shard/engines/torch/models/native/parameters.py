@@ -45,7 +45,7 @@ class LayerWeights(DecoderLayer):
     states: StateWeights | None
     mlp: DenseMLP | Experts | ExpertsBesideMLP | None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 – the parts of a layer
         self,
         config: ModelConfig,
         index: int,
@@ -54,14 +54,17 @@ class LayerWeights(DecoderLayer):
         precision: Precision,
         adapters: ModelAdapters | None,
         prefix: str = "",
+        attention_inputs: int = 0,
     ) -> None:
+        """`attention_inputs` of its projections, of a draft model; 0: the hidden size."""
         self._prefix = prefix or f"model.layers.{index}."
         self._config, self._device, self._precision, self._adapters = config, device, precision, adapters
         self._projections = self._projections_of(self._prefix, tp)
         self.attention = None
         if config.states is None or config.states.attention[index]:
             kind = AttentionWeights if config.latent is None else LatentAttention
-            self.attention = kind(config, index, self._projections, self._norm)
+            projections = self._projections_of(self._prefix, tp, attention_inputs)
+            self.attention = kind(config, index, projections, self._norm)
         self.states = self._state_part(index, tp)
         self.mlp = self._mlp(index, tp) if config.states is None or config.states.mlps[index] else None
         self._scalar = torch.empty(1, device=device, dtype=precision.model) if config.family.layer_scalars else None
@@ -76,10 +79,10 @@ class LayerWeights(DecoderLayer):
         self.after_attention = self._norm(hidden_size) if after and names.after_attention else None
         self.after_mlp = self._norm(hidden_size) if after and names.after_mlp else None
 
-    def _projections_of(self, prefix: str, tp: TensorParallelRank) -> LayerProjections:
-        config = self._config
+    def _projections_of(self, prefix: str, tp: TensorParallelRank, inputs: int = 0) -> LayerProjections:
+        config, hidden_size = self._config, self._config.hidden_size
         return LayerProjections(
-            prefix, config.hidden_size, config.quantization, tp, self._device, self._precision, self._adapters
+            prefix, hidden_size, config.quantization, tp, self._device, self._precision, self._adapters, inputs
         )
 
     def _state_part(self, index: int, tp: TensorParallelRank) -> StateWeights | None:
@@ -185,13 +188,26 @@ class PredictionWeights(PredictionPart):
         self.embedding_norm, self.hidden_norm, self.norm = (
             RMSNorm(width, model.rms_norm_eps, device, dtype, zero_centered=zero_centered) for _ in range(3)
         )
-        self.projection = DenseLinear(torch.empty(width, 2 * width, device=device, dtype=dtype), None, precision.logits)
+
+        def linear(outputs: int, inputs: int) -> DenseLinear:
+            return DenseLinear(torch.empty(outputs, inputs, device=device, dtype=dtype), None, precision.logits)
+
+        eagle = config.eagle
+        self.projection = linear(width, 2 * width if eagle is None else len(eagle.layers) * eagle.target_hidden)
         self.hidden_first = config.names.hidden_first
+        self.score_rules = model.attention_scale, model.attention_softcap
         prefix = config.names.root + config.names.layer
-        self.rotation, self.layer = (
-            config.rotation,
-            LayerWeights(model, config.index, tp, device, precision, None, prefix),
-        )
+        self.rotation, joint = config.rotation, 0 if eagle is None else 2 * width
+        self.layer = LayerWeights(model, config.index, tp, device, precision, None, prefix, joint)
+        self._eagle, self._vocabulary = eagle, model.vocab_size
+        if eagle is not None:
+            assert self.layer.input_norm is not None
+            self.embedding_norm = self.layer.input_norm
+            self.taken_before, self.norm_before_residual = eagle.layers, eagle.norm_before_residual
+            self.head = linear(eagle.vocab_size, width)
+            self.tokens = torch.zeros(eagle.vocab_size, dtype=torch.int64, device=device)
+            if eagle.has_embedding:
+                self.embedding = torch.empty(model.vocab_size, width, device=device, dtype=dtype)
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         names = self._names
@@ -201,15 +217,30 @@ class PredictionWeights(PredictionPart):
             names.projection: self.projection,
             names.norm: self.norm,
         }
-        return self.layer.named_parameters() | {f"{names.root}{name}.weight": each.weight for name, each in own.items()}
+        parameters: dict[str, ParameterShard | Tensor] = {
+            f"{names.root}{name}.weight": each.weight for name, each in own.items()
+        }
+        if self._eagle is not None and self.head is not None:
+            parameters["lm_head.weight"] = self.head.weight
+            parameters |= {"d2t": self.tokens} if self._eagle.is_mapped else {}
+            parameters |= {} if self.embedding is None else {"embed_tokens.weight": self.embedding}
+        return self.layer.named_parameters() | parameters
 
     def process_weights_after_loading(self) -> None:
-        for each in (self.embedding_norm, self.hidden_norm, self.norm, self.layer):
+        for each in (self.hidden_norm, self.norm, self.layer):
             each.process_weights_after_loading()
+        if self._eagle is None:
+            self.embedding_norm.process_weights_after_loading()
+            return
+        self.tokens += torch.arange(len(self.tokens), device=self.tokens.device)
+        if self.tokens.min() < 0 or self.tokens.max() >= self._vocabulary:
+            raise EngineError(f"d2t of the draft model names tokens outside of the vocabulary of {self._vocabulary}")
 
     def pack(self) -> None:
         self.layer.pack()
         self.projection.pack()
+        if self.head is not None:
+            self.head.pack()
 
 
 def empty_weights(

@@ -46,6 +46,24 @@ COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """The form of a draft model: see `eagle_config`."""
+
+    layers: tuple[int, ...]
+    """The layers of the model before which hidden states are taken; the number of layers: after the last one."""
+    target_hidden: int
+    """Hidden size of the model."""
+    vocab_size: int
+    """Tokens that it may draft."""
+    is_mapped: bool
+    """True: these are not the first ones of the vocabulary; `d2t` has them."""
+    has_embedding: bool
+    """True: it has an embedding of its own."""
+    norm_before_residual: bool
+    """True: the hidden state is normed before attention is added to it, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionConfig:
     """A predicting layer that is loaded."""
 
@@ -54,6 +72,8 @@ class PredictionConfig:
     """The config of a model with layers of its form."""
     folder: Path
     """The folder of its checkpoint."""
+    eagle: EagleConfig | None = None
+    """The form of a draft model; None for a layer of the model's checkpoint."""
 
     @property
     def index(self) -> int:
