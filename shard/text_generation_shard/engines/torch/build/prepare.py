@@ -128,10 +128,7 @@ def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.de
 
 
 def find_prediction(config: ShardConfig, model: ModelConfig, device: torch.device) -> PredictionConfig | None:
-    """Return the draft model, else the layer of the checkpoint that predicts tokens, if any; logs why one is not loaded.
-
-    With random weights it has one if config.json says so. The layer of a quantized checkpoint may be quantized or not.
-    """
+    """Return the draft model, else the layer of the checkpoint that predicts tokens, if any; logs why one is not loaded."""
     if config.speculator:
         return read_eagle(Path(config.speculator), model, has_files=config.load_format != "dummy")
     if (names := model.family.prediction) is None:
@@ -141,20 +138,19 @@ def find_prediction(config: ShardConfig, model: ModelConfig, device: torch.devic
     if config.load_format == "dummy":
         raw = JsonObject.read(folder).decoder()
         return own if any(raw.get(name) for name in COUNTS) else None
-    projection, reason = names.root + names.projection, ""
-    if not any(name.startswith(projection) for name in Checkpoint(folder, text_only=True).names):
+    if not any(name.startswith(names.root + names.projection) for name in Checkpoint(folder, text_only=True).names):
         return None
+    reasons: list[str] = []
     for scheme in dict.fromkeys((model.quantization, None)):
         own = replace(own, model=replace(model, quantization=scheme))
         built = replace(own, model=dequantized(own.model)) if device.type == "cpu" else own
         try:
             weights = PredictionWeights(built, TensorParallelRank(), META, Precision.uniform(torch.bfloat16))
             plan_loading(folder, weights.named_parameters(), scheme)
-        except EngineError as error:
-            reason = reason or str(error)
-        else:
             return own
-    log.warning("the layer that predicts tokens is not loaded", reason=reason)
+        except EngineError as error:
+            reasons.append(str(error))
+    log.warning("the layer that predicts tokens is not loaded", reason=reasons[0])
     return None
 
 

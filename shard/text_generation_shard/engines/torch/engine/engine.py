@@ -121,8 +121,8 @@ class TorchEngine(SynchronousEngine):
                     self._images.most_tokens = limits.max_batch_prefill_tokens or self.info.suggested_prefill_tokens
                     self._images.place_largest(rows)
                 largest = self._sample(self._launch(rows, adapted=bool(self.info.max_loras)))
-                if self.predictions is not None and largest.hidden is not None:
-                    self.predictions.measure(rows, largest.hidden)
+                if largest.hidden is not None:
+                    executor.predict(rows, [0] * rows.tokens, largest.hidden, drafts=False)
                 self._record(largest)
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.

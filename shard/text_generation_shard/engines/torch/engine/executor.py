@@ -154,12 +154,10 @@ class Executor:
         """
         # Not in the ring: nothing waits between the passes of a draft.
         plan = self._plan(rows, greedy=True, memory=partial(pinned_ints, device=self._device))
-        on_device = ids if isinstance(ids, Tensor) else None
-        if on_device is None:
-            plan.column("ids")[: len(ids)] = ids
+        given = ids if isinstance(ids, Tensor) else upload(ids, torch.int64, self._device)
         ends = accumulate(row.length for row in rows.others)
         lasts = [end - 1 for row, end in zip(rows.others, ends, strict=True) if row.samples]
-        return self._runner.predict(plan, on_device, hidden, lasts, drafts=drafts)
+        return self._runner.predict(plan, given, hidden, lasts, drafts=drafts)
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""

@@ -46,10 +46,6 @@ class Predictions:
             self._rows[:0] = [(each, at, 1, False) for each, at in zip(persistent.sequences, starts, strict=True)]
         self._sequences = {each for each, start, length, _ in self._rows if len(each.tokens) > start + 1}
 
-    def measure(self, rows: StepRows, hidden: Tensor) -> None:
-        """Compute the layer for the largest step."""
-        self._executor.predict(rows, [0] * rows.tokens, hidden, drafts=False)
-
     def forget(self) -> None:
         """Drop the outputs."""
         self._rows, self._hidden = [], torch.empty(0)

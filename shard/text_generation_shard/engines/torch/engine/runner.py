@@ -176,7 +176,7 @@ class Runner(ABC):
 
     @abstractmethod
     def predict(
-        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], *, drafts: bool
+        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
     ) -> tuple[Tensor, Tensor]:
         """Launch `Model.predict`; return the hidden states for the next call and the most probable next tokens at some tokens, `rows`.
 

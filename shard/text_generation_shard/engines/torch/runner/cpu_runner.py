@@ -61,10 +61,9 @@ class CpuRunner(Runner):
             return ForwardOutput(hidden, self._model.logits(sampling), None, carried)
 
     def predict(
-        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], *, drafts: bool
+        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
     ) -> tuple[Tensor, Tensor]:
-        if ids is not None:
-            plan.column("ids")[: len(ids)] = ids.numpy()
+        plan.column("ids")[: len(ids)] = ids.numpy()
         step, batch = self._step(plan, clears=drafts)
         normed = batch.in_plan_order(self._model.predict(step, hidden[batch.places]))[rows]
         carried = normed if step.carried is None else batch.in_plan_order(step.carried)[rows]

@@ -83,12 +83,6 @@ def wanted_sizes(sizes: Sequence[int], only_largest: bool, max_tokens: int | Non
     return sizes[-1:] if only_largest else [x for x in reversed(sizes) if max_tokens is None or x <= max_tokens]
 
 
-def put_ids(plan: StepPlan, numbers: Tensor, ids: Tensor) -> None:
-    """Write the first tokens of a plan that is in device memory `numbers`."""
-    first = plan.bounds[0][0]
-    numbers[first : first + len(ids)].copy_(ids)
-
-
 class DecodeGraphs:
     """The graphs of all capture sizes, for a cache of `groups`. `run` computes a step whose plan is in a device tensor."""
 
@@ -133,7 +127,7 @@ class DecodeGraphs:
             return None
         graph.numbers.copy_(numbers, non_blocking=True)
         if ids is not None:
-            put_ids(plan, graph.numbers, ids)
+            graph.numbers[plan.bounds[0][0] :][: len(ids)] = ids
         graph.replay()
         # A graph always samples greedily; the result is discarded if the step is not greedy.
         return graph.output if plan.greedy else replace(graph.output, sampled=None)

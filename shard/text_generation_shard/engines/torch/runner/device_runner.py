@@ -17,7 +17,7 @@ from text_generation_shard.engines.torch.batch.step_plan import ALIGNMENT, COLUM
 from text_generation_shard.engines.torch.device.copies import select_rows
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model, Runner
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.runner.decode_graphs import DecodeGraphs, GraphPool, put_ids, wanted_sizes
+from text_generation_shard.engines.torch.runner.decode_graphs import DecodeGraphs, GraphPool, wanted_sizes
 from text_generation_shard.engines.torch.runner.piecewise_graphs import CAPTURE_SIZES, PiecewiseGraphs
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class DeviceRunner(Runner):
         run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
         self._graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, len(self.windows), run)
         sizes = self._graphs.sizes
-        total = len(self._kinds) * (len(sizes) + len(CAPTURE_SIZES)) + bool(self.predicts) * len(sizes)
-        progress = WorkProgress("capturing graphs", total)
+        kinds, decoding = len(self._kinds), (len(self._kinds) + bool(self.predicts)) * len(sizes)
+        progress = WorkProgress("capturing graphs", decoding + kinds * len(CAPTURE_SIZES))
         for size in wanted_sizes(sizes, only_largest, max_tokens)[part]:
             for adapted in self._kinds:
                 self._graphs.capture(size, pool, adapted=adapted)
@@ -94,15 +94,13 @@ class DeviceRunner(Runner):
         pieces = self.capture_pieces(pool, wanted_sizes(CAPTURE_SIZES, only_largest, max_tokens)[part], progress.add)
         if self.predicts:
             # Last, so that nothing of them lies in memory where others leave their output.
-            self._predictions = DecodeGraphs(
-                self._max_slots, self._max_slots, dummy_update, len(self.windows), self._run_prediction
-            )
+            slots, predict = self._max_slots, self._run_prediction
+            self._predictions = DecodeGraphs(slots, slots, dummy_update, len(self.windows), predict)
             for size in wanted_sizes(sizes, only_largest, max_tokens)[part]:
                 self._predictions.capture(size, pool)
                 progress.add()
         progress.end()
-        captured = len(self._kinds) * (len(sizes) + (0 if pieces is None else len(pieces)))
-        return captured + bool(self.predicts) * len(sizes)
+        return decoding + kinds * (0 if pieces is None else len(pieces))
 
     def capture_pieces(
         self, recorder: GraphPool, sizes: Sequence[int], captured: Callable[[], None]
@@ -135,16 +133,16 @@ class DeviceRunner(Runner):
             return output or self._run(plan, numbers.to(self.device, non_blocking=True), None, images)
 
     def predict(
-        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], *, drafts: bool
+        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
     ) -> tuple[Tensor, Tensor]:
         numbers = torch.from_numpy(plan.numbers)
         if self._predictions is not None and not plan.sizes.chunks and plan.sizes.tokens <= self._max_slots:
             self._hidden[: len(hidden)].copy_(hidden)
             if (output := self._predictions.replay(plan, numbers, ids)) is not None and output.sampled is not None:
-                return select_rows(output.normed, rows), select_rows(output.sampled, rows)
+                # Copies: the next pass may be a replay of the same graph.
+                return select_rows(output.normed, rows).clone(), select_rows(output.sampled, rows).clone()
         on_device = numbers.to(self.device, non_blocking=True)
-        if ids is not None:
-            put_ids(plan, on_device, ids)
+        on_device[plan.bounds[0][0] :][: len(ids)] = ids
         step = self._step(plan, on_device)
         normed = self._model.predict(step, hidden)
         carried = normed if step.carried is None else step.carried

@@ -37,9 +37,7 @@ ONES = (
 """Ends of the names of parameters that are 1 in a model without training."""
 
 
-def load(
-    config: ShardConfig, parameters: NamedParameters, scheme: Scheme | None, folder: str | Path | None = None
-) -> None:
+def load(config: ShardConfig, parameters: NamedParameters, scheme: Scheme | None, folder: str | Path = "") -> None:
     """Load the parameters from the checkpoint, or that in `folder`, or fill them at random. Raises EngineError in one line."""
     if config.load_format == "dummy":
         fill_dummy(parameters)

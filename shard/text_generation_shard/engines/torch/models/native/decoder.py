@@ -259,10 +259,8 @@ class Decoder:
             self._add_layer(step, stream, part.layer, place, own)
             return self._ops.norm(stream, part.norm, buffers.normed)
         residual = inputs[1] if part.norm_before_residual else hidden
-        stream, joint = (
-            ResidualStream(residual.to(hidden.dtype, copy=True), buffers.normed),
-            joint.to(self._weights.precision.normed),
-        )
+        stream = ResidualStream(residual.to(hidden.dtype, copy=True), buffers.normed)
+        joint = joint.to(self._weights.precision.normed)
         self._add_layer(step, stream, part.layer, place, own, ResidualStream(joint, torch.empty_like(joint)))
         normed, step.carried = self._ops.norm(stream, part.norm, buffers.normed), stream.residual
         return normed
@@ -343,11 +341,8 @@ class Decoder:
         """Allocate uninitialized buffers for a pass of `tokens` tokens, where the operations need them."""
         if not self._ops.has_buffers:
             return Activations()
-        layers, precision, hidden = (
-            self._weights.all_layers,
-            self._weights.precision,
-            hidden or self._config.hidden_size,
-        )
+        layers, precision = self._weights.all_layers, self._weights.precision
+        hidden = hidden or self._config.hidden_size
 
         def empty(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype, device=self._device)

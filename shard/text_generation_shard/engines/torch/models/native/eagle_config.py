@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from reprlib import repr as shortened
+from typing import Any
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
-from text_generation_shard.engines.torch.models.native.prediction_config import (
-    EagleConfig,
-    PredictionConfig,
-    PredictionNames,
-)
+from text_generation_shard.engines.torch.models.native.prediction_config import PredictionConfig, PredictionNames
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.json_object import JsonObject
 
@@ -48,17 +45,15 @@ def read_eagle(folder: Path, target: ModelConfig, *, has_files: bool) -> Predict
         whole = JsonObject.read(folder)
     except (FileNotFoundError, NotADirectoryError):
         raise EngineError(f"--speculator: {folder / 'config.json'} does not exist") from None
-    is_speculators = whole.get("speculators_model_type") is not None
-    own = whole.inner("transformer_layer_config") if is_speculators else whole
-    if (kind := whole.get("speculators_model_type") if is_speculators else "eagle3") != "eagle3" or not (
-        is_speculators or "draft_vocab_size" in whole or "eagle3" in str(whole.get("architectures")).lower()
-    ):
-        raise whole.error(f"no draft model of the form of EAGLE-3: {shortened(kind)} of {whole.get('architectures')}")
-    nested = whole.inner("eagle_config") if "eagle_config" in whole else whole.merged({})
+    kind = whole.optional_text("speculators_model_type")
+    own = whole if kind is None else whole.inner("transformer_layer_config")
+    nested = whole.inner("eagle_config").values if "eagle_config" in whole else {}
+    named = kind or str(whole.get("architectures"))
+    if "eagle3" not in named.lower() and (kind or "draft_vocab_size" not in whole):
+        raise whole.error(f"no draft model of the form of EAGLE-3: {shortened(named)}")
     for name, served in SERVED.items():
-        for value in (whole.get(name), nested.get(name)):
-            if value is not None and value != served:
-                raise whole.error(f"{name} {shortened(value)} is not supported, only {served}")
+        if (value := {**whole.values, **nested}.get(name)) not in (None, served):
+            raise whole.error(f"{name} {shortened(value)} is not supported, only {served}")
     if own.get("model_type") not in (None, "llama"):
         raise own.error(f"a draft model of type {shortened(own.get('model_type'))} is not supported, only llama")
     changes = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
@@ -79,24 +74,20 @@ def read_eagle(folder: Path, target: ModelConfig, *, has_files: bool) -> Predict
         names=PredictionNames("", f"{layer}input_layernorm", f"{layer}hidden_norm", "fc", "norm", layer=layer),
         model=model,
         folder=folder,
-        eagle=EagleConfig(
-            layers=_layers(whole, nested, target.num_layers),
-            target_hidden=target_hidden,
-            vocab_size=whole.count("draft_vocab_size", model.vocab_size),
-            is_mapped="d2t" in names,
-            has_embedding="embed_tokens.weight" in names,
-            norm_before_residual=whole.flag("norm_before_residual", default=is_speculators),
-        ),
+        taken_before=_layers(whole, nested.get(LAYER_IDS), target.num_layers),
+        inputs=3 * target_hidden,
+        draft_vocab_size=whole.count("draft_vocab_size", model.vocab_size),
+        is_mapped="d2t" in names,
+        has_embedding="embed_tokens.weight" in names,
+        norm_before_residual=whole.flag("norm_before_residual", default=kind is not None),
     )
 
 
-def _layers(whole: JsonObject, nested: JsonObject, count: int) -> tuple[int, ...]:
-    """Return the layers before which the hidden states are taken. Those in eagle_config are the layers before these."""
-    inner = nested.get(LAYER_IDS) if "eagle_config" in whole else None
-    ids = inner or whole.get(LAYER_IDS) or [2, count // 2, count - 3]
-    if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
-        raise whole.error(f"{LAYER_IDS} is {shortened(ids)}, not a list of layers")
-    layers = tuple(sorted({each + bool(inner) for each in ids}))
+def _layers(whole: JsonObject, inner: object, count: int) -> tuple[int, ...]:
+    """Return the layers before which the hidden states are taken; `inner`, the ids in eagle_config, are the layers before these."""
+    ids: Any = inner or whole.get(LAYER_IDS) or [2, count // 2, count - 3]
+    is_list = isinstance(ids, list) and all(isinstance(each, int) for each in ids)
+    layers = tuple(sorted({each + bool(inner) for each in ids})) if is_list else ()
     if len(layers) != 3 or layers[0] < 0 or layers[-1] > count:
         raise whole.error(f"{LAYER_IDS} is {shortened(ids)}, not three layers of {count}")
     return layers

@@ -23,7 +23,6 @@ SIGMOID_EXPERTS = ExpertFamily(
     groups=(8, 4),
     group_best=2,
 )
-GLM_EXPERTS = replace(SIGMOID_EXPERTS, count=128, inner=1408, dense_layers=(DENSE, 1), scale=1.0, groups=(1, 1))
 SOFTMAX_EXPERTS = replace(SIGMOID_EXPERTS, sigmoid=False, dense_layers=(DENSE, 0), scale=1.0, groups=(1, 1))
 NEMOTRON_EXPERTS = replace(
     SIGMOID_EXPERTS,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
-from text_generation_shard.engines.torch.models.native.expert_families import GLM_EXPERTS
 from text_generation_shard.engines.torch.models.native.family import (
     ATTENTION_BIAS,
     MLP_BIAS,
@@ -198,17 +197,14 @@ FAMILIES: dict[str, Family] = {
         architecture="Glm4ForCausalLM",
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
     ),
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM",
+    "glm4_moe": replace(
+        TEXT_PARTS["glm4v_moe_text"],
+        architecture="Glm4MoeForCausalLM",
         vocab_size=151_552,
-        num_heads=96,
         max_positions=131_072,
-        num_kv_heads=8,
-        rms_norm_eps=1e-5,
         qkv_bias=ATTENTION_BIAS,
         query_key_norm=("use_qk_norm", False),
-        partial_rotary=0.5,
-        experts=GLM_EXPERTS,
+        rotary_sections=None,
         prediction=NEXTN,
     ),
     **STATE_FAMILIES,

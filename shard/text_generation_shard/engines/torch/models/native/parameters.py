@@ -183,7 +183,7 @@ class PredictionWeights(PredictionPart):
     def __init__(
         self, config: PredictionConfig, tp: TensorParallelRank, device: torch.device, precision: Precision
     ) -> None:
-        self._names, model = config.names, config.model
+        model = config.model
         width, dtype, zero_centered = model.hidden_size, precision.model, model.family.zero_centered_norms
         self.embedding_norm, self.hidden_norm, self.norm = (
             RMSNorm(width, model.rms_norm_eps, device, dtype, zero_centered=zero_centered) for _ in range(3)
@@ -192,25 +192,24 @@ class PredictionWeights(PredictionPart):
         def linear(outputs: int, inputs: int) -> DenseLinear:
             return DenseLinear(torch.empty(outputs, inputs, device=device, dtype=dtype), None, precision.logits)
 
-        eagle = config.eagle
-        self.projection = linear(width, 2 * width if eagle is None else len(eagle.layers) * eagle.target_hidden)
+        is_draft = bool(config.taken_before)
+        self.projection = linear(width, config.inputs if is_draft else 2 * width)
         self.hidden_first = config.names.hidden_first
         self.score_rules = model.attention_scale, model.attention_softcap
         prefix = config.names.root + config.names.layer
-        self.rotation, joint = config.rotation, 0 if eagle is None else 2 * width
+        self.rotation, joint = config.rotation, 2 * width * is_draft
         self.layer = LayerWeights(model, config.index, tp, device, precision, None, prefix, joint)
-        self._eagle, self._vocabulary = eagle, model.vocab_size
-        if eagle is not None:
-            assert self.layer.input_norm is not None
+        self._config = config
+        if is_draft and self.layer.input_norm is not None:
             self.embedding_norm = self.layer.input_norm
-            self.taken_before, self.norm_before_residual = eagle.layers, eagle.norm_before_residual
-            self.head = linear(eagle.vocab_size, width)
-            self.tokens = torch.zeros(eagle.vocab_size, dtype=torch.int64, device=device)
-            if eagle.has_embedding:
+            self.taken_before, self.norm_before_residual = config.taken_before, config.norm_before_residual
+            self.head = linear(config.draft_vocab_size, width)
+            self.tokens = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
+            if config.has_embedding:
                 self.embedding = torch.empty(model.vocab_size, width, device=device, dtype=dtype)
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
-        names = self._names
+        names = self._config.names
         own: dict[str, RMSNorm | DenseLinear] = {
             names.embedding_norm: self.embedding_norm,
             names.hidden_norm: self.hidden_norm,
@@ -220,21 +219,21 @@ class PredictionWeights(PredictionPart):
         parameters: dict[str, ParameterShard | Tensor] = {
             f"{names.root}{name}.weight": each.weight for name, each in own.items()
         }
-        if self._eagle is not None and self.head is not None:
+        if self.head is not None:
             parameters["lm_head.weight"] = self.head.weight
-            parameters |= {"d2t": self.tokens} if self._eagle.is_mapped else {}
+            parameters |= {"d2t": self.tokens} if self._config.is_mapped else {}
             parameters |= {} if self.embedding is None else {"embed_tokens.weight": self.embedding}
         return self.layer.named_parameters() | parameters
 
     def process_weights_after_loading(self) -> None:
         for each in (self.hidden_norm, self.norm, self.layer):
             each.process_weights_after_loading()
-        if self._eagle is None:
+        if self.head is None:
             self.embedding_norm.process_weights_after_loading()
             return
         self.tokens += torch.arange(len(self.tokens), device=self.tokens.device)
-        if self.tokens.min() < 0 or self.tokens.max() >= self._vocabulary:
-            raise EngineError(f"d2t of the draft model names tokens outside of the vocabulary of {self._vocabulary}")
+        if self.tokens.min() < 0 or self.tokens.max() >= (count := self._config.model.vocab_size):
+            raise EngineError(f"d2t of the draft model names tokens outside of the vocabulary of {count}")
 
     def pack(self) -> None:
         self.layer.pack()

@@ -46,24 +46,6 @@ COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
-    """The form of a draft model: see `eagle_config`."""
-
-    layers: tuple[int, ...]
-    """The layers of the model before which hidden states are taken; the number of layers: after the last one."""
-    target_hidden: int
-    """Hidden size of the model."""
-    vocab_size: int
-    """Tokens that it may draft."""
-    is_mapped: bool
-    """True: these are not the first ones of the vocabulary; `d2t` has them."""
-    has_embedding: bool
-    """True: it has an embedding of its own."""
-    norm_before_residual: bool
-    """True: the hidden state is normed before attention is added to it, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionConfig:
     """A predicting layer that is loaded."""
 
@@ -71,9 +53,16 @@ class PredictionConfig:
     model: ModelConfig
     """The config of a model with layers of its form."""
     folder: Path
-    """The folder of its checkpoint."""
-    eagle: EagleConfig | None = None
-    """The form of a draft model; None for a layer of the model's checkpoint."""
+    taken_before: tuple[int, ...] = ()
+    """Of a draft model, the layers before which hidden states are taken; the number of layers: after the last one. See `eagle_config`."""
+    inputs: int = 0
+    """Numbers of these states together. The following ones are of draft models, too."""
+    draft_vocab_size: int = 0
+    is_mapped: bool = False
+    """True: `d2t` says which tokens it drafts; False: the first ones."""
+    has_embedding: bool = False
+    norm_before_residual: bool = False
+    """True: attention is added to the normed hidden state."""
 
     @property
     def index(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
-from text_generation_shard.engines.torch.models.native.expert_families import GLM_EXPERTS
+from text_generation_shard.engines.torch.models.native.expert_families import DENSE, SIGMOID_EXPERTS
 from text_generation_shard.engines.torch.models.native.family import Family, NormNames, Wrapper
 
 MANY = 64
@@ -113,7 +113,7 @@ TEXT_PARTS = {
         partial_rotary=0.5,
         interleaved_rotary=False,
         norms=NormNames(),
-        experts=GLM_EXPERTS,
+        experts=replace(SIGMOID_EXPERTS, count=128, inner=1408, dense_layers=(DENSE, 1), scale=1.0, groups=(1, 1)),
     ),
 }
 """The families of text parts that only models of text and images have."""
