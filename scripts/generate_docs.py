@@ -211,8 +211,8 @@ With `longrope` the native code uses the long factors at every length, as vLLM d
 the original one; transformers uses the short ones for shorter texts. `--model-impl transformers` serves the original length only.
 
 Multi-head latent attention (DeepSeek and its relatives) keeps the compressed row of a token, not the keys and values of its heads:
-[gpu.md](gpu.md#memory-of-the-kv-cache). `kimi_k2` is `deepseek_v3`. Layers for the prediction of several tokens are
-loaded of Qwen3-Next and Qwen3.5 only, for [drafts](speculation.md#predicted-tokens).
+[gpu.md](gpu.md#memory-of-the-kv-cache). `kimi_k2` is `deepseek_v3`. Layers for the prediction of several
+tokens are loaded for [drafts](speculation.md#predicted-tokens).
 Other families with latent attention (A.X K1, Kimi Linear) run by transformers, with expanded keys and values.
 
 Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence: the last inputs of the convolution, in

@@ -44,7 +44,7 @@ class ShardSettings(SharedSettings, ShardAccess):
 
     topics: ClassVar[Mapping[Topic, str]] = {
         Topic.MODEL: "model_id engine model_impl dtype kv_cache_dtype mamba_ssm_cache_dtype quantize load_format device lora_adapters "
-        "lora_modules_dir max_loras max_cpu_loras max_lora_rank speculate synthetic_acceptance",
+        "lora_modules_dir max_loras max_cpu_loras max_lora_rank speculate speculator synthetic_acceptance",
         Topic.REPLICAS: "health_port drain_timeout shutdown_timeout",
         Topic.ACCESS: "insecure",
         Topic.BATCHING: "cuda_memory_fraction cpu_memory_fraction num_threads max_batch_image_tokens",
@@ -100,8 +100,11 @@ class ShardSettings(SharedSettings, ShardAccess):
     """Largest rank of a LoRA adapter (torch engine). 0: that of `lora_adapters`, or 16 if there are none."""
     speculate: Annotated[str, Field(pattern=r"^(auto|\d{1,2})$")] = "auto"
     """Speculative decoding in the torch engine: most tokens to draft for a sequence in a step, by a search of its own text and of
-    recent outputs, and by the layer `mtp` of Qwen3-Next and Qwen3.5. auto: 8 on a CPU, 4 on a GPU, there none for models with
+    recent outputs, and by a layer of the checkpoint that predicts tokens, or by `speculator`. auto: 8 on a CPU, 4 on a GPU, there none for models with
     states; 0: none. Drafts change no answer, and are made only where they are faster: docs/speculation.md."""
+    speculator: str = ""
+    """Folder of a draft model of the form of EAGLE-3 for this model (native code of the torch engine). It drafts where nothing was
+    found; not with `num_shard`."""
     synthetic_acceptance: Annotated[float, Field(ge=0)] = 0.0
     """Benchmarks only: take drafts as right at random, so that a step with the longest ones yields so many tokens of a sequence on
     average. Texts are then not those of the model. 0: off."""

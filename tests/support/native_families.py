@@ -22,6 +22,7 @@ MODELS = {
     "mistral": "Mistral 7B, Nemo, Small 3, Codestral, Devstral, Magistral",
     "ministral": "Ministral 8B",
     "ministral3": "Ministral 3",
+    "mimo": "MiMo 7B",
     "qwen2": "Qwen 1.5 to 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     "qwen3": "Qwen3",
     "gemma": "Gemma 1",
@@ -42,6 +43,7 @@ MODELS = {
     "qwen3_vl_moe_text": "Qwen3-VL MoE",
     "glm4v_text": "GLM-4.1V, GLM-4.6V-Flash",
     "glm4v_moe_text": "GLM-4.5V, GLM-4.6V",
+    "glm4_moe": "GLM-4.5 to 4.7",
     "qwen2_moe": "Qwen 1.5-MoE, Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE, Qwen3-Coder",
     "gpt_oss": "gpt-oss",
@@ -249,6 +251,19 @@ def native_configs(
             moe_intermediate_size=24,
             mlp_only_layers=[1],
             norm_topk_prob=True,
+        ),
+        "glm4_moe": transformers.Glm4MoeConfig(
+            **shape | {"num_key_value_heads": 2},
+            head_dim=head_dim,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            use_qk_norm=True,
+            attention_bias=True,
+            routed_scaling_factor=1.5,
+        ),
+        "glm4_moe, no norms": transformers.Glm4MoeConfig(
+            **shape, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_group=2, topk_group=1
         ),
         "mixtral": transformers.MixtralConfig(**shape, num_local_experts=4, sliding_window=19),
         "gpt_oss": transformers.GptOssConfig(

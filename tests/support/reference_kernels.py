@@ -19,6 +19,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
+from text_generation_shard.engines.torch.build.native import load_model
 from text_generation_shard.engines.torch.build.prepare import engine_info, with_drafts
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
@@ -43,7 +44,6 @@ from text_generation_shard.engines.torch.models.native.parameters import ModelWe
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
-from text_generation_shard.engines.torch.weights.load import load
 from text_generation_shard.engines.torch.weights.quantization.formats.float4 import E2M1
 from text_generation_shard.grammar import Grammars
 from text_generation_shard.step.drafts.drafter import Drafter
@@ -385,7 +385,7 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         weights = empty_weights(model, ALONE.tp, CPU, dtype, adapters, LoraRoom.of(config, adapters), on_cpu=False)
         if weights.adapters is not None:
             weights.adapters.read = partial(read_adapter, config=config)
-        load(config, weights.named_parameters(), model.quantization)
+        load_model(config, model, weights)
         weights.process_weights_after_loading()
         kernels, decoder = reference_decoder(model, weights, dtype)
         fp8 = fp8_cache(config, {n: ALONE.tp.kv_heads(each.num_kv_heads) for n, each in enumerate(model.layers)}, CPU)

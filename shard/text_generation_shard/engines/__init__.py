@@ -67,6 +67,8 @@ def choose_code(config: ShardConfig) -> CodeChoice:
     choice = _choose_code(config)
     if config.lora_slots and choice.model is None:
         raise EngineError(f"--lora-adapters: only the native decoder serves LoRA adapters; {choice.reason}")
+    if config.speculator and choice.model is None:
+        raise EngineError(f"--speculator: only the native decoder serves draft models; {choice.reason}")
     if config.mamba_ssm_cache_dtype != "auto" and choice.model is None:
         raise EngineError(f"--mamba-ssm-cache-dtype: only the native decoder has it; {choice.reason}")
     return choice

@@ -96,6 +96,13 @@ def test_predictions_are_asked_for_where_they_pay_and_nothing_is_found() -> None
     assert tokens_of(it.drafts([other])) == {1: (7, 7, 7)}
 
 
+def test_predicted_tokens_are_in_the_place_of_synthetic_ones() -> None:
+    it, predictor = drafter(2), Sevens()
+    it.accept_synthetically(2.6, 331)
+    it.predictor = predictor
+    assert tokens_of(it.drafts(sequences(2))) == {0: (7, 7, 7), 1: (7, 7, 7)}
+
+
 @pytest.mark.parametrize(("seconds_each", "tokens"), [(0.0001, 3), (0.006, 1), (0.02, 0)])
 def test_no_more_tokens_are_predicted_than_pay_for_their_time(
     monkeypatch: pytest.MonkeyPatch, seconds_each: float, tokens: int

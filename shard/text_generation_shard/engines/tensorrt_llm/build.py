@@ -49,6 +49,8 @@ def read_model(
         raise EngineError(
             f"--kv-cache-dtype {config.kv_cache_dtype}: the tensorrt-llm engine has kv_cache_config: {{dtype: fp8}} in --trtllm-options"
         )
+    if config.speculator:
+        raise EngineError("--speculator: the tensorrt-llm engine has speculative_config in --trtllm-options")
     if config.mamba_ssm_cache_dtype != "auto":
         raise EngineError(
             "--mamba-ssm-cache-dtype: the tensorrt-llm engine has mamba_ssm_cache_dtype in kv_cache_config of --trtllm-options"

@@ -84,9 +84,9 @@ class Drafter:
 
     def may_draft(self, rows: int) -> bool:
         """Return False if no step with so many rows should have drafts, whatever its sequences are."""
-        self._quiet += 1
-        if self._waited:
+        if self._waited:  # the step was counted
             return True
+        self._quiet += 1
         if rows >= MANY and self._quiet > QUIET_STEPS and self._quiet % PAUSE:
             return False
         if self._quiet % PAUSE == 0 or rows not in self._may_pay:
@@ -151,7 +151,9 @@ class Drafter:
             most = min(self.most + lead, sequence.end - len(sequence.tokens))
             if sequence.matcher is not None and not sequence.matcher.is_quick:
                 continue
-            if (draft := source.drafts(sequence, most)) is not None:
+            # In measurements a predictor takes the time of its drafts.
+            is_asked = self.synthetic is None or self.predictor is None
+            if is_asked and (draft := source.drafts(sequence, most)) is not None:
                 candidates.append((sequence, draft))
             elif self.predictor is not None and most > lead and (lead or self.predictor.may_follow(sequence)):
                 # Its tokens are not known yet, and none of them comes with a step in progress.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from text_generation_proto.values import SYNTHETIC
+from text_generation_proto.values import PREDICTED, SYNTHETIC
 from text_generation_shard.step.drafts.length import Acceptance
 from text_generation_shard.step.sequence import Draft, SamplerOutput, Sequence, StepRows
 
@@ -19,7 +19,8 @@ class SyntheticDrafts:
         self._draw = random.Random(0)
         self.right = probability_of(tokens, most)
         # Known as that of a lookup is, which learns it without drafting, too.
-        acceptance.know(SYNTHETIC, self.right)
+        for source in (SYNTHETIC, PREDICTED):
+            acceptance.know(source, self.right)
 
     def forget_ended(self) -> None:
         """Do nothing: sequences have no state."""

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from eagle_models import EagleModel
 from engine_driver import Driver
 from full_grid import full
 from native_families import native_configs
 from prediction_layers import PredictionLayer
 from reference_kernels import reference_engine
 from reference_ops import relative_error
+from safetensors.torch import load_file, save_file
 from scripted_drafts import ScriptedDrafts, draft_by
-from tiny_transformers import SHAPE
+from structlog.testing import capture_logs
+from tiny_quantized import quantized_model
+from tiny_transformers import SHAPE, random_model, save
+from transformers import LlamaConfig, Qwen2Config
 
 from text_generation_proto.values import PREDICTED, WarmUpLimits
-from text_generation_shard.config import ShardConfig
+from text_generation_shard.config import LoadFormat, ShardConfig
+from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.runner import ForwardOutput
 from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
+from text_generation_shard.engines.torch.runner.decode_graphs import DecodeGraphs
+from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
 from text_generation_shard.step.drafts.drafter import Drafter
 from text_generation_shard.step.sequence import Draft, Sequence
 
@@ -64,29 +76,91 @@ class Predicted(Drafter):
         return drafts
 
 
+class EagerPool:
+    """Repeats a function in the place of a graph: its outputs stay in the same memory."""
+
+    def record(self, function: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], ForwardOutput]:
+        output = function()
+        fields = ("normed", "logits", "sampled", "carried")
+        kept = {name: each for name in fields if (each := getattr(output, name)) is not None}
+
+        def work() -> None:
+            again = function()
+            for name, each in kept.items():
+                each.copy_(getattr(again, name))
+
+        return work, output
+
+
+@torch.inference_mode()
+def capture(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run decode steps and predictions by graphs of all sizes; return the sizes of the predictions that do."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda each: each)
+    slots, groups = runner._max_slots, len(runner.windows)
+    update = slots * runner.max_blocks, runner._num_blocks[0]
+    runner._graphs, runner._predictions = (
+        DecodeGraphs(slots, slots, update, groups, run) for run in (runner._run, runner._run_prediction)
+    )
+    for graphs in (runner._graphs, runner._predictions):
+        for size in reversed(graphs.sizes):
+            graphs.capture(size, EagerPool())  # type: ignore[arg-type]
+    replayed: list[int] = []
+    replay = runner._predictions.replay
+
+    def counted(plan: StepPlan, *arguments: torch.Tensor) -> ForwardOutput | None:
+        replayed.append(plan.sizes.tokens)
+        return replay(plan, *arguments)
+
+    monkeypatch.setattr(runner, "_predictions", SimpleNamespace(replay=counted))
+    return replayed
+
+
 @pytest.mark.parametrize("build", [build_engine, reference_engine], ids=["CPU", "device"])
-@pytest.mark.parametrize("family", ["qwen3_next", full("qwen3_5_text"), full("qwen3_5_moe_text")])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",
+        full("qwen3_5_text"),
+        full("qwen3_5_moe_text"),
+        "deepseek_v3",
+        full("glm4_moe"),
+        "qwen2",
+        "EAGLE-3",
+        "EAGLE-3 of speculators",
+    ],
+)
 def test_drafts_are_those_of_the_layer(
     family: str, build: Callable[[ShardConfig], TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = PredictionLayer(CONFIGS[family])
-    folder = layer.write(tmp_path)
-    engine = build(ShardConfig(model_path=str(folder), device="cpu", dtype="float32", max_batch_size=4, speculate="3"))
+    is_eagle = family.startswith("EAGLE-3")
+    layer: PredictionLayer | EagleModel
+    if is_eagle:
+        layer = EagleModel(LlamaConfig(**SHAPE | {"initializer_range": 0.05}), speculators="of" in family)
+    else:
+        layer = PredictionLayer(CONFIGS[family])
+    folder = str(layer.write(tmp_path))
+    config = ShardConfig(model_path=folder, device="cpu", dtype="float32", max_batch_size=16, speculate="3")
+    engine = build(config.model_copy(update={"speculator": f"{folder}/draft"}) if is_eagle else config)
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     executor = engine._executor
     if isinstance(executor._runner, CpuRunner):  # which clears each block that is entered
         with torch.inference_mode():
             for layer_cache in executor._runner.cache:
                 layer_cache.fill_(torch.nan)
+    replayed = []
+    if isinstance(executor._runner, DeviceRunner) and not executor.has_states:  # whose reference takes no padding
+        replayed = capture(executor._runner, monkeypatch)
     logits: list[torch.Tensor] = []
-    predict = executor.predict
+    model = executor._runner._model
+    predicted = model.predicted
 
-    def recorded(*arguments: object, drafts: bool) -> tuple[torch.Tensor, list[int]]:
-        hidden, tokens = predict(*arguments, drafts=drafts)  # type: ignore[arg-type]
-        logits.extend(executor._runner.logits(hidden))
-        return hidden, tokens
+    def recorded(hidden: torch.Tensor) -> torch.Tensor:
+        head = model._weights.prediction.head
+        if len(hidden):
+            logits.extend(model.logits(hidden) if head is None else head(hidden))
+        return predicted(hidden)
 
-    monkeypatch.setattr(executor, "predict", recorded)
+    monkeypatch.setattr(model, "predicted", recorded)
     draft_by(engine, None)
     streams = [driver.admit(prompt, 20, chunk=chunk) for prompt, chunk in zip(PROMPTS, (9, 16, 100), strict=True)]
     driver.run()
@@ -107,6 +181,7 @@ def test_drafts_are_those_of_the_layer(
         assert list(found) == expected
         for each in own:
             assert min(relative_error(other, each) for other in logits) < 1e-5
+    assert isinstance(executor._runner, CpuRunner) or executor.has_states or len({*replayed}) > 2
     # Steps without predictions leave positions without keys and values, and no other numbers there.
     logits.clear()
     draft_by(engine, None)
@@ -117,6 +192,93 @@ def test_drafts_are_those_of_the_layer(
     driver.run()
     assert logits
     assert all(each.isfinite().all() for each in logits)
+
+
+def drafted(folder: Path, load_format: LoadFormat = "auto") -> list[tuple[list[int], tuple[int, ...]]]:
+    """Return what the layer of a checkpoint drafts for a text, after each of its parts."""
+    config = ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4, speculate="3", load_format=load_format)
+    engine = build_engine(config)
+    assert isinstance(engine, TorchEngine)
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    draft_by(engine, drafter := Predicted())
+    driver.alone(PROMPTS[0], 6)
+    return drafter.found
+
+
+def change_config(folder: Path, changes: dict[str, object]) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+
+
+@pytest.mark.parametrize("of_layer", [True, False])
+def test_the_layer_of_a_quantized_checkpoint_is_quantized_or_not(tmp_path: Path, *, of_layer: bool) -> None:
+    for kind in ("quantized", "dense"):
+        (tmp_path / kind).mkdir()
+        folder = PredictionLayer(Qwen2Config(**SHAPE | {"hidden_size": 96, "intermediate_size": 128})).write(
+            tmp_path / kind
+        )
+        for name in ("model", "predictions") if of_layer else ("model",):
+            config, stored, dense = quantized_model(load_file(folder / f"{name}.safetensors"))
+            save_file(stored if kind == "quantized" else dense, folder / f"{name}.safetensors")
+    change_config(tmp_path / "quantized", {"quantization_config": config})
+    assert drafted(tmp_path / "quantized") == drafted(tmp_path / "dense")
+
+
+def test_a_layer_without_some_tensor_is_not_loaded(tmp_path: Path) -> None:
+    folder = PredictionLayer(CONFIGS["qwen2"]).write(tmp_path)
+    path = folder / "predictions.safetensors"
+    save_file({name: each for name, each in load_file(path).items() if "q_proj" not in name}, path)
+    with capture_logs() as logs:
+        engine = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4))
+    assert isinstance(engine, TorchEngine)
+    assert engine.predictions is None
+    (line,) = [each for each in logs if each["event"] == "the layer that predicts tokens is not loaded"]
+    assert "has no tensor model.mtp_layers.0.self_attn.q_proj.weight" in line["reason"]
+
+
+def test_random_weights_have_the_layer_that_the_config_names_and_warm_up_measures_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    folder, predict = Path(save(random_model(CONFIGS["qwen2"]), tmp_path)), CpuRunner.predict
+    change_config(folder, {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1})
+
+    def measured(
+        runner: CpuRunner, plan: StepPlan, *arguments: object, drafts: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(plan.sizes.tokens)
+        return predict(runner, plan, *arguments, drafts=drafts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CpuRunner, "predict", measured)
+    assert drafted(folder, "dummy")
+    assert sizes[0] == max(sizes) > 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"draft_vocab_size": None, "architectures": ["LlamaForCausalLM"]}, "no draft model of the form of EAGLE-3"),
+        ({"speculators_model_type": "eagle", "transformer_layer_config": {}}, "no draft model of the form of EAGLE-3"),
+        ({"norm_before_fc": True}, "norm_before_fc True is not supported, only False"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False is not supported"),
+        ({"model_type": "qwen3"}, "a draft model of type 'qwen3' is not supported, only llama"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, the model needs 1"),
+        ({"vocab_size": 332}, "vocab_size is 332, the model needs 331"),
+        ({"target_hidden_size": 40}, "the hidden size of its target is 40, the model needs 48"),
+        ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "not three layers of 3"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized draft models are not supported"),
+        ({"draft_vocab_size": 65}, r"lm_head\.weight has shape \[64, 48\], config\.json says \[65, 48\]"),
+        ({}, "d2t of the draft model names tokens outside of the vocabulary of 331"),
+    ],
+)
+def test_other_draft_models_are_refused_by_name(changes: dict[str, object], problem: str, tmp_path: Path) -> None:
+    draft = EagleModel(LlamaConfig(**SHAPE)).write(tmp_path) / "draft"
+    change_config(draft, changes)
+    if not changes:
+        tensors = load_file(draft / "model.safetensors")
+        save_file(tensors | {"d2t": tensors["d2t"] + 14}, draft / "model.safetensors")
+    with pytest.raises(EngineError, match=problem):
+        build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
 
 
 def test_an_error_of_the_layer_costs_its_drafts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

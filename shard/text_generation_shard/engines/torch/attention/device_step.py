@@ -66,16 +66,16 @@ class DeviceStep(Step):
         self._context = context
         self._plan = plan
         self._num_decoding = num_decoding
-        self._ids, self.positions, self._slots, self._behind = columns.unbind()
+        self._ids, self.positions, self.slots, self._behind = columns.unbind()
         self.rotary_positions = self.positions
         self._rotary_positions = None
         if images is not None and images.positions is not None:
             # Each token has a row of its own in a table for this step.
             self._rotary_positions = torch.arange(len(self.positions), dtype=torch.int32, device=columns.device)
         elif context.slot_shifts is not None:
-            self._rotary_positions = self.positions + context.slot_shifts.index_select(0, self._slots)
+            self._rotary_positions = self.positions + context.slot_shifts.index_select(0, self.slots)
         if adapted:
-            self.adapters = context.slot_adapters.index_select(0, self._slots)
+            self.adapters = context.slot_adapters.index_select(0, self.slots)
         self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
         self._decode_steps: dict[tuple[float, float | None, int | None], DecodeStep] = {}
         self._queries: Tensor | None = None
@@ -84,19 +84,19 @@ class DeviceStep(Step):
 
     def token_ids(self) -> Tensor:
         ids = self._ids.long()
-        return torch.where(ids >= 0, ids, self._context.last_tokens[self._slots.long()].long())
+        return torch.where(ids >= 0, ids, self._context.last_tokens[self.slots.long()].long())
 
     @cached_property
     def state_rows(self) -> StateRows:
         chunks = () if self._plan is None else state_chunks(self._plan)
-        blocks = self._context.slot_states.index_select(0, self._slots[: self._num_decoding])
+        blocks = self._context.slot_states.index_select(0, self.slots[: self._num_decoding])
         planned = (self._planned.get(name) for name in ("query_indptr", "state_reads", "state_writes"))
         return StateRows(self._num_decoding, blocks, self.positions, self._behind, chunks, *planned)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(self.num_tokens, table.shape[1], dtype=torch.float32, device=table.device)
-        self._context.kernels.embed(self._ids, self._slots, self._context.last_tokens, table, out, scale)
+        self._context.kernels.embed(self._ids, self.slots, self._context.last_tokens, table, out, scale)
         return out if self.images is None else self.images.embed(out)
 
     def rotate_and_append(
@@ -114,7 +114,7 @@ class DeviceStep(Step):
         if (step := self._rope_steps.get(key)) is None:
             step = self._rope_steps[key] = RopeStep(
                 self.positions,
-                self._slots,
+                self.slots,
                 self._context.block_tables[layer],
                 self._rotary_table(rotary),
                 shape.num_heads,
@@ -137,7 +137,7 @@ class DeviceStep(Step):
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         context = self._context
-        places = self.positions, self._slots, context.block_tables[layer]
+        places = self.positions, self.slots, context.block_tables[layer]
         context.kernels.append(keys, values, context.cache[layer], *places, context.scales.get(layer))
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
@@ -172,6 +172,6 @@ class DeviceStep(Step):
             count = self._num_decoding
             tables = self._context.block_tables[layer]
             step = self._decode_steps[key] = DecodeStep(
-                self.positions[:count], self._slots[:count], tables, rules.scale, rules.softcap
+                self.positions[:count], self.slots[:count], tables, rules.scale, rules.softcap
             )
         return step

@@ -82,6 +82,8 @@ class Step(Protocol):
     adapters: Tensor | None = None
     """int32 [tokens]: the LoRA adapter of each token, from 1 on; 0 for none. None if no token has one."""
     images: "StepImages | None" = None
+    carried: Tensor | None = None
+    """Set by a model: what `Model.predict` reads of its pass, if not its output."""
 
     @cached_property
     def _factors(self) -> dict[tuple[RotaryEmbedding, dtype], tuple[Tensor, Tensor]]:

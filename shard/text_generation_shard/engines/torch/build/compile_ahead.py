@@ -37,6 +37,7 @@ SETTINGS = frozenset(
         "kv_cache_dtype",
         "mamba_ssm_cache_dtype",
         "speculate",
+        "speculator",
         "device",
         "max_batch_size",
         "cuda_memory_fraction",

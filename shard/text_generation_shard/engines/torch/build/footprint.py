@@ -13,7 +13,7 @@ from text_generation_shard.adapters import LoraRoom, read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.kv_cache import FP8_DTYPES, CacheShape, Fp8Cache, LayerShape
-from text_generation_shard.engines.torch.build.prepare import Description, Prepared
+from text_generation_shard.engines.torch.build.prepare import META, Description, Prepared
 from text_generation_shard.engines.torch.device.memory import margin_of
 from text_generation_shard.engines.torch.engine.warm_up import cache_groups, with_host_blocks
 from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
@@ -29,8 +29,6 @@ from text_generation_shard.engines.torch.weights.load import part_of, plan_loadi
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.models.huggingface.config import TransformersConfig
 
-META = torch.device("meta")
-"""Holds shapes and no values."""
 CPU_PROCESS = 350 << 20
 """Bytes of Python, PyTorch and the tokenizer of grammars."""
 CUDA_LIBRARIES = 1 << 30
@@ -80,9 +78,10 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
         on_cpu = prepared.target.device.type == "cpu"
         adapters = read_adapters(config)
         weights = empty_weights(model, tp, META, dtype, adapters, LoraRoom.of(config, adapters), on_cpu=on_cpu)
-    parameters = weights.named_parameters()
+    parameters, predicting = weights.named_parameters(), weights.prediction
     if config.load_format != "dummy":
         plan_loading(Path(config.model_path), parameters, model.quantization)
+    parameters |= {} if predicting is None else predicting.named_parameters()
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
     nbytes += 0 if weights.adapters is None else weights.adapters.nbytes
     sizes = model.num_layers, model.hidden_size

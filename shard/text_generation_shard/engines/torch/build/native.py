@@ -14,7 +14,7 @@ from text_generation_shard.engines.torch.build.prepare import Prepared, Target, 
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
-from text_generation_shard.engines.torch.models.native.parameters import empty_weights
+from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
 from text_generation_shard.engines.torch.weights.load import load
 
 
@@ -30,6 +30,13 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
         raise
     ahead.wait()
     return builder.engine(runner)
+
+
+def load_model(config: ShardConfig, model_config: ModelConfig, weights: ModelWeights) -> None:
+    """Load the weights of a model and of its predicting layer. Raises EngineError."""
+    load(config, weights.named_parameters(), model_config.quantization)
+    if (own := model_config.prediction) is not None and weights.prediction is not None:
+        load(config, weights.prediction.named_parameters(), own.model.quantization, own.folder)
 
 
 def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[EngineBuilder, Runner]:
@@ -49,11 +56,13 @@ def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[E
         if layer.attention is not None
     }
     fp8 = fp8_cache(config, kv_heads, builder.device, model_config.family.names.attention)
-    load(config, weights.named_parameters(), model_config.quantization)
+    load_model(config, model_config, weights)
     weights.process_weights_after_loading()
     if on_cpu:
         weights.pack()
     scales = [(model_config.attention_scale, model_config.attention_softcap)] * len(weights.layer_shapes)
+    if weights.prediction is not None:
+        scales[-1] = weights.prediction.score_rules
     runner = builder.runner(
         lambda ops: Decoder(model_config, weights, ops, group),
         weights.layer_shapes,

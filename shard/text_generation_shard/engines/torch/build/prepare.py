@@ -13,10 +13,21 @@ from text_generation_common.memory import total_memory
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
-from text_generation_shard.engines.torch.models.native.config import PREDICTING, PREDICTION, ModelConfig
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.eagle_config import read_eagle
+from text_generation_shard.engines.torch.models.native.parameters import PredictionWeights
+from text_generation_shard.engines.torch.models.native.prediction_config import (
+    COUNTS,
+    PredictionConfig,
+    dequantized,
+)
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
+from text_generation_shard.engines.torch.weights.load import plan_loading
 from text_generation_shard.grammar import Grammars, load_grammars
+from text_generation_shard.json_object import JsonObject
 
 if TYPE_CHECKING:  # it imports transformers
     from text_generation_shard.engines.torch.models.huggingface.config import TransformersConfig
@@ -35,6 +46,9 @@ CUDA_PREFILL_TOKENS = (1024, 8192)
 CUDA_CHUNK_PRODUCTS = 16e12
 """Multiplications per chunk, about 50 ms on a Hopper GPU: long enough to amortize a launch, short enough not to delay decoding.
 Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
+
+META = torch.device("meta")
+"""Holds shapes and no values."""
 
 log = structlog.get_logger()
 
@@ -98,15 +112,44 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
 def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.device) -> ModelConfig:
     """Return a model with what drafts need, whose states are kept as the settings say."""
     longest = longest_draft(config, device, has_states=model_config.states is not None)
-    may_predict = model_config.model_type in PREDICTING and model_config.quantization is None and config.world_size == 1
-    if longest and may_predict and config.load_format != "dummy":
-        names = Checkpoint(Path(config.model_path))
-        model_config = replace(model_config, predicts=PREDICTION in names)
+    if config.speculator and config.world_size > 1:
+        raise EngineError("--speculator: draft models are not served in tensor-parallel groups")
+    if config.speculator and not longest:
+        log.warning("the draft model is not used: no drafts are made, see --speculate")
+    if longest and config.world_size == 1:
+        model_config = replace(model_config, prediction=find_prediction(config, model_config, device))
     if (states := model_config.states) is None:
         return model_config
     name = config.mamba_ssm_cache_dtype
     dtype = states.dtype if name == "auto" else getattr(torch, name)
     return replace(model_config, states=replace(states, dtype=dtype, drafts=longest))
+
+
+def find_prediction(config: ShardConfig, model: ModelConfig, device: torch.device) -> PredictionConfig | None:
+    """Return the draft model, else the layer of the checkpoint that predicts tokens, if any; logs why one is not loaded."""
+    if config.speculator:
+        return read_eagle(Path(config.speculator), model, has_files=config.load_format != "dummy")
+    if (names := model.family.prediction) is None:
+        return None
+    names, folder = replace(names, root=names.root.format(layers=model.num_layers)), Path(config.model_path)
+    own = PredictionConfig(names=names, model=model, folder=folder)
+    if config.load_format == "dummy":
+        raw = JsonObject.read(folder).decoder()
+        return own if any(raw.get(name) for name in COUNTS) else None
+    if not any(name.startswith(names.root + names.projection) for name in Checkpoint(folder, text_only=True).names):
+        return None
+    reasons: list[str] = []
+    for scheme in dict.fromkeys((model.quantization, None)):
+        own = replace(own, model=replace(model, quantization=scheme))
+        built = replace(own, model=dequantized(own.model)) if device.type == "cpu" else own
+        try:
+            weights = PredictionWeights(built, TensorParallelRank(), META, Precision.uniform(torch.bfloat16))
+            plan_loading(folder, weights.named_parameters(), scheme)
+            return own
+        except EngineError as error:
+            reasons.append(str(error))
+    log.warning("the layer that predicts tokens is not loaded", reason=reasons[0])
+    return None
 
 
 def longest_draft(config: ShardConfig, device: torch.device, *, has_states: bool) -> int:

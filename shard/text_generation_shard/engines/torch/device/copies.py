@@ -43,6 +43,19 @@ def upload_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+def pinned_ints(length: int, device: torch.device) -> NDArray[np.int32]:
+    """Allocate host memory of int32 numbers, pinned if the device is a GPU."""
+    numbers: NDArray[np.int32] = torch.empty(length, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()
+    return numbers
+
+
+def select_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return some rows of `values` on its device, without waiting for it: a view if they are the first ones."""
+    if [*rows] == [*range(len(rows))]:
+        return values[: len(rows)]
+    return values.index_select(0, upload(rows, torch.int64, values.device))
+
+
 def download(tensor: Tensor) -> Tensor:
     """Return a copy in host memory, valid once the stream has passed this point; the tensor itself if it is not on a GPU."""
     if tensor.device.type != "cuda":

@@ -157,7 +157,7 @@ class HostCopies:
         chunks = _chunks(blocks, max(1, CHUNK_BYTES // max(1, group.rows.shape[1])))
         sums = [(group.load if is_load else group.store)(*chunk, self._device) for chunk in chunks]
         # Waits for the transfers, too. A shard whose router ended may have written the rows of a load until then.
-        found = torch.cat(sums).cpu().numpy() if sums else []
+        found: list[int] = torch.cat(sums).tolist() if sums else []
         good = []
         for block, each in zip(blocks.host, found, strict=True):
             if not is_load:

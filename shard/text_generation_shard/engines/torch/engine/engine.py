@@ -103,7 +103,10 @@ class TorchEngine(SynchronousEngine):
                 if self._images is not None:
                     self._images.most_tokens = limits.max_batch_prefill_tokens or self.info.suggested_prefill_tokens
                     self._images.place_largest(rows)
-                self._record(self._sample(self._launch(rows, adapted=bool(self.info.max_loras))))
+                largest = self._sample(self._launch(rows, adapted=bool(self.info.max_loras)))
+                if largest.hidden is not None:
+                    executor.predict(rows, [0] * rows.tokens, largest.hidden, drafts=False)
+                self._record(largest)
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)
@@ -256,7 +259,7 @@ class TorchEngine(SynchronousEngine):
         """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
-        step.hidden = None if self.predictions is None else launched.hidden
+        step.hidden = None if self.predictions is None else launched.carried
         for row, offset in launched.prefills:
             if (scores := row.sequence.prompt_scores) is not None:
                 step.scores += start_scores(row, scores, offset, launched.hidden, self._executor.logits)

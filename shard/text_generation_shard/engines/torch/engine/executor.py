@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, repeat
 from threading import Timer
 
@@ -16,15 +17,21 @@ from text_generation_proto.copies import Copy, CopyEnd
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.step_plan import (
+    Allocate,
     Ints,
-    Padding,
     StepPlan,
     TableUpdate,
     plan_chunks,
     plan_decoding,
     table_updates,
 )
-from text_generation_shard.engines.torch.device.copies import DeviceEvent, EventRecorder, PinnedBuffers, upload
+from text_generation_shard.engines.torch.device.copies import (
+    DeviceEvent,
+    EventRecorder,
+    PinnedBuffers,
+    pinned_ints,
+    upload,
+)
 from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.images import ImageSteps, shift_of
@@ -47,6 +54,8 @@ class Launched:
 
     hidden: Tensor
     """[tokens, hidden]: hidden states of all tokens, as `Executor.logits` expects them."""
+    carried: Tensor
+    """[tokens, …]: what `predict` reads."""
     prefills: list[tuple[StepRow, int]]
     """Rows that prefill, and the offset of their first token in `hidden`."""
     logits: Tensor | None
@@ -94,7 +103,7 @@ class Executor:
         self.kinds, self.block_bytes = runner.kinds, runner.block_bytes
         """The groups of the KV cache, and bytes of their blocks."""
         self.has_states = runner.kinds[-1].is_state
-        self.predicts = runner.predicts
+        self.predicts = runner.predicts > 0
         self._pinned = PinnedBuffers(self._device)
         self._events = EventRecorder(self._device)
 
@@ -125,6 +134,7 @@ class Executor:
         output = self._runner.start(plan, images)
         return Launched(
             hidden=output.normed,
+            carried=output.normed if output.carried is None else output.carried,
             prefills=prefills,
             # A graph computes the logits of its padding rows too.
             logits=None if output.logits is None else output.logits[: rows.num_sampling],
@@ -133,18 +143,19 @@ class Executor:
             computed=None if output.sampled is not None else self._events.record(),
         )
 
-    def predict(self, rows: StepRows, ids: Sequence[int], hidden: Tensor, *, drafts: bool) -> tuple[Tensor, list[int]]:
+    def predict(
+        self, rows: StepRows, ids: Sequence[int] | Tensor, hidden: Tensor, *, drafts: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return the hidden states of `Model.predict` at the last token of each row that samples, and the most probable next tokens.
 
-        `ids` are the tokens, in the place of those of the rows. The others: see `Runner.start`.
+        `ids` are the tokens, in the place of those of the rows. The others: see `Runner.predict`.
         """
-        plan = self._plan(rows, greedy=False, padded=False)
-        plan.column("ids")[:] = ids
-        output = self._runner.start(plan, hidden=hidden, drafts=drafts)
+        # Not in the ring: nothing waits between the passes of a draft.
+        plan = self._plan(rows, greedy=True, memory=partial(pinned_ints, device=self._device))
+        given = ids if isinstance(ids, Tensor) else upload(ids, torch.int64, self._device)
         ends = accumulate(row.length for row in rows.others)
         lasts = [end - 1 for row, end in zip(rows.others, ends, strict=True) if row.samples]
-        sampled = [index + len(row.drafts) for index, row in rows.indexed()]
-        return output.normed[lasts], [] if output.logits is None else output.logits[sampled].argmax(1).tolist()
+        return self._runner.predict(plan, given, hidden, lasts, drafts=drafts)
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""
@@ -263,7 +274,8 @@ class Executor:
         self._group.close()
         del self._runner
 
-    def _plan(self, rows: StepRows, *, greedy: bool, padded: bool = True) -> StepPlan:
+    def _plan(self, rows: StepRows, *, greedy: bool, memory: Allocate | None = None) -> StepPlan:
+        memory = memory or self._pinned_memory
         updates = [] if self._adapters is None else self._adapter_updates(rows)
         if self.has_states and rows.prefills:
             chunks = (row.sequence for row in rows.others if row.prefills)
@@ -277,12 +289,10 @@ class Executor:
             ]
         updates += table_updates(rows, self._runner.table_rows, self._runner.max_blocks)
         if rows.prefills:
-            plan = plan_chunks(rows, updates, self._runner.windows, greedy=greedy, memory=self._pinned_memory)
+            plan = plan_chunks(rows, updates, self._runner.windows, greedy=greedy, memory=memory)
         else:
-            padding = Padding(rows.tokens, len(updates), 0, (0, 0))
-            if padded:
-                padding = self._runner.padding(rows.tokens, len(updates))
-            plan = plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
+            padding = self._runner.padding(rows.tokens, len(updates))
+            plan = plan_decoding(rows, updates, padding, greedy=greedy, memory=memory)
         adapted = bool(self._places) and any(sequence.adapter for sequence in rows.sequences)
         return plan.with_adapters() if adapted else plan
 

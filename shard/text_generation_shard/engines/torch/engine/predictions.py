@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from text_generation_common.one_line import typed_line
+from text_generation_shard.engines.torch.device.copies import select_rows
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
 
@@ -86,22 +87,21 @@ class Predictions:
                 ids += sequence.tokens[start + 1 : start + 1 + count]
                 places += range(first, first + count)
             first += length
-        found: dict[int, tuple[int, ...]] = {}
         if not rows:
-            return found
-        hidden = self._hidden if len(places) == len(self._hidden) else self._hidden[places]
+            return {}
+        hidden = select_rows(self._hidden, places)
         hidden, tokens = self._executor.predict(StepRows(None, rows), ids, hidden, drafts=False)
         sequences = [row.sequence for row in rows if row.samples]
-        place = 0
-        while True:
-            for sequence, token in zip(sequences, tokens, strict=True):
-                if lengths.get(sequence.slot, 0) > place:
-                    found[sequence.slot] = (*found.get(sequence.slot, ()), token)
-            place += 1
-            left = [index for index, each in enumerate(sequences) if lengths.get(each.slot, 0) > place]
-            if not left:
-                return found
+        drafted: list[tuple[list[Sequence], Tensor]] = []
+        while left := [index for index, each in enumerate(sequences) if lengths.get(each.slot, 0) > len(drafted)]:
             sequences = [sequences[index] for index in left]
-            rows = [StepRow(each, len(each.tokens) - 2 + place, 1, samples=True) for each in sequences]
-            ids = [found[each.slot][-1] for each in sequences]
-            hidden, tokens = self._executor.predict(StepRows(None, rows), ids, hidden[left], drafts=True)
+            hidden, tokens = select_rows(hidden, left), select_rows(tokens, left)
+            if place := len(drafted):  # the drafts of the pass before are read on the device
+                rows = [StepRow(each, len(each.tokens) - 2 + place, 1, samples=True) for each in sequences]
+                hidden, tokens = self._executor.predict(StepRows(None, rows), tokens, hidden, drafts=True)
+            drafted.append((sequences, tokens))
+        found: dict[int, tuple[int, ...]] = {}
+        for sequences, tokens in drafted:
+            for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+                found[sequence.slot] = (*found.get(sequence.slot, ()), token)
+        return found

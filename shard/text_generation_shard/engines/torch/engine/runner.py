@@ -22,17 +22,21 @@ SLOT_COLUMNS = ("adapters", "states", "shifts")
 class Model(Protocol):
     """A model that an executor runs, with the weights of one rank."""
 
-    predicts: bool
-    """True if it has what `predict` needs."""
+    predicts: int
+    """Numbers of a hidden state that `predict` reads; 0: it has no layer for that."""
 
     def forward(self, step: Step) -> Tensor:
         """Return hidden states [tokens, hidden], as `logits` expects them; writes keys and values to the cache."""
 
     def predict(self, step: Step, hidden: Tensor) -> Tensor:
-        """Return the hidden states from which `logits` gives the token after the next one: those of a layer for drafts.
+        """Return the hidden states from which `predicted` gives the token after the next one: those of a layer for drafts.
 
-        `step` has the next token at each position, `hidden` [tokens, hidden] the output of `forward` there, or of this one.
+        `step` has the next token at each position, `hidden` [tokens, predicts] the output of `forward` there, or of this one.
         """
+
+    def predicted(self, hidden: Tensor) -> Tensor:
+        """Return the most probable tokens, int64 [rows], for some hidden states of `predict`."""
+        ...
 
     def allocate_states(self, blocks: int) -> None:
         """Replace the states of the layers by `blocks` blocks of zeros, if the cache has a group of states."""
@@ -66,6 +70,8 @@ class ForwardOutput:
     """float32 [rows that sample, vocabulary]; None if no row samples."""
     sampled: Tensor | None
     """int32 [2 · n], n ≥ the number of rows that sample, if sampled greedily: n token ids, then the bits of n logprobs."""
+    carried: Tensor | None = None
+    """[tokens, predicts]: what `Model.predict` reads; None: `normed`."""
 
 
 class Runner(ABC):
@@ -152,13 +158,20 @@ class Runner(ABC):
         """Free the graphs, if there are any."""
 
     @abstractmethod
-    def start(
-        self, plan: StepPlan, images: StepImages | None = None, hidden: Tensor | None = None, *, drafts: bool = False
-    ) -> ForwardOutput:
+    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
         """Launch a step, with images if there are any in its tokens. The plan's memory may be reused when the step has finished.
 
-        With `hidden`, compute `Model.predict` from these; `drafts`: at positions that no step has computed. Raises GroupBroken, like
-        those below.
+        Raises GroupBroken, like those below.
+        """
+
+    @abstractmethod
+    def predict(
+        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Launch `Model.predict`; return the hidden states for the next call and the most probable next tokens at some tokens, `rows`.
+
+        `ids` are the first tokens, in the place of those of the plan; `hidden` are rows for these. `drafts`: at positions that no
+        step has computed.
         """
 
     def broadcast_sampled_tokens(self, slots: Tensor, token_ids: Tensor) -> None:

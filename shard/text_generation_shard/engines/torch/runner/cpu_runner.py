@@ -10,7 +10,7 @@ from text_generation_shard.engines.torch.attention.paged import AttentionPlan
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, PagedKVCache
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
-from text_generation_shard.engines.torch.batch.tiles import build_batch
+from text_generation_shard.engines.torch.batch.tiles import StepBatch, build_batch
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model, Runner
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
@@ -46,26 +46,38 @@ class CpuRunner(Runner):
     def cache(self) -> Sequence[Tensor]:
         return self._cache.layers
 
-    def start(
-        self, plan: StepPlan, images: StepImages | None = None, hidden: Tensor | None = None, *, drafts: bool = False
-    ) -> ForwardOutput:
+    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
+        step, batch = self._step(plan, images)
+        with self._translate_peer_loss:
+            hidden = batch.in_plan_order(self._model.forward(step))
+            carried = None if step.carried is None else batch.in_plan_order(step.carried)
+            if not plan.num_sampling:
+                return ForwardOutput(hidden, None, None, carried)
+            sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden
+            return ForwardOutput(hidden, self._model.logits(sampling), None, carried)
+
+    def predict(
+        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
+    ) -> tuple[Tensor, Tensor]:
+        plan.column("ids")[: len(ids)] = ids.numpy()
+        step, batch = self._step(plan, clears=drafts)
+        normed = batch.in_plan_order(self._model.predict(step, hidden[batch.places]))[rows]
+        carried = normed if step.carried is None else batch.in_plan_order(step.carried)[rows]
+        return carried, self._model.predicted(normed)
+
+    def _step(
+        self, plan: StepPlan, images: StepImages | None = None, *, clears: bool = True
+    ) -> tuple[CpuStep, StepBatch]:
+        """Return a step; it `clears` the blocks that it enters."""
         if plan.sizes.updates:
             cells, blocks = (torch.from_numpy(plan.column(name)) for name in ("cells", "blocks"))
             self._cells[cells.long()] = blocks
         tables, fills = self._tables, not self.predicts
         batch = build_batch(plan, tables, self._last_tokens, self._cache, self._window, fills=fills)
-        if (hidden is None or drafts) and batch.entered_blocks.numel():
+        if clears and batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
         attention = AttentionPlan(
             batch, self._tables, self._cache, self._shape, None if images is None else images.ahead
         )
         slots = self._slot_adapters, self._slot_states, self._slot_shifts
-        step = CpuStep(batch, attention, self._cache, *slots, images)
-        with self._translate_peer_loss:
-            model = self._model
-            output = model.forward(step) if hidden is None else model.predict(step, hidden[batch.places])
-            hidden = batch.in_plan_order(output)
-            if not plan.num_sampling:
-                return ForwardOutput(hidden, None, None)
-            sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden
-            return ForwardOutput(hidden, self._model.logits(sampling), None)
+        return CpuStep(batch, attention, self._cache, *slots, images), batch

@@ -115,12 +115,17 @@ class DecodeGraphs:
         replay, output = pool.record(partial(self._run, plan, numbers))
         self._graphs[size, adapted] = _Graph(replay, numbers, output)
 
-    def replay(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput | None:
-        """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory."""
+    def replay(self, plan: StepPlan, numbers: Tensor, ids: Tensor | None = None) -> ForwardOutput | None:
+        """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory.
+
+        `ids` on the device are in the place of the first tokens of the plan.
+        """
         graph = self._graphs.get((plan.sizes.tokens, plan.adapted))
         if plan.sizes.chunks or graph is None or graph.numbers.shape != numbers.shape:
             return None
         graph.numbers.copy_(numbers, non_blocking=True)
+        if ids is not None:
+            graph.numbers[plan.bounds[0][0] :][: len(ids)] = ids
         graph.replay()
         # A graph always samples greedily; the result is discarded if the step is not greedy.
         return graph.output if plan.greedy else replace(graph.output, sampled=None)

@@ -1,6 +1,6 @@
 """Runs planned steps on the GPU of one rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from text_generation_shard.engines.torch.attention.device_step import DeviceStep
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import ALIGNMENT, COLUMNS, TOKEN_COLUMNS, Padding, StepPlan
+from text_generation_shard.engines.torch.device.copies import select_rows
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput, Model, Runner
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.runner.decode_graphs import DecodeGraphs, GraphPool, wanted_sizes
@@ -43,6 +44,10 @@ class DeviceRunner(Runner):
         """The kinds of graphs: for steps without LoRA adapters, and for those with them."""
         self._context = self._step_context(self._num_blocks)
         self._graphs: DecodeGraphs | None = None
+        self._predictions: DecodeGraphs | None = None
+        """The graphs of `predict`."""
+        self._hidden = torch.zeros(max_slots, model.predicts, device=self.device)
+        """The hidden states that they read."""
         self._piecewise: PiecewiseGraphs | None = None
 
     @property
@@ -73,14 +78,22 @@ class DeviceRunner(Runner):
         run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
         self._graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, len(self.windows), run)
         sizes = self._graphs.sizes
-        progress = WorkProgress("capturing graphs", len(self._kinds) * (len(sizes) + len(CAPTURE_SIZES)))
+        kinds, decoding = len(self._kinds), (len(self._kinds) + bool(self.predicts)) * len(sizes)
+        progress = WorkProgress("capturing graphs", decoding + kinds * len(CAPTURE_SIZES))
         for size in wanted_sizes(sizes, only_largest, max_tokens)[part]:
             for adapted in self._kinds:
                 self._graphs.capture(size, pool, adapted=adapted)
                 progress.add()
         pieces = self.capture_pieces(pool, wanted_sizes(CAPTURE_SIZES, only_largest, max_tokens)[part], progress.add)
+        if self.predicts:
+            # Last, so that nothing of them lies in memory where others leave their output.
+            slots, predict = self._max_slots, self._run_prediction
+            self._predictions = DecodeGraphs(slots, slots, dummy_update, len(self.windows), predict)
+            for size in wanted_sizes(sizes, only_largest, max_tokens)[part]:
+                self._predictions.capture(size, pool)
+                progress.add()
         progress.end()
-        return len(self._kinds) * (len(sizes) + (0 if pieces is None else len(pieces)))
+        return decoding + kinds * (0 if pieces is None else len(pieces))
 
     def capture_pieces(
         self, recorder: GraphPool, sizes: Sequence[int], captured: Callable[[], None]
@@ -104,15 +117,29 @@ class DeviceRunner(Runner):
         return padding or super().padding(rows, updates)
 
     def drop_graphs(self) -> None:
-        self._graphs = self._piecewise = None
+        self._graphs = self._piecewise = self._predictions = None
 
-    def start(
-        self, plan: StepPlan, images: StepImages | None = None, hidden: Tensor | None = None, *, drafts: bool = False
-    ) -> ForwardOutput:
+    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
         numbers = torch.from_numpy(plan.numbers)
         with self._translate_peer_loss:
-            output = None if self._graphs is None or hidden is not None else self._graphs.replay(plan, numbers)
-            return output or self._run(plan, numbers.to(self.device, non_blocking=True), None, images, hidden)
+            output = None if self._graphs is None else self._graphs.replay(plan, numbers)
+            return output or self._run(plan, numbers.to(self.device, non_blocking=True), None, images)
+
+    def predict(
+        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
+    ) -> tuple[Tensor, Tensor]:
+        numbers = torch.from_numpy(plan.numbers)
+        if self._predictions is not None and not plan.sizes.chunks and plan.sizes.tokens <= self._max_slots:
+            self._hidden[: len(hidden)].copy_(hidden)
+            if (output := self._predictions.replay(plan, numbers, ids)) is not None and output.sampled is not None:
+                # Copies: the next pass may be a replay of the same graph.
+                return select_rows(output.normed, rows).clone(), select_rows(output.sampled, rows).clone()
+        on_device = numbers.to(self.device, non_blocking=True)
+        on_device[plan.bounds[0][0] :][: len(ids)] = ids
+        step = self._step(plan, on_device)
+        normed = self._model.predict(step, hidden)
+        carried = normed if step.carried is None else step.carried
+        return select_rows(carried, rows), self._model.predicted(select_rows(normed, rows))
 
     def _step_context(self, num_blocks: Sequence[int]) -> StepContext:
         """Allocate a KV cache. It is zeroed, so that it is finite."""
@@ -128,47 +155,48 @@ class DeviceRunner(Runner):
         numbers: Tensor,
         logits: Tensor | None = None,
         images: StepImages | None = None,
-        hidden: Tensor | None = None,
     ) -> ForwardOutput:
         """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""
-        columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.bounds, strict=True)}
-        if plan.sizes.updates:
-            self._kernels.update_tables(columns["cells"], columns["blocks"], self._cells)
-        if plan.sizes.chunks:
-            self._kernels.plan_chunks(plan, columns)
-        normed = self._normed(plan, numbers, columns, images, hidden)
+        step = self._step(plan, numbers, images)
+        normed = self._normed(step, has_chunks=bool(plan.sizes.chunks))
         if not plan.num_sampling:
-            return ForwardOutput(normed, None, None)
-        sampled_from, slots = normed, columns["slots"]
+            return ForwardOutput(normed, None, None, step.carried)
+        sampled_from, slots = normed, step.slots
         if plan.sizes.chunks:
-            sampling = columns["sampling"]
+            start, end = plan.bounds[COLUMNS.index("sampling")]
+            sampling = numbers[start:end]
             sampled_from, slots = normed.index_select(0, sampling), slots.index_select(0, sampling)
         logits = self._model.logits(sampled_from, logits)
         if not plan.greedy:
-            return ForwardOutput(normed, logits, None)
+            return ForwardOutput(normed, logits, None, step.carried)
         # Aligned like the columns of a plan.
         width = -(-plan.num_sampling // ALIGNMENT) * ALIGNMENT
         sampled = torch.empty(2 * width, dtype=torch.int32, device=self.device)
         token_ids, bits = sampled.view(2, width)[:, : plan.num_sampling]
         self._kernels.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
-        return ForwardOutput(normed, logits, sampled)
+        return ForwardOutput(normed, logits, sampled, step.carried)
 
-    def _normed(
-        self,
-        plan: StepPlan,
-        numbers: Tensor,
-        columns: Mapping[str, Tensor],
-        images: StepImages | None,
-        hidden: Tensor | None,
-    ) -> Tensor:
+    def _run_prediction(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput:
+        """Compute `Model.predict` from the buffer of hidden states, and the most probable next tokens."""
+        step = self._step(plan, numbers)
+        normed = self._model.predict(step, self._hidden[: plan.sizes.tokens])
+        return ForwardOutput(normed if step.carried is None else step.carried, None, self._model.predicted(normed))
+
+    def _step(self, plan: StepPlan, numbers: Tensor, images: StepImages | None = None) -> DeviceStep:
+        """Return the step of a plan in device memory `numbers`, after the updates of the tables."""
+        columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.bounds, strict=True)}
+        if plan.sizes.updates:
+            self._kernels.update_tables(columns["cells"], columns["blocks"], self._cells)
+        if plan.sizes.chunks:
+            self._kernels.plan_chunks(plan, columns)
         # The columns of the tokens have equal lengths and distances.
         (start, _), (second, _), *_ = plan.bounds
         tokens = numbers[start:].as_strided((TOKEN_COLUMNS, plan.sizes.tokens), (second - start, 1))
-        step = DeviceStep(tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted, images=images)
-        if hidden is not None:
-            return self._model.predict(step, hidden)
+        return DeviceStep(tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted, images=images)
+
+    def _normed(self, step: DeviceStep, *, has_chunks: bool) -> Tensor:
         # The pieces have no images in them.
-        if self._piecewise is not None and plan.sizes.chunks and images is None:
+        if self._piecewise is not None and has_chunks and step.images is None:
             normed = self._piecewise.run(step)
             if normed is not None:
                 return normed

@@ -92,6 +92,7 @@ class _CapturedPass:
     cuts: list[Cut]
     """The computations between the pieces, padded to the capture size."""
     normed: Tensor
+    carried: Tensor | None
 
 
 class PiecewiseGraphs:
@@ -127,10 +128,10 @@ class PiecewiseGraphs:
 
         recorder.begin()
         try:
-            normed = self._run(columns, cut, adapted=adapted)
+            normed, carried = self._run(columns, cut, adapted=adapted)
         finally:
             pieces.append(recorder.end())
-        self._captured[size, adapted] = _CapturedPass(pieces, cuts, normed)
+        self._captured[size, adapted] = _CapturedPass(pieces, cuts, normed, carried)
 
     def run(self, step: DeviceStep) -> Tensor | None:
         """Return the same as the model's `forward`, valid until the next step; None if no capture size fits."""
@@ -152,6 +153,7 @@ class PiecewiseGraphs:
                 )
                 cut.run(step, inputs, out)
             piece()
+        step.carried = None if captured.carried is None else captured.carried[:tokens]
         return captured.normed[:tokens]
 
     def __len__(self) -> int:
@@ -159,9 +161,10 @@ class PiecewiseGraphs:
         pieces = max(len(captured.pieces) for captured in self._captured.values())
         return len(CAPTURE_SIZES) * -(-pieces // PIECES_PER_GRAPH)
 
-    def _run(self, columns: Tensor, cut: Callable[[Cut], None], *, adapted: bool) -> Tensor:
-        normed = self._forward(CutStep(columns, self._context, self._buffers, cut, adapted=adapted))
-        return self._buffers.keep("normed", normed)
+    def _run(self, columns: Tensor, cut: Callable[[Cut], None], *, adapted: bool) -> tuple[Tensor, Tensor | None]:
+        step = CutStep(columns, self._context, self._buffers, cut, adapted=adapted)
+        normed = self._buffers.keep("normed", self._forward(step))
+        return normed, None if step.carried is None else self._buffers.keep("carried", step.carried)
 
 
 def capture_size_for(tokens: int) -> int:

@@ -35,12 +35,12 @@ ONES = (
 """Ends of the names of parameters that are 1 in a model without training."""
 
 
-def load(config: ShardConfig, parameters: NamedParameters, scheme: Scheme | None) -> None:
-    """Load the parameters from the checkpoint, or fill them at random. Raises EngineError with a one-line message."""
+def load(config: ShardConfig, parameters: NamedParameters, scheme: Scheme | None, folder: str | Path = "") -> None:
+    """Load the parameters from the checkpoint, or that in `folder`, or fill them at random. Raises EngineError in one line."""
     if config.load_format == "dummy":
         fill_dummy(parameters)
     else:
-        load_weights(Path(config.model_path), parameters, scheme)
+        load_weights(Path(folder or config.model_path), parameters, scheme)
 
 
 def load_weights(folder: Path, parameters: NamedParameters, scheme: Scheme | None = None) -> None:

@@ -134,9 +134,12 @@ class TransformersModel:
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
-    predicts = False
+    predicts = 0
 
     def predict(self, step: Step, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("layers for drafts are loaded by the native decoder")
+
+    def predicted(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError("layers for drafts are loaded by the native decoder")
 
     def allocate_states(self, blocks: int) -> None:

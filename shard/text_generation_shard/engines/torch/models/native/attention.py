@@ -48,7 +48,7 @@ class AttentionWeights(AttentionPart):
         dtype, device = projections.precision.model, projections.device
         self.sinks = torch.empty(heads.length, device=device, dtype=dtype) if family.sinks else None
         self.head_norms: HeadNorms | None = None
-        if family.query_key_norm:
+        if config.query_key_norm:
             self.head_norms = HeadNorms(norm(whole.head_dim), norm(whole.head_dim), values=family.value_norm)
         if family.joint_query_key_norm:
             self.joint_norms = norm(queries.total), norm(keys.total)

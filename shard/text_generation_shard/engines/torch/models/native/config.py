@@ -26,6 +26,7 @@ from text_generation_shard.engines.torch.models.native.layer_config import (
     read_layers,
     with_images,
 )
+from text_generation_shard.engines.torch.models.native.prediction_config import PredictionConfig
 from text_generation_shard.engines.torch.models.native.rope_config import FULL, SLIDING, read_ropes, rotated_layers
 from text_generation_shard.engines.torch.models.native.state_config import (
     Multipliers,
@@ -43,10 +44,6 @@ from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 USE_WINDOW = "use_sliding_window"
 HEADS = ("lm_head.weight", "model.embed_tokens.weight")
-PREDICTION = "mtp.fc.weight"
-"""A tensor of the layer that predicts the token after the next one."""
-PREDICTING = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""The model types whose layer of that name is known."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -85,6 +82,7 @@ class ModelConfig(DecoderNumbers):
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    query_key_norm: bool
     values_are_keys: bool
     """True: layers without a window have no projection for values, which are the keys before their norm and rotation."""
     eos_token_ids: tuple[int, ...]
@@ -93,8 +91,8 @@ class ModelConfig(DecoderNumbers):
     states: StateConfig | None = None
     multipliers: Multipliers | None = None
     quantization: Scheme | None = None
-    predicts: bool = False
-    """True: the checkpoint's layer that predicts the token after the next one is loaded."""
+    prediction: PredictionConfig | None = None
+    """The layer that predicts the token after the next one, if it is loaded."""
     max_images: int = 0
     """Images that a prompt may have, as far as the model knows."""
 
@@ -155,12 +153,12 @@ def is_native(folder: Path) -> bool:
     return (raw.optional_text("model_type") or "") in FAMILIES
 
 
-def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
-    """Read the config of the model in `folder`, served with --quantize `quantize`.
+def read_model_config(folder: Path, quantize: str | None = None, whole: JsonObject | None = None) -> ModelConfig:
+    """Read the config of the model in `folder`, its config.json or `whole`, served with --quantize `quantize`.
 
     Raises EngineError with a one-line message: UnsupportedError if transformers may compute the model.
     """
-    whole = _read(folder, "config.json")
+    whole = whole or _read(folder, "config.json")
     raw = _text_part(whole)
     model_type = raw.optional_text("model_type")
     if model_type not in FAMILIES:
@@ -218,6 +216,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         qkv_bias=_flag(raw, family.qkv_bias),
         output_bias=_flag(raw, family.output_bias),
         mlp_bias=_flag(raw, family.mlp_bias),
+        query_key_norm=_flag(raw, family.query_key_norm),
         values_are_keys=family.full_head_dim is not None and raw.flag(KEYS_AS_VALUES, default=False),
         attention_scale=_attention_scale(raw, family, head_dim) if latent is None else latent.scale(ropes[0]),
         attention_softcap=_softcap(raw, "attn_logit_softcapping", family.attention_softcap),

@@ -7,7 +7,7 @@ projections are fused into one product, and so are gate and up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -21,7 +21,8 @@ from text_generation_shard.engines.torch.layers.mlp import GatedMLP, LayerMLP
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.layers.precision import Precision
-from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
+from text_generation_shard.engines.torch.layers.rope import Rope, RotaryEmbedding
+from text_generation_shard.engines.torch.models.native.buffers import Activations, LayerBuffers
 from text_generation_shard.engines.torch.models.native.config import DecoderNumbers
 from text_generation_shard.engines.torch.models.native.state_layer import StateLayer
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -101,14 +102,27 @@ class DecoderLayer:
 
 @dataclass(eq=False, kw_only=True)
 class PredictionPart:
-    """The weights that predict the token after the next one, from the embedding of that and the output of the model."""
+    """The weights that predict the token after the next one: see `prediction_config`."""
 
     embedding_norm: RMSNorm
     hidden_norm: RMSNorm
     projection: DenseLinear
-    """The product of both, in this order."""
+    hidden_first: bool
+    """True: the projection reads the hidden states before the embeddings."""
+    rotation: tuple[Rope, int]
+    """The rotation of its attention, and the numbers of a head that it reads."""
+    score_rules: tuple[float, float | None]
+    """Scale and softcap of the scores of its attention."""
     layer: DecoderLayer
     norm: RMSNorm
+    head: DenseLinear | None = None
+    """The head of a draft model, over `tokens`; None: that of the model. The others below are those of a draft model, too."""
+    tokens: Tensor = field(default_factory=partial(torch.empty, 0))
+    embedding: Tensor | None = None
+    """None: that of the model."""
+    taken_before: tuple[int, ...] = ()
+    """The layers before which hidden states are taken, which `projection` reads."""
+    norm_before_residual: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -136,55 +150,14 @@ class DecoderWeights:
         """Convert weights of products with normed hidden states to the final precision: see `Precision.after_loading`."""
         layers = self.all_layers
         norms = [self.norm, *(norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm))]
-        norms += [] if self.prediction is None else [self.prediction.norm]
+        own = self.prediction
+        norms += [] if own is None else [own.norm, own.hidden_norm]
         mlps = [layer.mlp.gate_up for layer in layers if isinstance(layer.mlp, GatedMLP)]
         projections = [layer.attention.qkv for layer in layers if layer.attention is not None]
         inputs = [each for layer in layers if layer.states is not None for each in layer.states.inputs]
-        after_norms = [self.head, *projections, *inputs, *mlps]
+        heads = [each for each in (self.head, own and own.head) if each is not None]
+        after_norms = [*heads, *projections, *inputs, *mlps]
         self.precision = self.precision.after_loading(norms, after_norms)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerBuffers:
-    """Buffers around the attention of a layer and its part with a state; None where each result is a new tensor."""
-
-    qkv: Tensor | None = None
-    """[tokens, (num_heads + 2·num_kv_heads)·head_dim], or less if values are keys: output of the fused projection."""
-    queries: Tensor | None = None
-    """[tokens, num_heads, head_dim]: rotated queries; a view of `qkv` if both have the same dtype."""
-    attended: Tensor | None = None
-    """[tokens, num_heads·head_dim]: output of attention."""
-    projected: Tensor | None = None
-    """[tokens, projected_width]: input of the part with a state."""
-    mixed: Tensor | None = None
-    """[tokens, mixed_width]: its output."""
-
-    def first(self, tokens: int) -> LayerBuffers:
-        """Return views of the first `tokens` rows."""
-        buffers = self.qkv, self.queries, self.attended, self.projected, self.mixed
-        return LayerBuffers(*(_first(buffer, tokens) for buffer in buffers))
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Buffers of a forward pass that all layers use; None where each result is a new tensor."""
-
-    residual: Tensor | None = None
-    """float32 [tokens, hidden]."""
-    normed: Tensor | None = None
-    """[tokens, hidden]: at the end, the normed output of the last layer."""
-    layers: Sequence[LayerBuffers] = ()
-    """For each layer, in the same memory; layers of the same widths have the same ones. Empty without buffers."""
-
-    def of(self, layer: int) -> LayerBuffers:
-        """Return the buffers of a layer."""
-        return self.layers[layer] if self.layers else LayerBuffers()
-
-    def first(self, tokens: int) -> Activations:
-        """Return views of the first `tokens` rows."""
-        views = {id(each): each.first(tokens) for each in self.layers}
-        layers = [views[id(each)] for each in self.layers]
-        return Activations(_first(self.residual, tokens), _first(self.normed, tokens), layers)
 
 
 class Decoder:
@@ -196,15 +169,17 @@ class Decoder:
         self._ops = ops
         self._group = group
         self._device = weights.embedding.device
-        self.predicts = weights.prediction is not None
+        self.predicts = 0 if weights.prediction is None else len(weights.prediction.norm.weight)
         if ops.has_buffers:
             for each in weights.rotary:
                 each.fill_table(config.max_sequence_length)
         attentions = [layer.attention for layer in weights.all_layers if layer.attention is not None]
-        numbers = config.attention_scale, config.attention_softcap
+        rules = [(config.attention_scale, config.attention_softcap)] * len(attentions)
+        if weights.prediction is not None:
+            rules[-1] = weights.prediction.score_rules
         self._places = [
-            AttentionPlace(index, rotary, ScoreRules(*numbers, each.sinks))
-            for index, (each, rotary) in enumerate(zip(attentions, weights.rotary, strict=True))
+            AttentionPlace(index, rotary, ScoreRules(*own, each.sinks))
+            for index, (each, rotary, own) in enumerate(zip(attentions, weights.rotary, rules, strict=True))
         ]
         # Rounded to the dtype of the embedding, as in transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
@@ -218,22 +193,50 @@ class Decoder:
             weights.adapters.begin(step.adapters, ops.adapter_rows)
         residual = step.embed(weights.embedding, self._embedding_scale, buffers.residual)
         stream = ResidualStream(residual, buffers.normed, scale=config.residual_scale)
-        places = iter(self._places)
+        places, part = iter(self._places), weights.prediction
+        before, taken = () if part is None else part.taken_before, []
         for index, layer in enumerate(weights.layers):
+            taken += [self._taken(stream)] if index in before else []
             self._add_layer(step, stream, layer, places, buffers.of(index))
             if step.images is not None:
                 step.images.add(stream.residual, index)
+        if part is not None and before:
+            taken += [self._taken(stream)] if len(weights.layers) in before else []
+            step.carried = part.projection(torch.cat(taken, dim=1))
         return ops.norm(stream, weights.norm, buffers.normed)
 
+    def _taken(self, stream: ResidualStream) -> Tensor:
+        """Return a copy of the stream as it is now."""
+        if not self._ops.has_buffers:
+            return stream.residual.clone()
+        return self._ops.norm(stream, None, torch.empty_like(stream.residual, dtype=self._weights.precision.model))
+
     def predict(self, step: Step, hidden: Tensor) -> Tensor:
-        part, buffers = self._weights.prediction, self.activations(step.num_tokens)
+        part, buffers = self._weights.prediction, self.activations(step.num_tokens, self.predicts)
         assert part is not None
-        embedded = step.embed(self._weights.embedding, self._embedding_scale, buffers.residual)
+        table = self._weights.embedding if part.embedding is None else part.embedding
+        embedded = step.embed(table, self._embedding_scale if part.head is None else 1.0, buffers.residual)
         dtype = self._weights.precision.model
-        inputs = part.embedding_norm(embedded.to(dtype)), part.hidden_norm(hidden.to(dtype))
-        stream = ResidualStream(part.projection(torch.cat(inputs, dim=1)), buffers.normed)
-        self._add_layer(step, stream, part.layer, iter(self._places[-1:]), buffers.of(-1))
-        return self._ops.norm(stream, part.norm, buffers.normed)
+        inputs = [part.embedding_norm(embedded.to(dtype)), part.hidden_norm(hidden.to(dtype))]
+        if part.hidden_first:
+            inputs.reverse()
+        joint, place, own = torch.cat(inputs, dim=1), iter(self._places[-1:]), buffers.of(-1)
+        if part.head is None:
+            stream = ResidualStream(part.projection(joint), buffers.normed)
+            self._add_layer(step, stream, part.layer, place, own)
+            return self._ops.norm(stream, part.norm, buffers.normed)
+        residual = inputs[1] if part.norm_before_residual else hidden
+        stream = ResidualStream(residual.to(hidden.dtype, copy=True), buffers.normed)
+        joint = joint.to(self._weights.precision.normed)
+        self._add_layer(step, stream, part.layer, place, own, ResidualStream(joint, torch.empty_like(joint)))
+        normed, step.carried = self._ops.norm(stream, part.norm, buffers.normed), stream.residual
+        return normed
+
+    def predicted(self, hidden: Tensor) -> Tensor:
+        part = self._weights.prediction
+        if not len(hidden) or part is None:
+            return hidden.new_empty(0, dtype=torch.int64)
+        return self.logits(hidden).argmax(1) if part.head is None else part.tokens[part.head(hidden).argmax(1)]
 
     def _add_layer(
         self,
@@ -242,12 +245,15 @@ class Decoder:
         layer: DecoderLayer,
         places: Iterator[AttentionPlace],
         own: LayerBuffers,
+        inputs: ResidualStream | None = None,
     ) -> None:
+        """Add a layer to the stream; with `inputs`, its attention reads these, which are normed."""
         ops, states, attended = self._ops, layer.states, None
         if states is not None:
             projected = states.project(ops, stream, layer.input_norm, own.projected)
         if (attention := layer.attention) is not None:
-            attended = attention.attend(ops, step, stream, layer.input_norm, next(places), own)
+            reads, norm = (stream, layer.input_norm) if inputs is None else (inputs, None)
+            attended = attention.attend(ops, step, reads, norm, next(places), own)
         if states is not None:
             mixed = step.with_states(partial(states.mix, ops), projected, own.mixed)
             self._add_mixed(stream, layer, states, mixed, attended)
@@ -298,11 +304,12 @@ class Decoder:
         width = self._group.tp.world_size * self._weights.head.weight.shape[0]
         return torch.empty(rows, width, dtype=torch.float32, device=self._device)
 
-    def activations(self, tokens: int) -> Activations:
+    def activations(self, tokens: int, hidden: int = 0) -> Activations:
         """Allocate uninitialized buffers for a pass of `tokens` tokens, where the operations need them."""
         if not self._ops.has_buffers:
             return Activations()
-        layers, hidden, precision = self._weights.all_layers, self._config.hidden_size, self._weights.precision
+        layers, precision = self._weights.all_layers, self._weights.precision
+        hidden = hidden or self._config.hidden_size
 
         def empty(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype, device=self._device)
@@ -347,10 +354,6 @@ def _widths(layer: DecoderLayer) -> tuple[int, int, int, int, int]:
         (0, 1, 0) if attention is None else (attention.buffered_heads, attention.shape.head_dim, attention.qkv_width)
     )
     return (*heads, 0, 0) if states is None else (*heads, states.projected_width, states.mixed_width)
-
-
-def _first(buffer: Tensor | None, tokens: int) -> Tensor | None:
-    return None if buffer is None else buffer[:tokens]
 
 
 def _narrowed(buffer: Tensor, width: int) -> Tensor:

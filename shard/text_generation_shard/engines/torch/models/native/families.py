@@ -10,6 +10,7 @@ from text_generation_shard.engines.torch.models.native.expert_config import (
 )
 from text_generation_shard.engines.torch.models.native.family import ATTENTION_BIAS, MLP_BIAS, Family, NormNames
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
+from text_generation_shard.engines.torch.models.native.prediction_config import MIMO, NEXTN
 from text_generation_shard.engines.torch.models.native.state_families import STATE_FAMILIES
 from text_generation_shard.engines.torch.models.native.wrappers import TEXT_PARTS
 
@@ -59,6 +60,7 @@ GEMMA3 = replace(
     attention_softcap=None,
     final_softcap=None,
 )
+QWEN2 = Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="use_sliding_window", window=4096)
 GLM = Family(
     "GlmForCausalLM",
     num_kv_heads=2,
@@ -76,6 +78,7 @@ DEEPSEEK_V3 = Family(
     interleaved_rotary=True,
     latent=LatentSizes(),
     experts=SIGMOID_EXPERTS,
+    prediction=NEXTN,
 )
 MISTRAL4_ROPE = (
     ("rope_type", "yarn"),
@@ -107,7 +110,8 @@ FAMILIES: dict[str, Family] = {
         ),
         windows="all layers",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="use_sliding_window", window=4096),
+    "qwen2": QWEN2,
+    "mimo": replace(QWEN2, architecture="MiMoForCausalLM", prediction=MIMO),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         num_kv_heads=32,
@@ -207,6 +211,16 @@ FAMILIES: dict[str, Family] = {
         GLM,
         architecture="Glm4ForCausalLM",
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    ),
+    "glm4_moe": replace(
+        TEXT_PARTS["glm4v_moe_text"],
+        architecture="Glm4MoeForCausalLM",
+        vocab_size=151_552,
+        max_positions=131_072,
+        qkv_bias=ATTENTION_BIAS,
+        query_key_norm=("use_qk_norm", False),
+        rotary_sections=None,
+        prediction=NEXTN,
     ),
     **STATE_FAMILIES,
     "deepseek_v3": DEEPSEEK_V3,

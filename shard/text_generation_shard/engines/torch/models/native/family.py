@@ -5,6 +5,7 @@ from typing import Literal
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
+from text_generation_shard.engines.torch.models.native.prediction_config import PredictionNames
 from text_generation_shard.engines.torch.models.native.state_config import StateFamily
 
 Flag = bool | tuple[str, bool]
@@ -95,7 +96,7 @@ class Family:
     qkv_bias: Flag = False
     output_bias: Flag = False
     mlp_bias: Flag = False
-    query_key_norm: bool = False
+    query_key_norm: Flag = False
     joint_query_key_norm: bool = False
     """True: all query heads are normed together, and all key heads."""
     value_norm: bool = False
@@ -166,5 +167,7 @@ class Family:
     """True: the config has scale_emb, scale_depth and dim_model_base, from which these follow (MiniCPM 3)."""
     layer_multipliers: bool = False
     """True: the config has a factor for each projection of a layer, and lm_head_multiplier (Falcon-H1)."""
+    prediction: PredictionNames | None = None
+    """The layer that checkpoints may have to predict the token after the next one; None: it is not known."""
     unsupported: tuple[tuple[str, int], ...] = ()
     """Fields with their defaults; models in which one is not 0 are computed by transformers."""

@@ -6,7 +6,6 @@ logits gathered.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,12 +20,13 @@ from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.models.native.adapters import ModelAdapters
 from text_generation_shard.engines.torch.models.native.attention import AttentionWeights
-from text_generation_shard.engines.torch.models.native.config import PREDICTION, ModelConfig
+from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import DecoderLayer, DecoderWeights, PredictionPart
 from text_generation_shard.engines.torch.models.native.delta_net import GatedDeltaNet
 from text_generation_shard.engines.torch.models.native.experts import Experts, ExpertsBesideMLP, shares_form
 from text_generation_shard.engines.torch.models.native.latent_attention import LatentAttention
 from text_generation_shard.engines.torch.models.native.mamba import Mamba
+from text_generation_shard.engines.torch.models.native.prediction_config import PredictionConfig, dequantized
 from text_generation_shard.engines.torch.models.native.projections import LayerProjections
 from text_generation_shard.engines.torch.models.native.state_config import Multipliers
 from text_generation_shard.engines.torch.models.native.state_layer import ShortConvolution
@@ -43,7 +43,7 @@ class LayerWeights(DecoderLayer):
     states: StateWeights | None
     mlp: DenseMLP | Experts | ExpertsBesideMLP | None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 – the parts of a layer
         self,
         config: ModelConfig,
         index: int,
@@ -52,14 +52,17 @@ class LayerWeights(DecoderLayer):
         precision: Precision,
         adapters: ModelAdapters | None,
         prefix: str = "",
+        attention_inputs: int = 0,
     ) -> None:
+        """`attention_inputs` of its projections, of a draft model; 0: the hidden size."""
         self._prefix = prefix or f"model.layers.{index}."
         self._config, self._device, self._precision, self._adapters = config, device, precision, adapters
         self._projections = self._projections_of(self._prefix, tp)
         self.attention = None
         if config.states is None or config.states.attention[index]:
             kind = AttentionWeights if config.latent is None else LatentAttention
-            self.attention = kind(config, index, self._projections, self._norm)
+            projections = self._projections_of(self._prefix, tp, attention_inputs)
+            self.attention = kind(config, index, projections, self._norm)
         self.states = self._state_part(index, tp)
         self.mlp = self._mlp(index, tp) if config.states is None or config.states.mlps[index] else None
         self._scalar = torch.empty(1, device=device, dtype=precision.model) if config.family.layer_scalars else None
@@ -74,10 +77,10 @@ class LayerWeights(DecoderLayer):
         self.after_attention = self._norm(hidden_size) if after and names.after_attention else None
         self.after_mlp = self._norm(hidden_size) if after and names.after_mlp else None
 
-    def _projections_of(self, prefix: str, tp: TensorParallelRank) -> LayerProjections:
-        config = self._config
+    def _projections_of(self, prefix: str, tp: TensorParallelRank, inputs: int = 0) -> LayerProjections:
+        config, hidden_size = self._config, self._config.hidden_size
         return LayerProjections(
-            prefix, config.hidden_size, config.quantization, tp, self._device, self._precision, self._adapters
+            prefix, hidden_size, config.quantization, tp, self._device, self._precision, self._adapters, inputs
         )
 
     def _state_part(self, index: int, tp: TensorParallelRank) -> StateWeights | None:
@@ -169,35 +172,70 @@ class LayerWeights(DecoderLayer):
 
 
 class PredictionWeights(PredictionPart):
-    """The weights of `mtp.*` in checkpoints of Qwen3-Next and Qwen3.5: a layer like the last one with attention, and what is around it."""
+    """The weights of a predicting layer: a layer like the last one with attention, and what is around it."""
 
     layer: LayerWeights
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelRank, device: torch.device, precision: Precision) -> None:
-        width, dtype, zero_centered = config.hidden_size, precision.model, config.family.zero_centered_norms
+    def __init__(
+        self, config: PredictionConfig, tp: TensorParallelRank, device: torch.device, precision: Precision
+    ) -> None:
+        model = config.model
+        width, dtype, zero_centered = model.hidden_size, precision.model, model.family.zero_centered_norms
         self.embedding_norm, self.hidden_norm, self.norm = (
-            RMSNorm(width, config.rms_norm_eps, device, dtype, zero_centered=zero_centered) for _ in range(3)
+            RMSNorm(width, model.rms_norm_eps, device, dtype, zero_centered=zero_centered) for _ in range(3)
         )
-        self.projection = DenseLinear(torch.empty(width, 2 * width, device=device, dtype=dtype), None, precision.logits)
-        attention = (True,) * config.num_layers if config.states is None else config.states.attention
-        last = config.num_layers - 1 - attention[::-1].index(True)
-        self.layer = LayerWeights(config, last, tp, device, precision, None, prefix="mtp.layers.0.")
+
+        def linear(outputs: int, inputs: int) -> DenseLinear:
+            return DenseLinear(torch.empty(outputs, inputs, device=device, dtype=dtype), None, precision.logits)
+
+        is_draft = bool(config.taken_before)
+        self.projection = linear(width, config.inputs if is_draft else 2 * width)
+        self.hidden_first = config.names.hidden_first
+        self.score_rules = model.attention_scale, model.attention_softcap
+        prefix = config.names.root + config.names.layer
+        self.rotation, joint = config.rotation, 2 * width * is_draft
+        self.layer = LayerWeights(model, config.index, tp, device, precision, None, prefix, joint)
+        self._config = config
+        if is_draft and self.layer.input_norm is not None:
+            self.embedding_norm = self.layer.input_norm
+            self.taken_before, self.norm_before_residual = config.taken_before, config.norm_before_residual
+            self.head = linear(config.draft_vocab_size, width)
+            self.tokens = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
+            if config.has_embedding:
+                self.embedding = torch.empty(model.vocab_size, width, device=device, dtype=dtype)
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
-        return self.layer.named_parameters() | {
-            "mtp.pre_fc_norm_embedding.weight": self.embedding_norm.weight,
-            "mtp.pre_fc_norm_hidden.weight": self.hidden_norm.weight,
-            PREDICTION: self.projection.weight,
-            "mtp.norm.weight": self.norm.weight,
+        names = self._config.names
+        own: dict[str, RMSNorm | DenseLinear] = {
+            names.embedding_norm: self.embedding_norm,
+            names.hidden_norm: self.hidden_norm,
+            names.projection: self.projection,
+            names.norm: self.norm,
         }
+        parameters: dict[str, ParameterShard | Tensor] = {
+            f"{names.root}{name}.weight": each.weight for name, each in own.items()
+        }
+        if self.head is not None:
+            parameters["lm_head.weight"] = self.head.weight
+            parameters |= {"d2t": self.tokens} if self._config.is_mapped else {}
+            parameters |= {} if self.embedding is None else {"embed_tokens.weight": self.embedding}
+        return self.layer.named_parameters() | parameters
 
     def process_weights_after_loading(self) -> None:
-        for each in (self.embedding_norm, self.hidden_norm, self.norm, self.layer):
+        for each in (self.hidden_norm, self.norm, self.layer):
             each.process_weights_after_loading()
+        if self.head is None:
+            self.embedding_norm.process_weights_after_loading()
+            return
+        self.tokens += torch.arange(len(self.tokens), device=self.tokens.device)
+        if self.tokens.min() < 0 or self.tokens.max() >= (count := self._config.model.vocab_size):
+            raise EngineError(f"d2t of the draft model names tokens outside of the vocabulary of {count}")
 
     def pack(self) -> None:
         self.layer.pack()
         self.projection.pack()
+        if self.head is not None:
+            self.head.pack()
 
 
 def empty_weights(
@@ -221,7 +259,7 @@ def empty_weights(
     found = ModelAdapters(adapters, torch.float32 if on_cpu else dtype, room) if room.slots else None
     if on_cpu:
         # A CPU has no quantized products: weights are dequantized while they load.
-        return ModelWeights(replace(config, quantization=None), tp, device, Precision.uniform(dtype), found)
+        return ModelWeights(dequantized(config), tp, device, Precision.uniform(dtype), found)
     # Weights of FP8 and of experts are so coarse that more bits would not help; products inside latent attention round.
     rounded = any(each is not None for each in (config.quantization, config.experts, config.latent))
     return ModelWeights(config, tp, device, Precision.of(config.hidden_size, dtype, rounded=rounded), found)
@@ -250,13 +288,15 @@ class ModelWeights(DecoderWeights):
         ]
         if adapters is not None:
             adapters.check()
-        self.prediction = PredictionWeights(config, tp, device, precision) if config.predicts else None
+        self.prediction = None
+        if config.prediction is not None:
+            self.prediction = PredictionWeights(config.prediction, tp, device, precision)
         kinds = [
             (rope, shape.rotated_dim)
             for rope, shape, layer in zip(config.ropes, config.layers, self.layers, strict=True)
             if layer.attention is not None
         ]
-        kinds += kinds[-1:] if config.predicts else []
+        kinds += [] if self.prediction is None else [self.prediction.rotation]
         rotary = {kind: RotaryEmbedding(*kind, device) for kind in set(kinds)}
         self.rotary = [rotary[kind] for kind in kinds]
         self.norm = RMSNorm(
@@ -274,6 +314,7 @@ class ModelWeights(DecoderWeights):
         self.head = DenseLinear(head, None, self.precision.logits)
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        """Return the tensors to fill, by checkpoint name, without those of the predicting layer."""
         parameters: dict[str, ParameterShard | Tensor] = {
             f"{self._embedding_name}.weight": self.embedding,
             f"{self._last_norm}.weight": self.norm.weight,
@@ -282,8 +323,8 @@ class ModelWeights(DecoderWeights):
         if not self.tied and own.length:
             shape = (own.total, self.embedding.shape[1])
             parameters["lm_head.weight"] = ParameterShard(self.head.weight[: own.length], shape, (own.start, 0))
-        for each in self._parts:
-            parameters |= each.named_parameters()
+        for layer in self.layers:
+            parameters |= layer.named_parameters()
         return parameters
 
     @property

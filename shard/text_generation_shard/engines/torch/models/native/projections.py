@@ -19,7 +19,7 @@ AnyLinear = ParallelLinear | QuantizedLinear | AdaptedLinear
 class LayerProjections:
     """The projections of a layer, whose names in the checkpoint begin with `prefix`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 – all that its linear layers need
         self,
         prefix: str,
         hidden_size: int,
@@ -28,9 +28,11 @@ class LayerProjections:
         device: torch.device,
         precision: Precision,
         adapters: ModelAdapters | None = None,
+        inputs: int = 0,
     ) -> None:
+        """`inputs` of `of_hidden`; 0: hidden_size."""
         self.prefix, self.tp, self.device, self.precision = prefix, tp, device, precision
-        self.hidden = ShardRange.whole(hidden_size)
+        self.hidden, self._inputs = ShardRange.whole(hidden_size), ShardRange.whole(inputs or hidden_size)
         self.scheme = scheme
         self._adapters = adapters
 
@@ -47,7 +49,7 @@ class LayerProjections:
     def projections(self, parts: Sequence[tuple[str, ShardRange]], fused: str | None = None) -> list[Projection]:
         """Return the projections of `of_hidden`."""
         if fused is None:
-            return [Projection(f"{self.prefix}{name}", rows, self.hidden) for name, rows in parts]
+            return [Projection(f"{self.prefix}{name}", rows, self._inputs) for name, rows in parts]
         name, total = f"{self.prefix}{fused}", sum(rows.total for _, rows in parts)
         if self.tp.world_size == 1:
             return [Projection(name, ShardRange.whole(total), self.hidden)]

@@ -10,6 +10,7 @@ from text_generation_shard.engines.torch.models.native.family import (
     NormNames,
     TensorNames,
 )
+from text_generation_shard.engines.torch.models.native.prediction_config import MTP
 from text_generation_shard.engines.torch.models.native.state_config import (
     DELTA_NET_FIELDS,
     MAMBA_FIELDS,
@@ -35,6 +36,7 @@ QWEN3_5 = Family(
     alternating_axes=True,
     gated_attention=True,
     states=StateFamily("delta_net", "linear_attn", DELTA_NET_FIELDS, attention_interval=4),
+    prediction=MTP,
 )
 LFM2 = Family(
     "Lfm2ForCausalLM",
