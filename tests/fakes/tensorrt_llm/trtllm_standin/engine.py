@@ -122,7 +122,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self.active and not self.waiting
+        return not self.waiting and not any(rank.active for rank in self.ranks)
 
     def _run(self) -> None:
         while self._iterate():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_driver import Stream
 from self_driver import SelfDriver
 from standin import read_log
 from trtllm_engines import Engines
@@ -22,23 +21,17 @@ def two_ranks(built: Engines, **settings: object) -> tuple[TensorRTEngine, SelfD
     return engine, SelfDriver(engine)
 
 
-def until_tokens(driver: SelfDriver, *streams: Stream) -> None:
-    while not all(stream.tokens for stream in streams):
-        driver.step()
-
-
-def test_a_sequence_for_a_full_rank_waits_for_it(built: Engines) -> None:
-    engine, driver = two_ranks(built, step_ms=2)
+def test_a_sequence_for_a_full_rank_waits_for_it(built: Engines, tmp_path: Path) -> None:
+    engine, driver = two_ranks(built, step_ms=2, log=tmp_path / "log")
     assert (engine.info.ranks, engine.info.max_slots, engine.info.max_sequence_length) == (2, 4, 512)
-    first, second, third = (driver.admit(PROMPT[:10], 60, rank=2) for _ in range(3))
-    until_tokens(driver, first, second)
-    other = driver.admit(PROMPT[:10], 5, rank=1)
-    until_tokens(driver, other)
-    assert third.tokens == []
-    assert first.finish is None
-    until_tokens(driver, third)
-    assert first.finish is not None
+    for new, rank in ((200, 2), (200, 2), (5, 2), (5, 1)):
+        driver.admit(PROMPT[:10], new, rank=rank)
     driver.run()
+    log = read_log(tmp_path / "log")
+    first, second, third, other = (request["id"] for request in log.of("request")[-4:])
+    ends = [end["id"] for end in log.of("end")[-4:]]
+    assert ends[0] == other
+    assert ends.index(third) > min(ends.index(first), ends.index(second))
 
 
 def test_a_rank_reuses_what_it_has_computed_itself(built: Engines, tmp_path: Path) -> None:
