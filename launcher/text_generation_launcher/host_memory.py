@@ -3,8 +3,6 @@
 It outlives shards and routers. The kernel frees it when the launcher and all of its children have ended, however they do.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets

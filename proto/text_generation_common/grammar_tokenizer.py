@@ -7,8 +7,6 @@ without holes, and then its tokens are handed over with their own ids.
 tensorrt_llm pins llguidance 0.7.29, which knows one end token and no `verbose_errors`. Only this module depends on the version.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import count
@@ -28,7 +26,7 @@ HOLE = re.compile(rb"<\[\d+\]>")
 
 
 @without_panics
-def load_tokenizer(text: str, eos_token_ids: Sequence[int] = ()) -> LLTokenizer:
+def load_tokenizer(text: str, eos_token_ids: Sequence[int] = ()) -> "LLTokenizer":
     """Return the tokenizer of a tokenizer.json; `eos_token_ids` end a text, else the tokenizer's own.
 
     Raises ValueError or PanicError if it cannot be read.
@@ -57,12 +55,12 @@ def load_tokenizer(text: str, eos_token_ids: Sequence[int] = ()) -> LLTokenizer:
     return LLTokenizer(source, eos_token=known or None)
 
 
-def end_tokens(tokenizer: LLTokenizer) -> list[int]:
+def end_tokens(tokenizer: "LLTokenizer") -> list[int]:
     """Return the tokens that end a text for llguidance."""
     return list(getattr(tokenizer, "eos_tokens", (tokenizer.eos_token,)))
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits() -> "LLParserLimits":
     """Return LIMITS, without those that the installed llguidance does not know."""
     from llguidance import LLParserLimits
 

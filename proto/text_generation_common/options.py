@@ -1,7 +1,5 @@
 """The options of a command, derived from its settings: the source of --help, docs/flags.md and shell completion."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -37,7 +35,7 @@ class Option:
     meaning: str
 
     @classmethod
-    def of(cls, config: type[ProcessConfig], name: str, schema: Mapping[str, Any]) -> Option:
+    def of(cls, config: type[ProcessConfig], name: str, schema: Mapping[str, Any]) -> "Option":
         """Return the option of a setting, given its JSON schema."""
         field, kebab = config.model_fields[name], name.replace("_", "-")
         shortcuts = cast("Mapping[str, str]", config.model_config.get("cli_shortcuts") or {})
@@ -60,7 +58,7 @@ class Option:
         return "" if self.placeholder else f"--no-{self.flag.removeprefix('--')}"
 
 
-def options_by_topic(config: type[ProcessConfig]) -> dict[Topic, dict[str, Option]]:
+def options_by_topic(config: type[ProcessConfig]) -> "dict[Topic, dict[str, Option]]":
     """Return the options of a command by topic and name. Raises ValueError for a setting with no topic, or with two."""
     names: dict[Topic, dict[str, None]] = {topic: {} for topic in Topic}
     for base in config.__mro__:

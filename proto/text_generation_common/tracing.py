@@ -3,8 +3,6 @@
 Without a collector the OpenTelemetry packages are not imported.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -27,7 +25,7 @@ _OTLP = "OTEL_EXPORTER_OTLP"
 """First part of the names of the exporter's variables."""
 
 
-def start_tracing(config: SharedSettings, default_name: str, instance: str, version: str) -> Tracer | None:
+def start_tracing(config: SharedSettings, default_name: str, instance: str, version: str) -> "Tracer | None":
     """Return the tracer of this process; None if no collector is set. Raises CannotServe.
 
     `default_name` is the name of the service if no setting gives one, `instance` the name of the process.
@@ -38,7 +36,7 @@ def start_tracing(config: SharedSettings, default_name: str, instance: str, vers
         erase(PASSED_ON)
 
 
-def _tracer(config: SharedSettings, default_name: str, instance: str, version: str) -> Tracer | None:
+def _tracer(config: SharedSettings, default_name: str, instance: str, version: str) -> "Tracer | None":
     environ = os.environ
     endpoints = config.otlp_endpoint, environ.get(f"{_OTLP}_TRACES_ENDPOINT"), environ.get(f"{_OTLP}_ENDPOINT")
     exporter = environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower()
@@ -60,7 +58,7 @@ def _tracer(config: SharedSettings, default_name: str, instance: str, version: s
     return tracer
 
 
-def _exporter(endpoint: str) -> SpanExporter:
+def _exporter(endpoint: str) -> "SpanExporter":
     """Return an exporter to `endpoint`; "" for that of the environment. Raises CannotServe."""
     if endpoint and "://" not in endpoint:
         endpoint = f"http://{endpoint}"  # as in TGI

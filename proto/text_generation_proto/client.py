@@ -6,8 +6,6 @@ async with ShardClient.connect("unix:///tmp/text-generation-server-0") as shard:
     call = shard.run()  # the stream of shard.proto: write Orders, read StepReports
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -46,7 +44,7 @@ class ShardClient:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, address: str, access: Access | None = None) -> AsyncIterator[ShardClient]:
+    async def connect(cls, address: str, access: Access | None = None) -> "AsyncIterator[ShardClient]":
         """Open a channel to `address` (unix:///path or host:port). Connects on first use.
 
         Token and certificates are those of `access`; None: neither.

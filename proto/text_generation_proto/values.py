@@ -3,8 +3,6 @@
 Pure: this module imports neither protobuf nor gRPC. `convert` translates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -117,7 +115,7 @@ class Sampling:
         """True if a stage drops tokens, which may turn on less than the accuracy of their probabilities."""
         return bool(self.top_k or self.min_p) or self.top_p < 1 or self.typical_p < 1
 
-    def for_answer(self, index: int) -> Sampling:
+    def for_answer(self, index: int) -> "Sampling":
         """Return the parameters of one of several answers to a prompt. Its seed follows from the first one's."""
         return self if self.seed is None else replace(self, seed=(self.seed + index) % SEEDS)
 
@@ -153,7 +151,7 @@ class LogprobOptions:
     generated: bool = False
     """Score the tokens generated before, at the end of the prompt: a replay. No client asks for it."""
 
-    def without_prompt(self) -> LogprobOptions:
+    def without_prompt(self) -> "LogprobOptions":
         return replace(self, prompt=False, prompt_top_n=0)
 
 

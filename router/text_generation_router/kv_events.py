@@ -12,8 +12,6 @@ is GPU for the devices of the replicas, CPU for host caches. The hash of a block
 of the cache salt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from array import array

@@ -4,8 +4,6 @@ Everything is checked before the model is loaded. Features that an engine would 
 embeddings and whole layers, DoRA.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -127,7 +125,7 @@ class LoraRoom:
     """Others than those of the start may come, which change any module."""
 
     @classmethod
-    def of(cls, config: ShardConfig, adapters: Sequence[LoraAdapter]) -> LoraRoom:
+    def of(cls, config: ShardConfig, adapters: Sequence[LoraAdapter]) -> "LoraRoom":
         """Return the room that the settings and the adapters of the start ask for."""
         rank = config.max_lora_rank or max((each.rank for each in adapters), default=DEFAULT_RANK)
         return cls(config.lora_slots, rank, bool(config.lora_modules_dir))
@@ -170,7 +168,7 @@ class _Scales:
     rank_stabilized: bool
 
     @classmethod
-    def of(cls, settings: JsonObject) -> _Scales:
+    def of(cls, settings: JsonObject) -> "_Scales":
         alpha, alphas = settings.number("lora_alpha"), {}
         if settings.get("alpha_pattern"):
             for pattern in settings.inner("alpha_pattern").values:
@@ -192,7 +190,7 @@ def _fits(pattern: str, name: str) -> bool:
     return pattern.removeprefix("^") == name or name.endswith(f".{pattern}")
 
 
-def _changes(folder: Path, model: JsonObject, scales: _Scales) -> Mapping[str, LoraModule]:
+def _changes(folder: Path, model: JsonObject, scales: "_Scales") -> Mapping[str, LoraModule]:
     path = folder / WEIGHTS
     hidden = model.count("hidden_size") if "hidden_size" in model else None
     layers = model.count("num_hidden_layers") if "num_hidden_layers" in model else None

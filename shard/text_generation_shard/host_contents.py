@@ -4,8 +4,6 @@ The memory outlives shards, and the files of the model may change meanwhile. The
 to read: a change of a file changes its ctime, which no program can set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path

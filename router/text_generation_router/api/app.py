@@ -1,7 +1,5 @@
 """The HTTP application: handlers, routes, middleware."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -51,7 +49,7 @@ def create_app(
     healthy: Callable[[], bool],
     model: pb.InfoResponse,
     templates: ChatTemplates,
-    tracer: Tracer | None = None,
+    tracer: "Tracer | None" = None,
 ) -> web.Application:
     """Return the application. Run it with `handler_cancellation=True`, so that a client that leaves ends its request."""
     settings, metrics = serving.settings, serving.metrics

@@ -12,8 +12,6 @@ The first of these sources that exists is used, alone:
 Of several templates `tool_use` is for requests with tools and `default` for all others, as in transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +55,9 @@ class ChatTemplates:
     """Names of the templates that go through the content of messages, and do not ask if it is a text."""
 
     @classmethod
-    def load(cls, folder: Path, *, tokenizer_config: Path | None = None, override: str | None = None) -> ChatTemplates:
+    def load(
+        cls, folder: Path, *, tokenizer_config: Path | None = None, override: str | None = None
+    ) -> "ChatTemplates":
         """Find the templates of the model in `folder`. Raises ChatTemplateError for files that cannot be read or parsed."""
         special_tokens: dict[str, str] = {}
         try:
@@ -85,7 +85,7 @@ class ChatTemplates:
         return name if name in self.sources else None
 
 
-def load_templates(config: RouterSettings, folder: Path) -> ChatTemplates:
+def load_templates(config: RouterSettings, folder: Path) -> "ChatTemplates":
     """Load the chat templates of the model in `folder`, or those that the settings name. Raises ChatTemplateError."""
     return ChatTemplates.load(
         folder,

@@ -8,8 +8,6 @@ Each list replaces what is known, so events that were lost matter for RELIST_S a
 Conditions of endpoints are not read: a shard is ready only once a router drives it, and one that stops says so itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -55,7 +53,7 @@ class KubernetesApi:
     """The only certificates that may sign the server's; None: plain HTTP."""
 
     @classmethod
-    def in_cluster(cls, environ: Mapping[str, str] = os.environ) -> KubernetesApi:
+    def in_cluster(cls, environ: Mapping[str, str] = os.environ) -> "KubernetesApi":
         """Return the access that each pod has. Raises ValueError outside a pod."""
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
@@ -76,7 +74,9 @@ class KubernetesApi:
 class KubernetesSource:
     """Lists and watches the EndpointSlices of a service."""
 
-    def __init__(self, namespace: str, service: str, port: str, api: KubernetesApi, relist_s: float = RELIST_S) -> None:
+    def __init__(
+        self, namespace: str, service: str, port: str, api: "KubernetesApi", relist_s: float = RELIST_S
+    ) -> None:
         """`port` is a number, or the name that the slices give to one."""
         self._url = f"{api.url}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._selector = {"labelSelector": f"kubernetes.io/service-name={service}"}

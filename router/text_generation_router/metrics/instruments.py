@@ -7,8 +7,6 @@ gateway scrapes every 50 ms: the two thousand lines of TGI's buckets take the li
 tenth of one. Their names are joined ahead: the buckets between two observations have the same count.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from bisect import bisect_left
@@ -136,7 +134,7 @@ class Histogram:
         self._head = head_text(name, documentation, "histogram")
         self._series = {value: Buckets(name, tuple(bounds), label, value) for value in values}
 
-    def of(self, value: str = "") -> Buckets:
+    def of(self, value: str = "") -> "Buckets":
         """The series of a label value. Raises KeyError for an undeclared value."""
         return self._series[value]
 

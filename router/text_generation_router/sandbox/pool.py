@@ -9,8 +9,6 @@ The pool is our own because pebble's (5.2.3 was tried) gives its children the wh
 what they send, lets one that ignores SIGTERM run three seconds past its limit, and does not bound its queue.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -229,7 +227,7 @@ class Sandbox:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _serve(self, worker: _Worker) -> None:
+    async def _serve(self, worker: "_Worker") -> None:
         """Give jobs to a ready worker until it ends."""
         try:
             while not worker.ended:
@@ -318,7 +316,7 @@ class _Worker:
 
 
 @asynccontextmanager
-async def _start_worker(factory: str) -> AsyncIterator[_Worker]:
+async def _start_worker(factory: str) -> "AsyncIterator[_Worker]":
     """Start a worker; at the end kill it and wait until it is gone. Raises SandboxError if it cannot be started."""
     try:
         # uvloop's own way would fork while gRPC's threads run.

@@ -1,7 +1,5 @@
 """Capacity: the KV caches of the replicas that there are."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The tokens that tenants are charged for their sequences, and the prompt tokens that replicas have computed or found."""
 
-from __future__ import annotations
-
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence

@@ -11,8 +11,6 @@ A checkpoint is as large as the KV of thousands of tokens, so it is left
 and all at the last block boundary before. A shorter way than MIN_GAIN tokens is computed again.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 SPACING = 8192

@@ -4,8 +4,6 @@ The budget of a step is `--max-batch-prefill-tokens`. Beside decoding sequences 
 if there is one, else as the engine suggests.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter

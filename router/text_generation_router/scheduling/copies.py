@@ -10,8 +10,6 @@ the blocks of the first group that the host lacks, and those of the further grou
 `ends`: the end of the prompt, that of the answer.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ waits until no replica is computing
 the prompt of another one: if it loses a third one, no other suspect does.
 """
 
-from __future__ import annotations
-
 import sys
 from bisect import insort
 from collections.abc import Iterator, Mapping, Set

@@ -1,7 +1,5 @@
 """Estimates from measurements: new tokens of a request, speed and load of a replica, the wait of the queue."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -19,8 +19,6 @@ Memory: an idle tenant is forgotten unless it is in debt (its counter is above t
 MAX_IDLE largest debts are kept. A later correction may lower that value: a tenant that was forgotten enters like a new one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -63,7 +61,7 @@ class Tenant:
     """Expected tokens of the queued sequences."""
     line: LazyHeap[ScheduledSequence] = field(default_factory=lambda: LazyHeap(attrgetter("queue_key")))
     """Waiting sequences, except skipped ones, and of a tenant those of jobs."""
-    jobs: Tenants | None = None
+    jobs: "Tenants | None" = None
     """The accounts of the jobs of a tenant; None before the first."""
     head: ScheduledSequence | None = None
     """The sequence that goes next."""

@@ -4,8 +4,6 @@ Replicas that likely cache a prefix of the sequence are remembered by digests of
 compared. Both are hints: the replicas chosen are asked for what they really hold.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b

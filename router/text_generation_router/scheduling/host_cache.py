@@ -5,8 +5,6 @@ each evicts by the same order. A prefix enters when a report shows that it was s
 `copies`. A block has a tag, the number of its store, so that no load takes another one for it.
 """
 
-from __future__ import annotations
-
 import secrets
 from array import array
 from collections import Counter

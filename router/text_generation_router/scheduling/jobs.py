@@ -6,8 +6,6 @@ each
 is compared, too.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from zlib import crc32
 

@@ -1,7 +1,5 @@
 """Comparison of the keys of the prefix tree: token ids as bytes."""
 
-from __future__ import annotations
-
 
 def common_bytes(run: bytes | bytearray, key: bytes, at: int, size: int) -> int:
     """Return the bytes that `run` and `key[at:]` have in common, in whole blocks of `size` bytes."""

@@ -12,8 +12,6 @@ is due for more blocks. Below URGENT_ROOM it is served at the next step boundary
 drafted tokens, all of these are larger by ROOM_STEPS of its longest draft: a draft without room is cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 

@@ -4,8 +4,6 @@ Keys may increase silently: a key is read again when its item reaches the top. C
 stay in the heap until they reach the top, or until they are more than half of it and more than SLACK.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """The values that enter and leave the scheduler: replica specs, step results; orders, deliveries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -126,7 +124,7 @@ class SchedulerOutput:
     copies: tuple[Copy, ...] = ()
     """Copies between the device and the host cache to begin."""
 
-    def joined(self, other: SchedulerOutput) -> SchedulerOutput:
+    def joined(self, other: "SchedulerOutput") -> "SchedulerOutput":
         """Return these orders and those for another rank of the same engine, which have the same number, as one."""
         return replace(
             self,
@@ -178,7 +176,7 @@ class Deliveries:
     cached: list[tuple[RequestId, int]] = field(default_factory=list)
     """(request, cached prompt tokens of which its client may learn)."""
 
-    def extend(self, others: Deliveries) -> None:
+    def extend(self, others: "Deliveries") -> None:
         """Append those of another replica, or of another rank of an engine, whose tokens are in the same step output."""
         self.tokens += others.tokens
         self.failed += others.failed

@@ -1,7 +1,5 @@
 """The operator's limits and choices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum

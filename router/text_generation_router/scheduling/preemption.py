@@ -1,7 +1,5 @@
 """Preemption: the choice of a running sequence that returns to the queue when a replica runs out of KV blocks, and how to avoid it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from text_generation_router.scheduling.sequence import ScheduledSequence

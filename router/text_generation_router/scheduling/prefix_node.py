@@ -1,7 +1,5 @@
 """The nodes of a prefix tree, and a prefix that is found there: see `prefix_tree`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +13,7 @@ class Node:
 
     def __init__(
         self,
-        parent: Node | None,
+        parent: "Node | None",
         key: bytearray,
         blocks: list[int],
         further: list[list[GroupBlock]],
@@ -52,9 +50,9 @@ class Prefix:
     """A cached prefix, found and not locked. Valid until the tree changes."""
 
     salt: str
-    node: Node | None
+    node: "Node | None"
     """The last node that it covers whole; None if nothing is cached with its salt."""
-    child: Node | None
+    child: "Node | None"
     inside: int
     """The bytes that it covers of a child of that node, which is `child` if there are any."""
     blocks: int

@@ -8,8 +8,6 @@ These are the blocks of the first group of the cache. Each position also names i
 prefix is found only as far as all groups accept it. What a further group holds and evicts is up to its pool: see `window_pool`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from text_generation_router.scheduling.keys import common_bytes

@@ -24,8 +24,6 @@
 With one tenant, one priority and no jobs this is first come, first served. All operations are O(log n) amortised.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 

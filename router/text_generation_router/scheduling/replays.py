@@ -4,8 +4,6 @@ A replay leaves as soon as it is cancelled, preempted, or its replica is lost; i
 and leaves nothing in the prefix cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import count
 

@@ -12,8 +12,6 @@ its new tokens as part of its prompt. A slot and its blocks are reused only afte
 A self-scheduling engine gets placements and releases only. Chunks and blocks are planned here all the same, as a model of it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import repeat
 

@@ -5,8 +5,6 @@ one that decodes; where none of the role has room, or serves, to the other role.
 it goes on. Then it moves, and loads them, if a replica that decodes has room; else it decodes where it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Set
 
 from text_generation_router.scheduling.messages import StepOutput

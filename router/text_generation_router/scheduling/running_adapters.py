@@ -5,8 +5,6 @@ longest takes no new sequences until its last one has ended, and gives the place
 emptied for each adapter that waits, so the others go on, and each adapter gets its turn.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from text_generation_router.scheduling.messages import ReplicaSpec

@@ -24,8 +24,6 @@ for victims, and `add`, `open`, `lose`, `drain` and `remove` for replicas that c
 Pure: no clock, no socket, no log, no task, no randomness. The same calls give the same results.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """ScheduledSequence: the scheduler's state of one request. Outside the scheduler there is only a RequestId."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ for each sequence that continued from it, plus the rank of the one that was evic
 session would lose its checkpoint before its next turn where more are active than states.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

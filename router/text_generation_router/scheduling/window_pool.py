@@ -8,8 +8,6 @@ Blocks behind the windows of running sequences are evicted first, unless a cache
 that was reused, or to the end of a prompt. All others follow, least recently held first.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

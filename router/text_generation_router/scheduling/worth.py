@@ -5,8 +5,6 @@ blocks, each prefix is stored. Once a store evicts another one, only prefixes of
 an earlier prompt began, and those that continue a cached prefix.
 """
 
-from __future__ import annotations
-
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.jobs import own_job
 from text_generation_router.scheduling.sequence import ScheduledSequence

@@ -5,8 +5,6 @@ and lose those that were unloaded, before they serve. An unloaded adapter takes 
 last request, which may still move to replicas that join. A replica that is silent is not waited for: the load fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import replace

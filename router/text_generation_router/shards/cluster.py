@@ -5,8 +5,6 @@ submit, cancel ──► Cluster ──► scheduler
                       └── one task that ends expired requests
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """Conversion of orders to protobuf, and of reports from it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The first joins of a router: it learns what the shards serve before it serves itself."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Listeners: the delivery of tokens and errors to the listeners of requests, on whichever replica they run."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic

@@ -8,8 +8,6 @@ joining ──► serving ──► draining ──► (left)
    └─── taken (another router drives it), refused (it serves something else): tried again
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """StepObserver: the interface by which metrics observe orders and steps of replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from typing import NamedTuple, Protocol
 

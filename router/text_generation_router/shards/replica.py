@@ -7,8 +7,6 @@ A session lasts as long as the shard's stream. When the stream breaks the replic
 requests to other replicas or to the next session of this one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Set

@@ -14,8 +14,6 @@ Beyond `limit` connections, or when descriptors run out, the connection that has
 all are busy, a new connection is taken into a reserve, where only probes are answered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -73,7 +71,7 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, server: web.Server, connections: Connections, *, probes_only: bool) -> None:
+    def __init__(self, server: web.Server, connections: "Connections", *, probes_only: bool) -> None:
         """`probes_only`: the connection is beyond the limit."""
         self._loop = asyncio.get_running_loop()
         self._http = _Http(
@@ -113,7 +111,7 @@ class Connection(asyncio.Protocol):
         """Bytes that the client has not read."""
         return self.transport.get_write_buffer_size() + (0 if self._stream is None else self._stream.unread)
 
-    def hold(self, stream: EventStream) -> None:
+    def hold(self, stream: "EventStream") -> None:
         """Count the bytes that `stream` holds, and tell it when the connection accepts more, until the response ends."""
         self._stream = stream
 

@@ -7,8 +7,6 @@
 A dialect streams the events through an EventSink, or collects the text and calls `ChatRequest.answer`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -127,7 +125,7 @@ class ChatRequest:
 
     requests: Sequence[Request]
     prompt: str
-    form: AnswerForm
+    form: "AnswerForm"
 
     @property
     def prompt_tokens(self) -> int:
@@ -272,7 +270,7 @@ class ChatPreparer:
 
     async def _constrained(
         self, conversation: Conversation, tools: Sequence[Tool], prompt: str, tenant: TenantId
-    ) -> tuple[AnswerForm, Grammar | None, str]:
+    ) -> "tuple[AnswerForm, Grammar | None, str]":
         """Return the same as `_form`, whose calls follow their schemas in a grammar if the engine can follow them."""
         # A prompt shows its tools, so it is long if their grammar is.
         large = bool(tools) and len(prompt) > MAX_INLINE_TOOLS
@@ -289,7 +287,7 @@ class ChatPreparer:
 
     def _form(
         self, conversation: Conversation, tools: Sequence[Tool], prompt: str
-    ) -> tuple[AnswerForm, Grammar | None, str]:
+    ) -> "tuple[AnswerForm, Grammar | None, str]":
         """Return the format of the answer, its grammar, and what continues the prompt before it."""
         own = FORMATS[self._call_format]
         schemas = {tool.name: tool.parameters for tool in tools}

@@ -15,8 +15,6 @@ depends on the resolved route, never on the path as written: `//health`, `/v1/..
 where they resolve to a probe.
 """
 
-from __future__ import annotations
-
 import hmac
 import tomllib
 from collections.abc import Collection, Mapping
@@ -93,7 +91,7 @@ class _KeyEntry(BaseModel):
     tokens_per_minute: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _one_secret(self) -> _KeyEntry:
+    def _one_secret(self) -> "_KeyEntry":
         if (self.key is None) == (self.sha256 is None):
             raise ValueError("either `key` or `sha256` must be given")
         if self.key is None and self.tenant is None:
@@ -129,7 +127,7 @@ class ApiKeys:
         self.reload()
 
     @classmethod
-    def of(cls, config: RouterSettings, counter: RateCounter | None = None) -> ApiKeys:
+    def of(cls, config: RouterSettings, counter: RateCounter | None = None) -> "ApiKeys":
         """Return the keys of the settings. Raises ValueError; its text contains no key."""
         return cls(
             config.api_key,
@@ -171,7 +169,7 @@ class ApiKeys:
             holders[digest] = self._holder_of(entry, digest, only=len(entries) == 1)
         return holders
 
-    def _holder_of(self, entry: _KeyEntry, digest: bytes, *, only: bool) -> KeyHolder:
+    def _holder_of(self, entry: "_KeyEntry", digest: bytes, *, only: bool) -> KeyHolder:
         rates = Rates(digest.hex(), entry.requests_per_minute, entry.tokens_per_minute)
         return KeyHolder(
             tenant=TenantId(entry.tenant or ("" if only else _tenant_name(entry.key or ""))),
@@ -257,7 +255,7 @@ def read_tenant(headers: Mapping[str, str], holder: KeyHolder) -> TenantId:
     return holder.tenant
 
 
-def _read_keys(path: Path) -> list[_KeyEntry]:
+def _read_keys(path: Path) -> "list[_KeyEntry]":
     """Return the entries of the file of keys. Raises ValueError for an unreadable or invalid file, or one without keys."""
     try:
         document = tomllib.loads(read_file(path, MAX_KEYS_FILE).decode())

@@ -7,8 +7,6 @@ Record                    one per HTTP request
                           are one
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -116,7 +114,7 @@ class Record(_MayFail):
     """For the log: that of the client, or that of `span`."""
     trace: TraceContext | None = None
     """For those who work for the request, if its trace is sampled."""
-    span: OpenSpan | None = None
+    span: "OpenSpan | None" = None
     """The request's own span, if its trace is sampled here."""
 
     def start(self, metrics: HttpMetrics) -> GenerationRecord:

@@ -3,8 +3,6 @@
 A stream is exact to the byte: one chunk per token, the choices interleaved, then the usage, if requested, and [DONE].
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -149,7 +147,7 @@ class CompletionRoutes:
                 yield choice
 
     async def _choice(
-        self, index: int, body: CompletionBody, prompt: Prompt, collector: Collector, scored: LogprobColumns | None
+        self, index: int, body: CompletionBody, prompt: Prompt, collector: Collector, scored: "LogprobColumns | None"
     ) -> answers.CompletionChoice:
         ending = collector.ended.result()
         text = "" if body.max_tokens == 0 else ending.text
@@ -309,7 +307,7 @@ class LogprobColumns:
         alternatives.setdefault(text, chosen)
         self._top.append(orjson.Fragment(compact_json(alternatives)))
 
-    def copy(self) -> LogprobColumns:
+    def copy(self) -> "LogprobColumns":
         twin = LogprobColumns(self._tokenizer, tops=self._tops)
         twin._offset = self._offset
         twin._tokens, twin._logprobs = list(self._tokens), list(self._logprobs)

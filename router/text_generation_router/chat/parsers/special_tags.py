@@ -9,8 +9,6 @@ V3.2    <｜DSML｜function_calls>\\n<｜DSML｜invoke name="NAME">\\n<｜DSML�
 V4      the same in <｜DSML｜tool_calls>
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable
@@ -44,7 +42,7 @@ _TEXT_OR_ELEMENTS: Final = STRING | {"elements"}
 class _Element:
     name: str = ""
     text: str = ""
-    elements: list[_Element] = field(default_factory=list)
+    elements: "list[_Element]" = field(default_factory=list)
 
 
 class MiniMaxM3Parser(TaggedParser):
@@ -93,7 +91,7 @@ class MiniMaxM3Parser(TaggedParser):
             stack[-1].text += text
         return self._element(stack[0], member_schema(self._schema, self._schema, self._word))
 
-    def _element(self, element: _Element, schema: object) -> str:
+    def _element(self, element: "_Element", schema: object) -> str:
         types = types_of(schema, self._schema)
         if not element.elements:
             if not element.text.strip() and not types & STRING and (empty := types & _EMPTY.keys()):

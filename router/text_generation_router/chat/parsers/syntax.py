@@ -1,7 +1,5 @@
 """The text of tool calls as models write them, in pieces, for grammars that allow nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -47,7 +45,7 @@ class JsonCall:
 class Repeat:
     """Pieces that may occur any number of times."""
 
-    pieces: tuple[Piece, ...]
+    pieces: "tuple[Piece, ...]"
 
 
 Piece = str | Slot | Until | Pattern | JsonCall | Repeat

@@ -4,8 +4,6 @@ Everything that can be checked without TensorRT-LLM is checked before the import
 takes minutes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

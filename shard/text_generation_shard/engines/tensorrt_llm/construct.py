@@ -1,7 +1,5 @@
 """The keyword arguments of `tensorrt_llm.LLM`: from the settings, the operator's options and our defaults."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

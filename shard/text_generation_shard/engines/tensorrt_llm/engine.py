@@ -8,8 +8,6 @@ The library computes in its own processes and delivers tokens to an event loop (
 running requests fail at once, or no output arrives, the engine is broken: `step` raises, and the shard exits.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

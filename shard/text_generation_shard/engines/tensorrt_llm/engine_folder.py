@@ -6,8 +6,6 @@ runs in the worker process, reports little, and reads a missing limit as zero. S
 the two, before anything is loaded.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ None of this imports TensorRT-LLM. config.json decides the kind, as in `get_mode
 which takes every other folder for a Hugging Face checkpoint; here those are checked more closely.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module

@@ -4,8 +4,6 @@ Features are detected by the presence of names, not by version numbers. This is 
 the shard that runs this engine calls it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module

@@ -4,8 +4,6 @@ The engine loads an adapter with the first request that names it, and leaves out
 name (lora_manager.py). So the configuration is made of all adapters, and each one is tried before clients use it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count

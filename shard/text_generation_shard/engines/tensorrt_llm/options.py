@@ -5,8 +5,6 @@ their
 values. Their names are checked here, so that the error can suggest the nearest known name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from reprlib import repr as shortened

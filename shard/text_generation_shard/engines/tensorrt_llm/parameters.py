@@ -27,8 +27,6 @@ priority                     priority, from 1.3 on; it orders the queue with wai
 trace                        trace_headers; the engine makes spans if --trtllm-options have otlp_traces_endpoint
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from itertools import count

@@ -13,8 +13,6 @@ with log-probabilities of the prompt ≥ 1.3 delivers nothing more to any reques
 All tokens of one engine iteration wake the loop together, so one turn of the loop is one iteration and makes one report.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -4,8 +4,6 @@
 model. Options may be written for either version.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ loop on which requests are made, to which they come in batches, up to 0.4 s late
 blocks the calling thread. Any key may be missing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -5,8 +5,6 @@ signs: a worker process is gone; the engine reports that it is not healthy; requ
 hang: iterations count as progress, and each waiting prompt token extends the time limit.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The drafts of a step: which sequences have some, and how many tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequences
@@ -73,7 +71,7 @@ class Drafter:
         self._lengths = DraftLengths(max_tokens, plain, StepTimes() if runs_ahead else plain)
 
     @classmethod
-    def of(cls, info: EngineInfo, *, runs_ahead: bool) -> Drafter | None:
+    def of(cls, info: EngineInfo, *, runs_ahead: bool) -> "Drafter | None":
         """Return the drafter of an engine; None if it drafts nothing."""
         most = info.max_tokens_per_step - 1
         return cls(most, info.max_slots, runs_ahead=runs_ahead) if most > 0 else None

@@ -9,8 +9,6 @@ in T(rows + Σ k) seconds. T is measured by number of tokens, p by source and le
 Numbers of tokens that no step had are taken to cost no more than fewer ones, so that they are tried once.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ token ids. A prediction is followed from its start on. Recent outputs are kept b
 sequences of different scopes share nothing.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Drafts of any tokens that are taken as right at a given rate: for measurements of speed alone, since the texts are not the model's."""
 
-from __future__ import annotations
-
 import random
 
 from text_generation_proto.values import PREDICTED, SYNTHETIC

@@ -11,8 +11,6 @@ are gathered in a buffer on the device, so that each is one transfer. The router
 otherwise, so steps need not.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -152,7 +150,7 @@ class HostCopies:
         finally:
             lockf(self._file, LOCK_UN, self.size, self._start)
 
-    def _good(self, group: _Group, blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
+    def _good(self, group: "_Group", blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
         """Copy blocks of a group; return True for those that are as they were stored."""
         chunks = _chunks(blocks, max(1, CHUNK_BYTES // max(1, group.rows.shape[1])))
         sums = [(group.load if is_load else group.store)(*chunk, self._device) for chunk in chunks]

@@ -9,8 +9,6 @@ Outputs are kept of the last step alone. Where no draft was wanted then, positio
 are worse, texts are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import structlog

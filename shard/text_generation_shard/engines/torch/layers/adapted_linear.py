@@ -4,8 +4,6 @@ y = x·Wᵀ + b + scale · (x·Aᵀ)·Bᵀ. The matrices of all adapters are sta
 step. The base product may be one with quantized weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 

@@ -4,8 +4,6 @@ All adapters are held in host memory, pinned for a GPU; those in use have places
 while the model serves is read in a thread of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 

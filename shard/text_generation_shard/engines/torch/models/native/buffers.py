@@ -1,7 +1,5 @@
 """The buffers of a forward pass of a decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ class LayerBuffers:
     mixed: Tensor | None = None
     """[tokens, mixed_width]: its output."""
 
-    def first(self, tokens: int) -> LayerBuffers:
+    def first(self, tokens: int) -> "LayerBuffers":
         """Return views of the first `tokens` rows."""
         buffers = self.qkv, self.queries, self.attended, self.projected, self.mixed
         return LayerBuffers(*(_first(buffer, tokens) for buffer in buffers))
@@ -37,14 +35,14 @@ class Activations:
     """float32 [tokens, hidden]."""
     normed: Tensor | None = None
     """[tokens, hidden]: at the end, the normed output of the last layer."""
-    layers: Sequence[LayerBuffers] = ()
+    layers: "Sequence[LayerBuffers]" = ()
     """For each layer, in the same memory; layers of the same widths have the same ones. Empty without buffers."""
 
-    def of(self, layer: int) -> LayerBuffers:
+    def of(self, layer: int) -> "LayerBuffers":
         """Return the buffers of a layer."""
         return self.layers[layer] if self.layers else LayerBuffers()
 
-    def first(self, tokens: int) -> Activations:
+    def first(self, tokens: int) -> "Activations":
         """Return views of the first `tokens` rows."""
         views = {id(each): each.first(tokens) for each in self.layers}
         layers = [views[id(each)] for each in self.layers]

@@ -4,8 +4,6 @@ Reads the spellings of transformers 4 (`torch_dtype`, `rope_theta`, `rope_scalin
 Models that this engine would compute wrongly are refused by name here, so that the model code has no checks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from itertools import compress

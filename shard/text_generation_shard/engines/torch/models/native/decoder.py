@@ -4,8 +4,6 @@ Computes the same as transformers' LlamaDecoderLayer and its variants, on a flat
 projections are fused into one product, and so are gate and up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

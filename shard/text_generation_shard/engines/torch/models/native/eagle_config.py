@@ -9,8 +9,6 @@ Logits are those of a part of the vocabulary; `d2t` has the differences to the t
 authors and of SGLang (`midlayer.*`) and that of the library speculators (`layers.0.*`).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any

@@ -6,8 +6,6 @@ reads the embedding e of the next token and the output h of the model, each norm
     x = layer(projection · [e, h])        logits = head · norm(x)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +48,7 @@ class PredictionConfig:
     """A predicting layer that is loaded."""
 
     names: PredictionNames
-    model: ModelConfig
+    model: "ModelConfig"
     """The config of a model with layers of its form."""
     folder: Path
     taken_before: tuple[int, ...] = ()
@@ -77,7 +75,7 @@ class PredictionConfig:
         return self.model.ropes[self.index], self.model.layers[self.index].rotated_dim
 
 
-def dequantized(model: ModelConfig) -> ModelConfig:
+def dequantized(model: "ModelConfig") -> "ModelConfig":
     """Return the same model with weights in its dtype."""
     own = model.prediction
     return replace(model, quantization=None, prediction=own and replace(own, model=dequantized(own.model)))
