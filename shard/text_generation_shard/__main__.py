@@ -6,13 +6,12 @@ import os
 import sys
 import threading
 
-import structlog
-
 from text_generation_common.command_line import parse_config
 from text_generation_common.effective import print_own_config
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.grammar_options import STACK_BYTES
 from text_generation_common.lifeline import follow_parent
+from text_generation_common.log import log
 from text_generation_common.logs import configure_logging, drain_logs
 from text_generation_common.resource_limits import apply_limits, log_unexpected
 from text_generation_common.secrets import erase
@@ -20,9 +19,6 @@ from text_generation_common.sockets import remove_socket
 from text_generation_proto.addresses import socket_path
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.processes import descendants, kill
-
-log = structlog.get_logger()
-
 
 SPIN_COUNT = "3000"
 """Turns, about 0.1 ms, that a thread of a step on CPU spins before it sleeps until the others arrive. OpenMP's default is 300,000:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_common.lora import AdapterSource, parse_adapters
 from text_generation_common.model_files import ModelFileError, find_file
 from text_generation_common.one_line import one_line
@@ -47,8 +46,6 @@ BASE = "base_model.model."
 _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _PLAIN = re.compile(r"\^?[\w.]+")
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_shard.gpus import Gpu, GpusUnreadable, nvml, unreadable
 
@@ -55,8 +54,6 @@ FATAL_XIDS = {
 }
 """Xids that end the replica. 155 is not here: the catalogue asks for a reset, but links that sleep cause it, too. 144 to 150
 (NVLink 5) are fatal by their details: 154 tells."""
-
-log = structlog.get_logger()
 
 
 def watch_gpus(

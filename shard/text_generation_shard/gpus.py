@@ -10,16 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import structlog
-
 from text_generation_common.cpus import cgroup_folders
+from text_generation_common.log import log
 from text_generation_common.one_line import typed_line
 from text_generation_shard.config import ShardConfig, choose_engine, device_number
 
 NO_GPU = ("", "-1", "none", "NoDevFiles")
 """Entries of CUDA_VISIBLE_DEVICES that end it: CUDA reads the list up to the first invalid device."""
 
-log = structlog.get_logger()
 
 T = TypeVar("T")
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from text_generation_common.grammar_options import JSON_OPTIONS, MAX_GRAMMAR_TEXT
 from text_generation_common.grammar_tokenizer import end_tokens, load_tokenizer, parser_limits
+from text_generation_common.log import log
 from text_generation_common.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
 from text_generation_common.one_line import one_line
 from text_generation_common.panics import PanicError, without_backtrace, without_panics
@@ -34,8 +34,6 @@ from text_generation_proto.values import Grammar, GrammarKind
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
-
-log = structlog.get_logger()
 
 
 MASK_BUDGET_S = 0.05

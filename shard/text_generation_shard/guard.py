@@ -10,9 +10,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 
+from text_generation_common.log import log
 from text_generation_proto.access import TOKEN_KEY, Access
 from text_generation_proto.channel import SERVER_OPTIONS, read_certificates
 
@@ -30,7 +30,6 @@ limit, and gRPC does not free all memory of calls that are reset while more than
 MAX_CALLS = 8192
 """Most concurrent calls of all methods."""
 
-log = structlog.get_logger()
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]

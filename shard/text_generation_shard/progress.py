@@ -10,9 +10,8 @@ it may take PREFILL_S longer: nothing tells a long prompt from a hang.
 
 import asyncio
 
-import structlog
-
 from text_generation_common.heartbeat import ALIVE, CHECK_EVERY_S, STUCK, HeartbeatSender, Silence
+from text_generation_common.log import log
 from text_generation_shard.engine import Engine
 from text_generation_shard.health import ShardHealth
 
@@ -24,8 +23,6 @@ FORGET = 0.99
 """Factor per step by which the longest step is forgotten."""
 LONG_STEP_S = 5.0
 """Seconds after which a step in progress is logged."""
-
-log = structlog.get_logger()
 
 
 class StepMonitor:

@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from importlib.metadata import version
 
 import grpc
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.heartbeat import HeartbeatSender
+from text_generation_common.log import log
 from text_generation_common.notify import Notifier
 from text_generation_common.sockets import claim_socket, remove_socket
 from text_generation_common.stop_signals import StopSignals
@@ -39,8 +39,6 @@ MAX_PROBES = 64
 """Most concurrent calls on the plain port: anyone may call there."""
 IDLE_S = 1.0
 """Seconds without a sequence after which a draining session is ended for a client that does not end it."""
-
-log = structlog.get_logger()
 
 
 async def serve(config: ShardConfig) -> ExitCode:

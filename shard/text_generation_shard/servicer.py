@@ -5,9 +5,9 @@ import time
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 
+from text_generation_common.log import log
 from text_generation_common.progress import finished_work
 from text_generation_proto.channel import SESSION_OPEN
 from text_generation_proto.parts import BadParts, Joiner, most_orders, split
@@ -22,8 +22,6 @@ from text_generation_shard.guard import settled
 from text_generation_shard.health import ShardHealth
 from text_generation_shard.host_contents import host_contents
 from text_generation_shard.session import EngineSession, SessionOwner
-
-log = structlog.get_logger()
 
 CLOSING_S = 0.9
 """Seconds for a router to end the stream of a shard that stops; less than the time that calls have to end."""

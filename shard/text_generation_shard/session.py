@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
@@ -33,7 +32,6 @@ from text_generation_shard.spans import SequenceSpans
 if TYPE_CHECKING:
     from text_generation_common.tracer import Tracer
 
-log = structlog.get_logger()
 
 P = ParamSpec("P")
 R = TypeVar("R")

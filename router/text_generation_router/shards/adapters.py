@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import grpc
-import structlog
 
+from text_generation_common.log import log
 from text_generation_proto.client import ShardClient
 from text_generation_router.errors import InvalidRequest, NotFound, ServingError, Unhealthy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -27,8 +27,6 @@ _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
     grpc.StatusCode.ALREADY_EXISTS: InvalidRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
 }
-
-log = structlog.get_logger()
 
 
 class ReplicaAdapters:

@@ -15,9 +15,8 @@ from functools import partial
 from itertools import count
 from typing import Generic, Literal, cast
 
-import structlog
-
 from text_generation_common.heartbeat import HANG_TIMEOUT_S
+from text_generation_common.log import log
 from text_generation_common.shard_access import ShardAccess
 from text_generation_common.waiting import holds_for
 from text_generation_proto.values import WarmUpLimits
@@ -39,8 +38,6 @@ ABANDONED_AFTER_S = 1.0
 """Seconds without a shard, all having been told to stop, after which a router that stops gives its requests up."""
 WAIT_TOLERANCE = 1.5
 """A request is refused if its estimated wait is this many times the time left in the queue."""
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-import structlog
-
 from text_generation_common.exit_codes import CannotServe
+from text_generation_common.log import log
 from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.client import ShardClient
 from text_generation_proto.values import WarmUpLimits
@@ -15,8 +14,6 @@ from text_generation_router.shards.member import JOIN_TIMEOUT_S, MAX_RETRY_S, RE
 
 OTHERS_S = 1.0
 """Seconds for shards to join after one that a former router has driven. The others then join when they can."""
-
-log = structlog.get_logger()
 
 
 async def join_all(

@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic
 
-import structlog
 from typing_extensions import TypeVar
 
+from text_generation_common.log import log
 from text_generation_common.panics import as_exception
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, FinishReason
@@ -29,7 +29,6 @@ from text_generation_router.shards.convert import (
 UNKNOWN_LOGPROB: LogprobJson = b"null"
 """The log-probability of a token in a report without them."""
 
-log = structlog.get_logger()
 
 Receiver = TypeVar("Receiver", default=TokenListener)
 """The kind of object that gets the tokens of a request."""

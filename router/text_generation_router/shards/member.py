@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import grpc
-import structlog
 
+from text_generation_common.log import log
 from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.client import ShardClient
 from text_generation_proto.values import WarmUpLimits
@@ -37,8 +37,6 @@ LEAVE_S = 30.0
 """Time of a shard that leaves to finish its sequences; those that are left move to other replicas, if there are any."""
 LEAVE_CHECK_S = 0.02
 """Time between two looks at a shard that leaves."""
-
-log = structlog.get_logger()
 
 
 class ShardState(Enum):

@@ -17,9 +17,9 @@ from itertools import count
 from typing import Any
 
 import grpc
-import structlog
 
 from text_generation_common.heartbeat import CHECK_EVERY_S, Silence
+from text_generation_common.log import log
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.parts import BadParts, Joiner, most_report, split
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -43,8 +43,6 @@ HOLD_SHARE = 0.5
 """Share of a step for which orders are held; the rest is for their way to the replica."""
 MIN_STEP_S = 0.004
 """Orders are not held in shorter steps."""
-
-log = structlog.get_logger()
 
 
 class ShardLost(Exception):

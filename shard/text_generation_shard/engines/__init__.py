@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_common.one_line import one_line
 from text_generation_shard.config import ShardConfig, choose_engine
 from text_generation_shard.engine import Engine, EngineError
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "text_generation_shard.engines"
 """Entry points of installed packages: functions that build the engine of this name, in place of the one here."""
-
-log = structlog.get_logger()
 
 
 def build_engine(config: ShardConfig) -> Engine:

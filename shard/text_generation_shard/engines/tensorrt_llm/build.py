@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_common.progress import phase
 from text_generation_shard.adapters import LoraAdapter, read_adapters
 from text_generation_shard.config import ShardConfig
@@ -30,8 +29,6 @@ from text_generation_shard.engines.tensorrt_llm.options import (
 )
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.yaml_options import read_options
-
-log = structlog.get_logger()
 
 
 def read_model(

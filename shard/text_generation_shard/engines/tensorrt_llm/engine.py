@@ -16,8 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
 from text_generation_shard.adapters import LoraAdapter
@@ -52,8 +51,6 @@ PROBE_TIMEOUT_S = 30.0
 """Time for the token of a probe while serving, and for the size of the KV cache."""
 CAPACITY_POLL_S = 0.05
 BROKEN_SHUTDOWN_S = 1.0
-
-log = structlog.get_logger()
 
 
 class EngineBroken(RuntimeError):

@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engines.tensorrt_llm.library import LLM, explain
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
@@ -33,8 +32,6 @@ PROBE_POLL_S = 0.2
 """Interval at which a waiting probe checks for a broken engine."""
 READ_ERRORS = (AssertionError, ValueError, IndexError, TypeError)
 """Errors of the library's reader about an output of one request: 1.2.1 asserts that every token has log-probabilities."""
-
-log = structlog.get_logger()
 
 
 class RequestLoop:

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_shard.engines.tensorrt_llm.library import LLM
 from text_generation_shard.threads import daemon_thread
 
@@ -26,8 +25,6 @@ LOOP_TIMEOUT_S = 30.0
 """Time for the event loop to read its queue; if it takes longer, the loop is blocked, which the watchdog notices."""
 FORWARD_KEYS = ("gpuForwardTimeMS", "prevDeviceStepTimeMS", "iterLatencyMS")
 """The time of an iteration, the best measure first: the last one contains the work of the host."""
-
-log = structlog.get_logger()
 
 
 class IterationStatistics:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-import structlog
 import torch
 
 from text_generation_common.cpus import usable_cpus
+from text_generation_common.log import log
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, Fp8Cache, LayerShape
@@ -27,8 +27,6 @@ from text_generation_shard.engines.torch.parallel.group import ParallelGroup, jo
 from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
 from text_generation_shard.step.drafts.drafter import Drafter
-
-log = structlog.get_logger()
 
 ScoreScales = Sequence[tuple[float, float | None]]
 """Scale and softcap of the scores of each layer."""

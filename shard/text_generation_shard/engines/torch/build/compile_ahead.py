@@ -15,9 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 
-import structlog
 import torch
 
+from text_generation_common.log import log
 from text_generation_common.one_line import one_line
 from text_generation_common.progress import finished_work, show
 from text_generation_proto.values import WarmUpLimits
@@ -47,8 +47,6 @@ SETTINGS = frozenset(
 """The settings on which the kernels of a model without LoRA adapters depend."""
 KERNEL = "kernel "
 """Start of a line with the name of a kernel that a helper has compiled."""
-
-log = structlog.get_logger()
 
 
 class CompileAhead:

@@ -7,10 +7,10 @@ tensor or of its head.
 from collections.abc import Mapping
 from pathlib import Path
 
-import structlog
 import torch
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import FP8_DTYPES, Fp8Cache
@@ -24,8 +24,6 @@ NAMES = (
     ("v_scale", "v_proj.v_scale", "qkv_proj.v_scale", "v_proj.output_scale", "kv_scale"),
 )
 """Names of the scales of keys and of values in an attention module."""
-
-log = structlog.get_logger()
 
 
 def fp8_cache(

@@ -5,9 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Self, TypeAlias, TypeVar
 
-import structlog
 import torch
 
+from text_generation_common.log import log
 from text_generation_common.lora import parse_adapters
 from text_generation_common.memory import total_memory
 from text_generation_shard.config import ShardConfig
@@ -50,7 +50,6 @@ Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,
 META = torch.device("meta")
 """Holds shapes and no values."""
 
-log = structlog.get_logger()
 
 AUTO_DRAFTS = {"cpu": 8, "cuda": 4}
 """Tokens of the longest draft, unless a flag says otherwise: docs/speculation.md has what they bring on a GPU."""

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import structlog
 import torch
 
+from text_generation_common.log import log
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.kv_cache import Fp8Cache
@@ -25,8 +25,6 @@ from text_generation_shard.engines.torch.models.huggingface.model import Transfo
 from text_generation_shard.engines.torch.models.huggingface.sharding import Division
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-
-log = structlog.get_logger()
 
 
 def build_transformers_engine(config: ShardConfig) -> Engine:

@@ -20,11 +20,11 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
 from itertools import accumulate, chain, islice
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_common.progress import phase
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
 from text_generation_shard.engine import EngineError
@@ -37,8 +37,6 @@ WORD = torch.int64
 """The numbers in which the device copies."""
 FACTOR = 0x1E3779B97F4A7C15
 """An odd number without a pattern of bits: 2^64 over the golden ratio, without its highest bit."""
-
-log = structlog.get_logger()
 
 
 class HostCopies:

@@ -11,16 +11,14 @@ are worse, texts are the same.
 
 from collections.abc import Mapping
 
-import structlog
 import torch
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_common.one_line import typed_line
 from text_generation_shard.engines.torch.device.copies import select_rows
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
-
-log = structlog.get_logger()
 
 
 class Predictions:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 
 MAX_NARROW_HIDDEN_SIZE = 1024
@@ -24,8 +24,6 @@ MAX_NARROW_HIDDEN_SIZE = 1024
 FLOAT16_MAX = torch.finfo(torch.float16).max
 MAX_LOSS = 2.0**-13
 """Largest relative error, in the norm of a weight, of its conversion to float16: less than its inputs lose."""
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ engine reports it, and the shard exits.
 import threading
 from collections.abc import Callable, Iterator
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_common.one_line import typed_line
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
@@ -21,8 +20,6 @@ CLOSE_TIMEOUT = 5.0
 """Seconds to wait at `close` for the step in progress."""
 STUCK_AFTER = 0.5
 """Seconds after which the follower thread is assumed to be blocked in a collective when rank 0 is lost."""
-
-log = structlog.get_logger()
 
 
 Execute = Callable[[int, memoryview], int | None]

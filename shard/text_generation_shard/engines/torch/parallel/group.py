@@ -18,10 +18,10 @@ import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import structlog
 import torch
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_common.one_line import one_line
 from text_generation_proto.addresses import socket_path, split_host_port
 from text_generation_shard.config import ShardConfig
@@ -51,8 +51,6 @@ STORE = 1
 """The kind of the first message: the port of the store."""
 
 _PORT = struct.Struct("<H")
-
-log = structlog.get_logger()
 
 
 class ParallelGroup:

@@ -32,8 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import structlog
-
+from text_generation_common.log import log
 from text_generation_common.shard_access import ShardAccess
 from text_generation_common.sockets import SocketInUse, claim_socket, remove_socket
 from text_generation_proto.access import client_context
@@ -57,8 +56,6 @@ _GREETING = struct.Struct("<II")
 """rank, world size."""
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
-
-log = structlog.get_logger()
 
 
 def accept_ranks(address: str, size: int, timeout: float, access: ShardAccess) -> LeaderChannel:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_common.one_line import typed_line
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ MAX_GATHERED_ROW = 256 * 1024
 
 With two ranks these are 512 warps, which every GPU runs at once.
 """
-
-log = structlog.get_logger()
 
 
 def allocate_symmetric(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:

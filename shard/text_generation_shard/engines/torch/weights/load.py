@@ -6,10 +6,10 @@ A checkpoint is validated by its headers, before the first weight is read.
 import zlib
 from pathlib import Path
 
-import structlog
 import torch
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_common.progress import WorkProgress, gib
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
@@ -18,8 +18,6 @@ from text_generation_shard.engines.torch.weights.quantization.formats.float8 imp
 from text_generation_shard.engines.torch.weights.quantization.loading import LoadingPlan
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme
 from text_generation_shard.engines.torch.weights.transfer import Transfer, copy_all
-
-log = structlog.get_logger()
 
 DUMMY_STD = 0.02
 """Standard deviation of random weights: transformers' default initializer_range, small enough for finite logits at any depth."""

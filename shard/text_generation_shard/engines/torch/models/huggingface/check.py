@@ -10,10 +10,10 @@ In a group, all ranks check at the same time, each with the executor of a single
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-import structlog
 import torch
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import EngineError, NewSequence
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
@@ -30,8 +30,6 @@ WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SMALL_WINDOW = 13
 MOST_DIFFERENCE = {torch.float32: 1e-4}
 MOST_DIFFERENCE_OF_16_BITS = 2e-2
-
-log = structlog.get_logger()
 
 
 def check_model(

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor
 from torch.nn import Linear, ModuleList
 
+from text_generation_common.log import log
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, float32_product
 from text_generation_shard.engines.torch.layers.mlp import GatedMLP
@@ -61,8 +61,6 @@ PROBE_SIZE = 0.02
 """Size of the random input: so small that the eps of norms counts."""
 MOST_LAYER_DIFFERENCE = 1e-4
 """Largest relative error between the outputs of two layers in float32."""
-
-log = structlog.get_logger()
 
 
 @torch.inference_mode()

@@ -15,12 +15,12 @@ from queue import LifoQueue
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_common.one_line import one_line
 from text_generation_common.progress import phase
 from text_generation_shard.config import ShardConfig
@@ -57,8 +57,6 @@ CACHE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Memory for encoded images, by kind of device. 2²⁸ bytes are 32 thousand tokens of an 8B model."""
 LARGEST_SIDE = {"cpu": 224, "cuda": 2048}
 """Sides of the square image whose encoding is measured at the start."""
-
-log = structlog.get_logger()
 
 
 class LibraryImages:

@@ -6,10 +6,10 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-import structlog
 import torch
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_common.one_line import one_line
 from text_generation_common.progress import phase
 from text_generation_shard.config import ShardConfig
@@ -26,8 +26,6 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
 from text_generation_shard.engines.torch.models.huggingface.sharding import Division
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
-
-log = structlog.get_logger()
 
 TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 """Prefixes of the tensors of the text part in the checkpoints of models of several modalities."""

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-import structlog
 import torch
 from torch import Tensor
 
+from text_generation_common.log import log
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
@@ -20,8 +20,6 @@ from text_generation_shard.engines.torch.weights.quantization.formats.float4 imp
 from text_generation_shard.engines.torch.weights.quantization.formats.float8 import FP8, quantized_rows, row_scales
 from text_generation_shard.engines.torch.weights.quantization.schemes import Scheme
 from text_generation_shard.engines.torch.weights.transfer import Transfer
-
-log = structlog.get_logger()
 
 WEIGHT = ".weight"
 OTHER_NAMES = {".weight_scale": ".weight_scale_inv", ".input_scale": ".activation_scale"}
