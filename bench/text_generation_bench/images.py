@@ -41,8 +41,8 @@ Chat = list[dict[str, Any]]
 
 
 @dataclass
-class Level:
-    """What a number of requests took."""
+class Measured:
+    """Times and tokens of some requests."""
 
     tokens: int = 0
     prompt_tokens: int = 0
@@ -126,7 +126,7 @@ def with_text(seed: int, words: int) -> Chat:
     return [{"role": "user", "content": " ".join(drawn)}]
 
 
-async def ask(session: aiohttp.ClientSession, url: str, chat: Chat, new_tokens: int, level: Level) -> str:
+async def ask(session: aiohttp.ClientSession, url: str, chat: Chat, new_tokens: int, level: Measured) -> str:
     """Return the answer to a chat."""
     body = {"model": "tgi", "messages": chat, "max_tokens": new_tokens, "stream": True, "temperature": 0}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
@@ -154,7 +154,7 @@ async def run_level(
     session: aiohttp.ClientSession, options: argparse.Namespace, name: str, streams: Sequence[Sequence[Chat]]
 ) -> list[list[str]]:
     """Ask the chats of each stream one after the other, print a line, and return the answers."""
-    level, started = Level(), time.perf_counter()
+    level, started = Measured(), time.perf_counter()
 
     async def stream(chats: Sequence[Chat]) -> list[str]:
         return [await ask(session, options.url, chat, options.new, level) for chat in chats]

@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 from cluster_listener import Listener
 from every_dialect import CHAT, COMPLETIONS, VERBATIM
+from hanging_shard import Hanging, between
 from host_ledger import HostBlocks
 from http_stack import Reply, Stack, serve, until
 from served_cluster import Members, world
 
-from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.core.serving import all_of
 from text_generation_router.errors import InvalidRequest, ModelNotFound, NotFound, Unhealthy
 from text_generation_router.request import Request, RequestId
 from text_generation_router.shards import replica
-from text_generation_shard.servicer import ShardServicer
 
 PROMPT = " one two three four five six" * 20
 FORWARDS, BACKWARDS = " one two", " six five"
@@ -302,40 +301,6 @@ async def test_an_adapter_that_is_loaded_again_finds_nothing_on_the_host(tmp_pat
         engine.info = engine.table.set_adapter("sql", held=False)  # as after a restart; its files may be others
         await until(lambda: engine.info.adapters == ("sql",))
         assert [await loaded("sql"), await loaded("")] == [0, 6]
-
-
-class Hanging(ShardServicer):
-    """A shard that answers nothing any more once an adapter is loaded, until it goes on."""
-
-    goes_on = asyncio.Event()
-
-    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:  # noqa: ANN401
-        self.goes_on.clear()
-        await self.goes_on.wait()
-        return await super().LoadAdapter(request, context)
-
-
-@asynccontextmanager
-async def between(path: Path, target: str) -> AsyncIterator[str]:
-    """A socket whose connections lead to the one at `target`, and are silent while `Hanging` does not go on."""
-
-    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(1 << 16):
-            await Hanging.goes_on.wait()
-            sink.write(data)
-        sink.close()
-
-    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, ours = await asyncio.open_unix_connection(target.removeprefix("unix://"))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(copy(reader, ours))
-            tasks.create_task(copy(theirs, writer))
-
-    server = await asyncio.start_unix_server(connect, path)
-    try:
-        yield f"unix://{path}"
-    finally:
-        server.close()
 
 
 async def test_a_load_goes_on_without_a_replica_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class PredictionLayer:
         # Layer 1 of the hybrids has attention; the last one of the others has experts, if there are any.
         self.layer = 1 if self.layout == "mtp" else config.num_hidden_layers - 1
         self.norms = [torch.randn(width) * 0.3 for _ in range(3)]
-        """Those of embedding and hidden state, and the last one; less 1 in the models whose norms are so."""
+        """The norms of embedding and hidden state, and the last one; less 1 in the models whose norms are so."""
         self.projection = torch.randn(width, 2 * width) * 0.2
 
     def write(self, folder: Path) -> Path:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from reference_ops import rms_norm
+from reference_ops import dequantized, rms_norm
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,7 +44,6 @@ from text_generation_shard.engines.torch.models.native.parameters import ModelWe
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
-from text_generation_shard.engines.torch.weights.quantization.formats.float4 import E2M1
 from text_generation_shard.grammar import Grammars
 from text_generation_shard.step.drafts.drafter import Drafter
 
@@ -291,21 +290,6 @@ def loaded(cache_layer: Tensor, scales: Tensor | None) -> Tensor:
     """Return a cache with its keys and values as numbers that can be multiplied."""
     cache_layer = cache_layer.float() if cache_layer.dtype.itemsize == 1 else cache_layer
     return cache_layer if scales is None else cache_layer * scales.view(2, -1, 1, 1)
-
-
-def dequantized(weight: PackedWeight) -> Tensor:
-    """Return the weight in float32."""
-    (outputs, groups), bits = weight.scales.shape, weight.bits
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=weight.words.device)
-    codes = (weight.words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
-    codes = codes.view(outputs, -1, weight.plane, 32 // bits).transpose(2, 3).reshape(outputs, groups, -1)
-    if not weight.floats:
-        values = codes.float() - (1 << (bits - 1) if weight.zeros is None else weight.zeros.unsqueeze(2).float())
-    elif bits == 8:
-        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    else:
-        values = torch.tensor(E2M1, device=codes.device)[codes]
-    return (values * weight.scales.float().unsqueeze(2)).view(outputs, -1)
 
 
 def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import E2M1
 
 _FLOAT32_ERROR = 1e-6
 
@@ -45,3 +47,18 @@ def rotate(heads: Tensor, positions: Tensor, frequencies: Tensor, scale: float) 
     sin = torch.cat((angles, angles), dim=-1).sin().unsqueeze(1) * scale
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def dequantized(weight: PackedWeight) -> Tensor:
+    """Return the weight in float32."""
+    (outputs, groups), bits = weight.scales.shape, weight.bits
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=weight.words.device)
+    codes = (weight.words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
+    codes = codes.view(outputs, -1, weight.plane, 32 // bits).transpose(2, 3).reshape(outputs, groups, -1)
+    if not weight.floats:
+        values = codes.float() - (1 << (bits - 1) if weight.zeros is None else weight.zeros.unsqueeze(2).float())
+    elif bits == 8:
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        values = torch.tensor(E2M1, device=codes.device)[codes]
+    return (values * weight.scales.float().unsqueeze(2)).view(outputs, -1)

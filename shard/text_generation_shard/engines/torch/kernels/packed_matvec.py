@@ -25,7 +25,7 @@ from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, p
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
 _MANTISSA_BITS, _EXPONENT_BIAS = {32: 23, 8: 3, 4: 1}, {32: 127, 8: 7, 4: 1}
-"""Of floats by their bits: float32, E4M3 and E2M1."""
+"""By the bits of a float: float32, E4M3 and E2M1."""
 _DENORMAL_BITS = 149
 """The smallest float32 is 2^-149."""
 _UNIT = tl.constexpr(2.0**-63)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from full_grid import full
-from reference_kernels import dequantized
-from reference_ops import activate, relative_error, rms_norm, rounded_once
+from reference_ops import activate, dequantized, relative_error, rms_norm, rounded_once
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.matvec import matvec

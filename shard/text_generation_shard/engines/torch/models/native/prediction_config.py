@@ -33,9 +33,9 @@ class PredictionNames:
 
 
 MTP = PredictionNames("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.")
-"""Of Qwen3-Next and Qwen3.5."""
+"""The layers of Qwen3-Next and Qwen3.5."""
 NEXTN = PredictionNames("model.layers.{layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
-"""Of DeepSeek V3 and GLM-4.5. Their own embedding and head are copies of those of the model."""
+"""The layers of DeepSeek V3 and GLM-4.5. Their own embedding and head are copies of those of the model."""
 MIMO = PredictionNames(
     "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True
 )
@@ -52,7 +52,7 @@ class PredictionConfig:
     """The config of a model with layers of its form."""
     folder: Path
     taken_before: tuple[int, ...] = ()
-    """Of a draft model, the layers before which hidden states are taken; the number of layers: after the last one. See `eagle_config`."""
+    """The layers before which a draft model takes hidden states; the number of layers: after the last one. See `eagle_config`."""
     inputs: int = 0
     """Numbers of these states together. The following ones are of draft models, too."""
     draft_vocab_size: int = 0
