@@ -136,19 +136,26 @@ class KVCache:
         return True
 
     def has_room(
-        self, sequence: ScheduledSequence, prefix: Prefix, tokens: int, margin: int, prompts: PendingPrompts
+        self,
+        sequence: ScheduledSequence,
+        prefix: Prefix,
+        tokens: int,
+        margins: tuple[int, int],
+        prompts: PendingPrompts,
     ) -> bool:
-        """Return True if there are blocks for `tokens` tokens of `sequence` beside its cached prefix, and `margin` more.
+        """Return True if there are blocks for `tokens` tokens of `sequence` beside its cached prefix, and `margins` more.
+
+        The margins are those of the first group and of the others.
 
         The groups after the first have room for the prompts under way, too, and for a chunk of the oldest: it would crawl, block by
         block, if others took what it gives back.
         """
-        if self.blocks_for(tokens) - prefix.blocks + margin > self.available - prefix.evictable_blocks:
+        if self.blocks_for(tokens) - prefix.blocks + margins[0] > self.available - prefix.evictable_blocks:
             return False
         if self.states is not None and not self.states.has_room(prefix.further[-1]):
             return False
         for number, pool in enumerate(self.pools):
-            room = pool.available - margin
+            room = pool.available - margins[1]
             # Usually there is far more than all may want.
             if room < (len(prompts) + 2) * pool.most_due + prompts.blocks_kept:
                 chunk = prompts.blocks_kept

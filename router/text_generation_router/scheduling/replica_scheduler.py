@@ -87,31 +87,34 @@ class ReplicaScheduler:
 
     def has_blocks(self, sequence: ScheduledSequence) -> bool:
         """Return True if it can hold `sequence`, with blocks now for all its known tokens, even if none is cached."""
-        nothing, margin = self.cache.tree.find(sequence.salt, b""), self._margin(sequence)
-        return self.can_hold(sequence) and self.cache.has_room(sequence, nothing, sequence.length, margin, self.prompts)
+        nothing, margins = self.cache.tree.find(sequence.salt, b""), self._margins(sequence)
+        return self.can_hold(sequence) and self.cache.has_room(
+            sequence, nothing, sequence.length, margins, self.prompts
+        )
 
     def can_hold(self, sequence: ScheduledSequence) -> bool:
         """Return True if `sequence` could run here alone, to its last token."""
         return self.spec.fits(sequence.max_length, sequence.request.adapter)
 
-    def _margin(self, sequence: ScheduledSequence) -> int:
-        answer = self.cache.blocks_for(sequence.expected_new_tokens)
-        return growth_margin(len(self._running) + len(self._placed), answer, self.spec.num_blocks)
+    def _margins(self, sequence: ScheduledSequence) -> tuple[int, int]:
+        """Return the blocks that a placement leaves in the first group, and in the others, whose sequences hardly grow."""
+        others, answer = len(self._running) + len(self._placed), self.cache.blocks_for(sequence.expected_new_tokens)
+        return growth_margin(others, answer, self.spec.num_blocks), others
 
     def place(self, sequence: ScheduledSequence) -> bool:
         """Give `sequence` a slot and the blocks of its known tokens. Return False if there are not enough blocks."""
         if not self.can_hold(sequence) or not self.adapters.take(sequence.request.adapter, self.spec):
             return False
-        cache, tokens, margin = self.cache, sequence.length, self._margin(sequence)
+        cache, tokens, margins = self.cache, sequence.length, self._margins(sequence)
         if self.spec.reserves_max_length:
-            tokens, margin = sequence.max_length, 0
+            tokens, margins = sequence.max_length, (0, 0)
         prefix, loaded = self.copies.find(sequence, cache.find_prefix(sequence))
-        if not cache.has_room(sequence, prefix, tokens, margin, self.prompts):
+        if not cache.has_room(sequence, prefix, tokens, margins, self.prompts):
             return False
         cache.lock_prefix(sequence, prefix, 0 if loaded is None else loaded.blocks)
         cached, grown = prefix.blocks, min(sequence.length + self._policy.growth_tokens, sequence.max_length)
         needed, wanted = cache.blocks_for(tokens) - cached, cache.blocks_for(grown) - cached
-        cache.allocate(sequence, max(needed, wanted if wanted + margin <= cache.available else 0))
+        cache.allocate(sequence, max(needed, wanted if wanted + margins[0] <= cache.available else 0))
         if cache.pools:
             sequence.capacity = sequence.cached_tokens + self.spec.block_size
         sequence.enter_replica(self.replica, self._free_slots.pop())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler_checks import check_pool, check_tree, nodes_of
+from scheduler_rig import Rig, a_policy
 from tree_keys import key
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -90,3 +91,12 @@ def test_blocks_leave_with_their_positions() -> None:
     assert cache.pool.available == 20
     assert len(cache.pool.extend(HeldBlocks(), 13)) == 13, "ten of twenty were free, three are again"
     assert cache.hit() == 7
+
+
+def test_answers_to_come_take_no_room_of_a_window_group() -> None:
+    """Their sequences hardly grow there."""
+    rig = Rig(a_policy(max_batch_prefill_tokens=1000), blocks=4000, windows=(CacheGroup(400, 64),))
+    for _ in range(5):
+        rig.submit(100, new=2400)
+    rig.turns(4)
+    assert len(rig.placed()) == 5
