@@ -102,6 +102,7 @@ class KvEventsPublisher:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._publish, self._replay = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
         self._publish.set_hwm(config.hwm)
+        self._replay.set_hwm(0)  # a ROUTER drops messages above it, and a replay would have gaps
         try:
             # One that names no interface is a subscriber's, as in vLLM.
             own = "*" in config.endpoint or "::" in config.endpoint or config.endpoint.startswith("ipc:")
@@ -123,10 +124,10 @@ class KvEventsPublisher:
             self.context.destroy(linger=0)
 
     def step(self) -> None:
-        """Publish what has changed, and answer the subscribers that ask for batches again."""
+        """Publish what has changed, and answer one subscriber that asks for batches again."""
         if events := self._events.collect(self._scheduler):
             self._send(events)
-        while self._replay.poll(0):
+        if self._replay.poll(0):
             subscriber, *_, first = self._replay.recv_multipart()
             for number, batch in [each for each in self._kept if each[0] >= first] + [(END, b"")]:
                 self._replay.send_multipart((subscriber, b"", number, batch), zmq.NOBLOCK)
