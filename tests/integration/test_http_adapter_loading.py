@@ -277,7 +277,7 @@ async def test_all_replicas_hold_an_adapter_or_none(tmp_path: Path) -> None:
             await second.cluster.set_adapter("sql", "../sql")
 
 
-async def test_an_adapter_that_is_loaded_again_finds_nothing_on_the_host(tmp_path: Path) -> None:
+async def test_an_adapter_that_is_loaded_has_nothing_on_the_host(tmp_path: Path) -> None:
     modules = str(folder_of(tmp_path / "modules", "sql"))
     async with world(tmp_path) as shards:
         a = await shards.shard("a", lora_modules_dir=modules, host_cache_name="memory", model_path=modules)
@@ -296,7 +296,7 @@ async def test_an_adapter_that_is_loaded_again_finds_nothing_on_the_host(tmp_pat
             return figures.figures["loaded"] - before
 
         assert [await loaded("sql"), await loaded("")] == [0, 0]
-        assert figures.figures["stored"] >= 2 * 6
+        assert 6 <= figures.figures["stored"] < 2 * 6
         shards.shards[a].end_session()
         engine.info = engine.table.set_adapter("sql", held=False)  # as after a restart; its files may be others
         await until(lambda: engine.info.adapters == ("sql",))

@@ -5,9 +5,8 @@ waits until a report shows the end of the load; others run. Its blocks then ente
 
 The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, those of sequences that move at once,
 each of a bounded number of blocks, from the beginning of the prefix. A store guards the path on the device, so none begins while blocks
-are scarce. It names
-the blocks of the first group that the host lacks, and those of the further groups with which a request could continue at one of the
-`ends`: the end of the prompt, that of the answer.
+are scarce. It names the blocks of the first group that the host lacks, and those of the further groups with which a request could
+continue at one of the `ends`: the end of the prompt, that of the answer.
 """
 
 from collections import deque
@@ -140,7 +139,9 @@ class ReplicaCopies:
         for waiting in [*self._waiting]:
             if waiting.moved is None and any(each.waiting.moved is None for each in self._stores.values()):
                 return
-            if all(each.waiting is not waiting for each in self._stores.values()):
+            under_way = [store.waiting for store in self._stores.values()]
+            # One under way may have the beginning of a prefix.
+            if not any(each.salt == waiting.salt and waiting.key.startswith(each.key) for each in under_way):
                 yield waiting
 
     def ended(self, end: CopyEnd) -> ScheduledSequence | None:
@@ -251,6 +252,8 @@ class ReplicaCopies:
 
     def store(self, sequence: ScheduledSequence, *, moves: bool) -> None:
         """Let the prefix of a sequence be stored. One that `moves` goes on elsewhere then: at once if the host has all of it."""
+        if sequence.version:  # replicas may have loaded its adapter from other files
+            return
         cache, request, count = self._cache, sequence.request, sequence.committed_blocks
         length = len(request.prompt)
         prompt_end = min(request.turn_end or length, length - 1) // cache.block_size

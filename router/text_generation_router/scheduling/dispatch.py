@@ -9,8 +9,7 @@ replica. Ties go to the replica chosen longest ago.
 A sequence is skipped, and those behind it go first, if the best replica lacks room only because of prompts it has yet to
 compute (the score counts that work already), if another sequence is computing its prefix there, or if no replica with room
 holds its LoRA adapter or has a place for it (`running_adapters`). A suspect, which lost two replicas in a row without a new token,
-waits until no replica is computing
-the prompt of another one: if it loses a third one, no other suspect does.
+waits until no replica is computing the prompt of another one: if it loses a third one, no other suspect does.
 """
 
 import sys

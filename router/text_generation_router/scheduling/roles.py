@@ -55,8 +55,13 @@ class Roles:
             return
         slots = {slot for slot, _ in output.prefilled}
         for sequence in [each for each in source.sequences if each.slot in slots and each not in source.prompts]:
-            computed = 0 if sequence.request.replayed else sequence.prefill_length - sequence.cached_tokens
-            left = sequence.request.max_new_tokens - len(sequence.generated)
+            request = (
+                sequence.request
+            )  # one that wants log-probabilities of its prompt computes it again wherever it is
+            computed = (
+                0 if request.replayed or request.logprobs.prompt else sequence.prefill_length - sequence.cached_tokens
+            )
+            left = request.max_new_tokens - len(sequence.generated)
             if computed >= LEAST_PROMPT and left >= LEAST_ANSWER and self._has_room(sequence, source):
                 source.copies.store(sequence, moves=True)
         stored, source.copies.stored = source.copies.stored, []

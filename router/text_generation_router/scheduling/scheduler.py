@@ -90,7 +90,7 @@ class Scheduler:
         """By number; None if it does not serve."""
         self.host_caches = HostCaches()
         self._capacity = Capacity()
-        self.versions = Counter[str]()
+        self._versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
@@ -117,7 +117,7 @@ class Scheduler:
 
     def set_adapter(self, name: str, replicas: Collection[int]) -> None:
         """Note that these replicas hold a LoRA adapter, newly loaded, and no others do."""
-        self.versions[name] += 1
+        self._versions[name] += 1
         for number, spec in self._capacity.set_adapter(name, replicas).items():
             if (replica := self.replicas.get(number)) is not None:
                 replica.spec = spec
@@ -129,7 +129,7 @@ class Scheduler:
         fits = self.fits(len(request.prompt), request.max_new_tokens, request.adapter)
         assert progress or fits, "a request must be able to run alone"
         expected = self._lengths.expected(request.max_new_tokens)
-        sequence = ScheduledSequence(request, next(self._arrivals), now, expected, self.versions[request.adapter])
+        sequence = ScheduledSequence(request, next(self._arrivals), now, expected, self._versions[request.adapter])
         if progress is not None:
             sequence.resume(progress)
         self._sequences[request.id] = sequence

@@ -69,8 +69,6 @@ class ReplicaAdapters:
             changes: list[tuple[str, str | None]] = [(name, None) for name in had & self._unloaded]
             changes += [(name, path) for name, path in self._paths.items() if name not in had]
             for change in changes:
-                if info.pool.host_cache:  # the files may be others than those from which it has blocks
-                    self._scheduler.versions[change[0]] += 1
                 if (error := await self._set(ranks, client, *change)) is not None:
                     log.warning("a replica has other LoRA adapters", replica=ranks[0], reason=error[1])
             if changes and not self._is_silent(ranks[0]):
