@@ -119,12 +119,12 @@ def capture(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     "family",
     [
-        "qwen3_next",
+        full("qwen3_next"),
         full("qwen3_5_text"),
         full("qwen3_5_moe_text"),
         "deepseek_v3",
         full("glm4_moe"),
-        "qwen2",
+        full("qwen2"),
         "EAGLE-3",
         "EAGLE-3 of speculators",
     ],
@@ -264,20 +264,26 @@ def test_random_weights_have_the_layer_that_the_config_names_and_warm_up_measure
         ({"model_type": "qwen3"}, "a draft model of type 'qwen3' is not supported, only llama"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2, the model needs 1"),
         ({"vocab_size": 332}, "vocab_size is 332, the model needs 331"),
+        ({"hidden_size": 40, "target_hidden_size": 48}, "it has no embedding, and the hidden size 40, not 48"),
         ({"target_hidden_size": 40}, "the hidden size of its target is 40, the model needs 48"),
         ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "not three layers of 3"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized draft models are not supported"),
         ({"draft_vocab_size": 65}, r"lm_head\.weight has shape \[64, 48\], config\.json says \[65, 48\]"),
-        ({}, "d2t of the draft model names tokens outside of the vocabulary of 331"),
     ],
 )
 def test_other_draft_models_are_refused_by_name(changes: dict[str, object], problem: str, tmp_path: Path) -> None:
     draft = EagleModel(LlamaConfig(**SHAPE)).write(tmp_path) / "draft"
     change_config(draft, changes)
-    if not changes:
-        tensors = load_file(draft / "model.safetensors")
-        save_file(tensors | {"d2t": tensors["d2t"] + 14}, draft / "model.safetensors")
     with pytest.raises(EngineError, match=problem):
+        build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
+
+
+@pytest.mark.parametrize("shift", [14, -400])
+def test_a_draft_model_names_tokens_of_the_vocabulary(shift: int, tmp_path: Path) -> None:
+    draft = EagleModel(LlamaConfig(**SHAPE)).write(tmp_path) / "draft"
+    tensors = load_file(draft / "model.safetensors")
+    save_file(tensors | {"d2t": tensors["d2t"] + shift}, draft / "model.safetensors")
+    with pytest.raises(EngineError, match="d2t of the draft model names tokens outside of the vocabulary of 331"):
         build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
 
 

@@ -67,6 +67,9 @@ def read_eagle(folder: Path, target: ModelConfig, *, has_files: bool) -> Predict
     if model.quantization is not None:
         raise whole.error("quantized draft models are not supported")
     names = Checkpoint(folder).names if has_files else []
+    has_embedding = "embed_tokens.weight" in names
+    if has_files and not has_embedding and model.hidden_size != target.hidden_size:
+        raise whole.error(f"it has no embedding, and the hidden size {model.hidden_size}, not {target.hidden_size}")
     layer = "layers.0." if any(name.startswith("layers.0.") for name in names) else "midlayer."
     return PredictionConfig(
         names=PredictionNames("", f"{layer}input_layernorm", f"{layer}hidden_norm", "fc", "norm", layer=layer),
@@ -76,7 +79,7 @@ def read_eagle(folder: Path, target: ModelConfig, *, has_files: bool) -> Predict
         inputs=3 * target_hidden,
         draft_vocab_size=whole.count("draft_vocab_size", model.vocab_size),
         is_mapped="d2t" in names,
-        has_embedding="embed_tokens.weight" in names,
+        has_embedding=has_embedding,
         norm_before_residual=whole.flag("norm_before_residual", default=kind is not None),
     )
 

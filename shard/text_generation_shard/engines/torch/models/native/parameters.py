@@ -228,7 +228,8 @@ class PredictionWeights(PredictionPart):
             self.embedding_norm.process_weights_after_loading()
             return
         self.tokens += torch.arange(len(self.tokens), device=self.tokens.device)
-        if self.tokens.min() < 0 or self.tokens.max() >= (count := self._config.model.vocab_size):
+        count = self._config.model.vocab_size
+        if self.tokens.min() < 0 or self.tokens.max() >= count:
             raise EngineError(f"d2t of the draft model names tokens outside of the vocabulary of {count}")
 
     def pack(self) -> None:
