@@ -19,6 +19,7 @@ def host_contents(config: ShardConfig) -> str:
         return ""
     settings = config.model_dump(include=set(ShardSettings.topics[Topic.MODEL].split()))
     folders = [config.model_path, *(each.source for each in parse_adapters(config.lora_adapters))]
+    folders += [config.speculator] if config.speculator else []
     known = settings, [sorted(_files(Path(folder))) for folder in folders]
     return f"{config.host_cache_name}/{blake2b(repr(known).encode(), digest_size=8).hexdigest()}"
 
