@@ -103,7 +103,7 @@ class GroupedRows:
             BLOCK_ROWS=self._block_rows,
             RANK_TILE=tile,
             STEP=step,
-            USE_PDL=supports_pdl(x),
+            USE_PDL=supports_pdl(x),  # lets the next kernel start early, but does not: it waits for nothing
             num_warps=4,
         )
 

@@ -11,9 +11,9 @@ FLOATS_PER_WARP = 2048
 """Results that a warp can hold in registers, and partial results that it merges at a time."""
 FEWEST_SPLITS, MAX_SPLITS = 8, 64
 """A row that is much longer than the others is split even if the rows alone occupy the device."""
-MOST_BLOCKS, PROGRAMS_PER_BLOCK = 64, 11
+MOST_BLOCKS, PROGRAMS_PER_BLOCK = 64, 7
 """Short rows are not split then: the more rows and KV heads there are, the more blocks has a part. Measured on an H200 with rows of
-576 tokens: 3 parts are best for 128 rows and heads, one for 256 and more."""
+576 tokens: two or three parts are best for 128 rows and heads, one for 256 and more."""
 SECOND_KERNEL_PROGRAMS = 64
 """Rows times KV heads up to which a second kernel merges the partial results. Measured on an H200, 8 KV heads of 4 query heads,
 head_dim 128, 600 tokens: second kernel 6.8 µs and last arrival 11.4 µs at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12.
@@ -49,8 +49,9 @@ def config_for(
     splits = triton.next_power_of_2(-(-8 * multiprocessors // programs))
     min_blocks = min(max(programs // PROGRAMS_PER_BLOCK, 2), MOST_BLOCKS)
     merge: Merge = "second kernel" if programs <= SECOND_KERNEL_PROGRAMS else "last arrival"
-    stages = 3 if head_dim <= 256 else 2
-    return LaunchConfig(min(max(splits, FEWEST_SPLITS), MAX_SPLITS), min_blocks, warps, stages, merge)
+    # Latent rows are wide, so are their partial results.
+    fewest, stages = (FEWEST_SPLITS, 3) if head_dim <= 256 else (FEWEST_SPLITS // 2, 2)
+    return LaunchConfig(min(max(splits, fewest), MAX_SPLITS), min_blocks, warps, stages, merge)
 
 
 def group_rows(num_heads: int, num_kv_heads: int) -> int:

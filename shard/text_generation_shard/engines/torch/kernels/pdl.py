@@ -25,7 +25,7 @@ def supports_pdl(tensor: Tensor) -> bool:
 
 
 def pdl(tensor: Tensor) -> dict[str, bool]:
-    """Return the options of a kernel that calls `after_previous`."""
+    """Return the options of a kernel that calls `after_previous`, or both of the others."""
     use = supports_pdl(tensor)
     return {"USE_PDL": use, "launch_pdl": use}
 
