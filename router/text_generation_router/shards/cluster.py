@@ -216,7 +216,11 @@ class Cluster(Generic[Receiver]):
     @property
     def status(self) -> str:
         serving, known = len(self.scheduler.serving), len(self.scheduler.replicas)
-        return f"serving with {serving} of {known} replicas" if serving else f"standby: drives none of {known} shards"
+        return (
+            f"serving with {serving} of {known} replicas"
+            if serving
+            else f"standby: drives none of {len(self._members)} shards"
+        )
 
     async def info(self) -> ClusterInfo:
         members = (MemberInfo(each.number, each.address, each.state.value, each.reason) for each in self.members)
