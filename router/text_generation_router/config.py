@@ -92,8 +92,8 @@ class KvEventsConfig(BaseModel):
     publisher: Literal["zmq"] = "zmq"
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: PositiveInt = 10_000
-    hwm: PositiveInt = 100_000
+    buffer_steps: int = Field(10_000, gt=0, le=1_000_000)
+    hwm: int = Field(100_000, gt=0, lt=1 << 31)
     topic: str = ""
 
     @model_validator(mode="after")

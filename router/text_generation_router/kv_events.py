@@ -29,8 +29,10 @@ from text_generation_router.scheduling.prefix_node import Run
 from text_generation_router.scheduling.prefix_tree import PrefixTree
 from text_generation_router.scheduling.scheduler import Scheduler
 
-EVERY_S = 0.05
-"""Seconds between two batches."""
+EVERY_S, SETTLE_S = 0.05, 1.0
+"""Seconds between two batches, and before the first one: subscribers connect meanwhile, as ZeroMQ tries it ten times a second."""
+REPLAYED_AT_ONCE = 500
+"""Most batches that are sent again between two steps of the scheduler: they take 5 ms."""
 END = (-1).to_bytes(8, "big", signed=True)
 Event = list[Any]
 Hashes = dict[int, tuple[int, str]]
@@ -99,10 +101,12 @@ class KvEventsPublisher:
         self._scheduler, self._topic = scheduler, config.topic.encode()
         self._events, self._numbers = KvEvents(), count()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._replaying: deque[tuple[bytes, ...]] = deque()
+        """The messages of a replay that are not sent yet."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._publish, self._replay = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
         self._publish.set_hwm(config.hwm)
-        self._replay.set_hwm(0)  # a ROUTER drops messages above it, and a replay would have gaps
+        self._replay.set_hwm(config.buffer_steps + 1)  # a ROUTER drops messages above it: a replay would have gaps
         try:
             # One that names no interface is a subscriber's, as in vLLM.
             own = "*" in config.endpoint or "::" in config.endpoint or config.endpoint.startswith("ipc:")
@@ -112,11 +116,11 @@ class KvEventsPublisher:
         except zmq.ZMQError as error:
             self.context.destroy(linger=0)
             raise CannotServe(f"--kv-events-config: {error}: {config.endpoint}, {config.replay_endpoint}") from error
-        self._send([["AllBlocksCleared"]])
 
     async def run(self) -> None:
         """Publish until cancelled."""
         try:
+            await asyncio.sleep(SETTLE_S)
             while True:
                 self.step()
                 await asyncio.sleep(EVERY_S)
@@ -125,12 +129,16 @@ class KvEventsPublisher:
 
     def step(self) -> None:
         """Publish what has changed, and answer one subscriber that asks for batches again."""
+        if not self._kept:
+            self._send([["AllBlocksCleared"]])
         if events := self._events.collect(self._scheduler):
             self._send(events)
-        if self._replay.poll(0):
+        if not self._replaying and self._replay.poll(0):
             subscriber, *_, first = self._replay.recv_multipart()
-            for number, batch in [each for each in self._kept if each[0] >= first] + [(END, b"")]:
-                self._replay.send_multipart((subscriber, b"", number, batch), zmq.NOBLOCK)
+            kept = [each for each in self._kept if each[0] >= first]
+            self._replaying.extend((subscriber, b"", *each) for each in (*kept, (END, b"")))
+        for _ in range(min(len(self._replaying), REPLAYED_AT_ONCE)):
+            self._replay.send_multipart(self._replaying.popleft(), zmq.NOBLOCK)
 
     def _send(self, events: list[Event]) -> None:
         number = next(self._numbers).to_bytes(8, "big")
