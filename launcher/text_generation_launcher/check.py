@@ -205,7 +205,8 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _cache_groups(found: Mapping[str, Any]) -> list[CacheGroup]:
     return [
-        CacheGroup(group["blocks"], group["window"], is_state=group["state"]) for group in found.get("cache_groups", ())
+        CacheGroup(group["blocks"], group["window"], is_state=group["state"], host_blocks=group["host_blocks"])
+        for group in found.get("cache_groups", ())
     ]
 
 

@@ -71,7 +71,8 @@ def test_a_large_model_is_planned_for_gpus_that_are_not_there(tmp_path: Path) ->
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
     code, found = run(
-        *("--memory", "80GiB", "--num-shard", "8", str(tmp_path), "--engine", "torch", "--host-cache-size", "64GiB")
+        *("--memory", "80GiB", "--num-shard", "8", str(tmp_path), "--engine", "torch", "--host-cache-size", "64GiB"),
+        *("--num-replicas", "2", "--prefill-replicas", "1"),
     )
     assert (code, found["served"], found["engine"], found["code"]) == (0, True, "torch", "native")
     layers = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
