@@ -26,11 +26,13 @@ class ModelFileError(ValueError):
 def find_file(folder: Path, name: str) -> Path:
     """Return the path of the file `name` of a model folder, which need not exist.
 
-    Raises ModelFileError if the name or a link leads out of the folder.
+    Raises ModelFileError if the name or a link leads out of the folder, or to something that is not a file: a library that opens a
+    named pipe waits for its other end.
     """
     path = folder / name
     try:
         inside, target = folder.resolve(), path.resolve()
+        is_special = target.exists() and not target.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a null character
         raise ModelFileError(f"{path} cannot be read: {_reason(error)}") from None
     allowed = [inside]
@@ -38,6 +40,8 @@ def find_file(folder: Path, name: str) -> Path:
         allowed.append(inside.parent.parent / "blobs")
     if not any(target.is_relative_to(each) for each in allowed):
         raise ModelFileError(f"{folder}: {name!r} leads out of the model folder, to {target}: copy the file into it")
+    if is_special:
+        raise ModelFileError(f"{path} cannot be read: it is not a file")
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def a_folder(path: Path, config: object = CONFIG, weights: dict[str, tuple[int, 
             adapter / "adapter_model.safetensors",
         )
     return ShardConfig(model_path=str(path), model_id="org/base", lora_adapters=f"sql={adapter}")
+
+
+def test_a_named_pipe_in_place_of_the_weights_is_refused(tmp_path: Path) -> None:
+    """To open it would wait for a writer."""
+    config = a_folder(tmp_path, weights=None)
+    os.mkfifo(tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(EngineError, match=r"adapter_model\.safetensors cannot be read: it is not a file"):
+        read_adapters(config)
 
 
 def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
