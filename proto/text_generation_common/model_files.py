@@ -32,7 +32,7 @@ def find_file(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         inside, target = folder.resolve(), path.resolve()
-        is_special = target.exists() and not target.is_file()
+        is_special = target.exists() and not (target.is_file() or target.is_dir())
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a null character
         raise ModelFileError(f"{path} cannot be read: {_reason(error)}") from None
     allowed = [inside]

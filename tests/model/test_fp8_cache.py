@@ -80,6 +80,7 @@ def scores(driver: Driver, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tens
     return logprobs.nan_to_num(), best
 
 
+@pytest.mark.full
 def test_log_probabilities_and_best_tokens_are_nearly_those_of_a_wide_cache(
     demo_model: Path, prompts: list[tuple[int, ...]]
 ) -> None:

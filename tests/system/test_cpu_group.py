@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.full
 async def test_two_ranks_give_the_text_of_one_without_triton(session: aiohttp.ClientSession, tmp_path: Path) -> None:
     model = Path(save(random_model(LlamaConfig(**SHAPE | {"vocab_size": 264})), tmp_path / "model"))
     write_tokenizer(model)

@@ -119,6 +119,7 @@ def loaded(process: psutil.Process) -> set[str]:
     return {name for name in ("aiohttp", "tokenizers") if any(name in parts for parts in paths)}
 
 
+@pytest.mark.full
 async def test_a_death_right_after_the_first_200_of_health_is_a_death(
     echo_model: Path, session: aiohttp.ClientSession
 ) -> None:

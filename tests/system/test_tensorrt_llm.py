@@ -171,6 +171,7 @@ def test_an_engine_that_hangs_at_shutdown_is_killed(echo_model: Path) -> None:
         assert still_running(children, 5) == []
 
 
+@pytest.mark.full
 async def test_killed_processes_leave_no_workers_behind(echo_model: Path, session: aiohttp.ClientSession) -> None:
     with serving(echo_model, "1.2", "--max-shard-restarts", "1", step_ms=10, workers=1) as stack:
         workers = stack.shard(0).children(recursive=True)

@@ -338,7 +338,7 @@ class MixedLoad:
             self._texts[number] = (*text, *MARKER)
 
 
-@pytest.mark.parametrize(("moves", "kills"), [(12, 4), full(250, 50)])
+@pytest.mark.parametrize(("moves", "kills"), [(6, 2), full(250, 50)])
 def test_sequences_that_move_and_lose_their_shards_go_on_with_the_same_texts(
     engines: Engines, moves: int, kills: int
 ) -> None:
