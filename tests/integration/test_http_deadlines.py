@@ -103,7 +103,7 @@ async def test_a_request_whose_estimated_wait_is_too_long_is_refused_at_once(dem
         async with stack.client.post("/generate_stream", json=GENERATE.body("one two", MANY)) as running:
             for _ in range(20):
                 await running.content.readuntil(b"\n\n")
-            refused = await stack.ask("/generate", {"inputs": "Hello", "queue_timeout": 0.01})
+            refused = await stack.ask("/generate", {"inputs": "Hello", "queue_timeout": 0.1})
             assert (refused.status, refused.body["error_type"]) == (429, "overloaded")
             assert 1 <= int(refused.headers["retry-after"]) <= 60
         await stack.assert_empty()
