@@ -37,7 +37,7 @@ class Roles:
             return each.replica < self._count
         able = self._able(each)
         decoding = [replica.cache for replica in able if not self.of(replica)]
-        if not self._count or not 0 < len(decoding) < len(able):
+        if not 0 < len(decoding) < len(able):
             return False
         known = [cache.tokens_on_device(each) for cache in decoding]
         known += [cache.host.tree.peek(each.salt, cache.reusable_key(each)) for cache in decoding[:1] if cache.host]
@@ -55,12 +55,9 @@ class Roles:
             return
         slots = {slot for slot, _ in output.prefilled}
         for sequence in [each for each in source.sequences if each.slot in slots and each not in source.prompts]:
-            request = (
-                sequence.request
-            )  # one that wants log-probabilities of its prompt computes it again wherever it is
-            computed = (
-                0 if request.replayed or request.logprobs.prompt else sequence.prefill_length - sequence.cached_tokens
-            )
+            request, computed = sequence.request, sequence.prefill_length - sequence.cached_tokens
+            if request.replayed or request.logprobs.prompt:  # it is computed again wherever it goes on
+                continue
             left = request.max_new_tokens - len(sequence.generated)
             if computed >= LEAST_PROMPT and left >= LEAST_ANSWER and self._has_room(sequence, source):
                 source.copies.store(sequence, moves=True)
