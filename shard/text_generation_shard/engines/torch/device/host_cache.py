@@ -175,6 +175,8 @@ class _Group:
         self._width = sum(part.shape[1] for part in words)
         ends = accumulate(part.shape[1] for part in words)
         self._parts = [(part, end - part.shape[1], end) for part, end in zip(words, ends, strict=True)]
+        places = torch.arange(self._width + 1, device=words[0].device if words else None)
+        self._factors = (2 * places + 1) * FACTOR
 
     def store(self, device: Sequence[int], host: Sequence[int], tags: Sequence[int], place: torch.device) -> Tensor:
         """Launch copies of blocks from the device to the host; return their checksums."""
@@ -196,10 +198,8 @@ class _Group:
 
     def _checksums(self, buffer: Tensor, tags: Sequence[int]) -> Tensor:
         """Return Σ word · (2 · place + 1) · FACTOR over the words of each row and its tag, of 64 bits, folded: int32 [rows]."""
-        places = torch.arange(buffer.shape[1] + 1, device=buffer.device)
-        factors = (2 * places + 1) * FACTOR
-        sums = (buffer * factors[1:]).sum(1, dtype=torch.int64)
-        sums += torch.tensor(tags, device=buffer.device) * factors[0]
+        sums = (buffer * self._factors[1:]).sum(1, dtype=torch.int64)
+        sums += torch.tensor(tags, device=buffer.device) * self._factors[0]
         return (sums >> 32).to(torch.int32)
 
     def _buffer(self, blocks: Sequence[int], place: torch.device) -> tuple[Tensor, Tensor]:
