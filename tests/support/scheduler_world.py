@@ -3,8 +3,6 @@
 Driven by Hypothesis (tests/property) and by seeded random events (`world_traffic.play`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, replace
@@ -384,16 +382,19 @@ class SchedulerWorld:
 
         return [view for view in self.live.values() if servable(view.request)]
 
+    def round(self) -> None:
+        """Dispatch, and let each replica do a step, without delays."""
+        self.dispatch()
+        for replica in self.replicas:
+            self.schedule(replica)
+            self.orders_arrive(replica)
+            self.step(replica)
+            self.reports_arrive(replica)
+
     def _run_until_empty(self, left: Callable[[], Sized]) -> None:
         # Each token may take a step, and be computed again after a preemption: this bound is generous.
         work = sum(len(view.request.prompt) + view.request.max_new_tokens for view in self.live.values())
-        rounds = 0
+        rounds = iter(range(200 + 20 * work))
         while left():
-            rounds += 1
-            assert rounds <= 200 + 20 * work, "a request starves"
-            self.dispatch()
-            for replica in self.replicas:
-                self.schedule(replica)
-                self.orders_arrive(replica)
-                self.step(replica)
-                self.reports_arrive(replica)
+            assert next(rounds, None) is not None, "a request starves"
+            self.round()

@@ -37,12 +37,7 @@ class World(SchedulerWorld):
         return request.id
 
     def round(self) -> None:
-        self.dispatch()
-        for replica in self.replicas:
-            self.schedule(replica)
-            self.orders_arrive(replica)
-            self.step(replica)
-            self.reports_arrive(replica)
+        super().round()
         self.check()
 
     def places(self, request: RequestId) -> list[int]:
