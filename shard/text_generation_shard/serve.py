@@ -3,8 +3,10 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from importlib.metadata import version
+from threading import Thread
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -30,8 +32,7 @@ from text_generation_shard.guard import create_server, server_credentials
 from text_generation_shard.health import ShardHealth
 from text_generation_shard.progress import report_progress
 from text_generation_shard.servicer import ShardServicer
-from text_generation_shard.session import EngineThread, SessionOwner
-from text_generation_shard.threads import daemon_thread
+from text_generation_shard.session import SessionOwner
 
 DRAIN_POLL_S = 0.05
 """Seconds between two looks at a session that drains."""
@@ -51,7 +52,7 @@ async def serve(config: ShardConfig) -> ExitCode:
         )
         if tracer is not None:
             stack.push_async_callback(tracer.close)
-        thread = EngineThread()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         owner, health = SessionOwner(thread, tracer), ShardHealth()
         await health.set_serving(serving=False)
         server = _shard_server(config, owner, health)
@@ -64,7 +65,7 @@ async def serve(config: ShardConfig) -> ExitCode:
         owner.stop()
         for each in servers:
             await each.stop(grace=1.0 if each is server else None)
-        thread.close()
+        thread.shutdown(wait=False, cancel_futures=True)
         return code
 
 
@@ -94,7 +95,7 @@ def _probe_server(config: ShardConfig, health: ShardHealth) -> list[grpc.aio.Ser
 
 async def _serve_engine(
     config: ShardConfig,
-    thread: EngineThread,
+    thread: ThreadPoolExecutor,
     owner: SessionOwner,
     health: ShardHealth,
     signals: StopSignals,
@@ -103,7 +104,7 @@ async def _serve_engine(
     log.info("loading", engine=config.engine, model=config.model_path)
     notifier = Notifier()
     notifier.show(lambda: f"loading {config.model_path}")
-    loading = thread.submit(build_engine, config)
+    loading = asyncio.get_running_loop().run_in_executor(thread, build_engine, config)
     await first_of(signals.stop.wait(), asyncio.wait((loading,)))
     if signals.stop.is_set():
         return ExitCode.STOPPED
@@ -136,7 +137,7 @@ async def _serve_engine(
         return ExitCode.FAILED if owner.fault else ExitCode.BUG
     log.info("stopping", sequences=engine.running)
     owner.stop()
-    closing = thread.submit(engine.close)
+    closing = asyncio.get_running_loop().run_in_executor(thread, engine.close)
     try:
         await asyncio.wait_for(asyncio.shield(closing), config.shutdown_timeout)
     except TimeoutError:
@@ -173,7 +174,7 @@ def _watch(gpus: tuple[Gpu, ...], reason: str, owner: SessionOwner) -> None:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(owner.show_gpus, states)
 
-    daemon_thread(watch_gpus, "gpus", gpus, on_states, on_fault).start()
+    Thread(target=watch_gpus, args=(gpus, on_states, on_fault), name="gpus", daemon=True).start()
 
 
 async def _drain(config: ShardConfig, owner: SessionOwner, engine: Engine, hurry: asyncio.Event) -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -35,22 +34,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class EngineThread:
-    """The only thread that touches the engine."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-
-    def submit(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
-        """Run a blocking call on the thread. The call continues if the future is cancelled."""
-        # The context holds the fields of every log record.
-        return asyncio.wrap_future(self._pool.submit(copy_context().run, partial(call, *args, **kwargs)))
-
-    def close(self) -> None:
-        """Accept no more calls. Does not wait for a call in progress."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True)
@@ -162,7 +145,8 @@ class EngineSession:
 class SessionOwner:
     """Lends the engine to one session at a time. Used on the event loop only."""
 
-    def __init__(self, thread: EngineThread, tracer: "Tracer | None" = None) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, tracer: "Tracer | None" = None) -> None:
+        """`thread` is the only one that touches the engine. A call on it goes on if its future is cancelled."""
         self._thread = thread
         self._tracer = tracer
         self.engine: Engine | None = None
@@ -211,7 +195,7 @@ class SessionOwner:
                 self._warmed = None
 
         self.is_warm = False  # the old pool is gone
-        warming = self._thread.submit(engine.warm_up, limits)
+        warming = asyncio.get_running_loop().run_in_executor(self._thread, engine.warm_up, limits)
         self._warmed = limits, warming
         warming.add_done_callback(on_done)
         return warming
@@ -284,7 +268,7 @@ class SessionOwner:
         self._on_report = on_report
         self._closed.clear()
         log.info("session opened")
-        self._thread.submit(session.run).add_done_callback(on_done)
+        loop.run_in_executor(self._thread, session.run).add_done_callback(on_done)
         return session
 
     def end_session(self) -> None:

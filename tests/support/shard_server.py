@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from text_generation_shard.engine import Engine
 from text_generation_shard.guard import create_server
 from text_generation_shard.health import ShardHealth
 from text_generation_shard.servicer import ShardServicer
-from text_generation_shard.session import EngineThread, SessionOwner
+from text_generation_shard.session import SessionOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ async def serve_engine(
     config: ShardConfig | None = None,
 ) -> AsyncIterator[ServedShard]:
     """Serve `engine` at `address`."""
-    thread = EngineThread()
+    thread = ThreadPoolExecutor(max_workers=1)
     owner = SessionOwner(thread)
     owner.serve(engine)
     server = create_server()
@@ -65,7 +66,7 @@ async def serve_engine(
     finally:
         owner.end_session()
         await server.stop(grace=1)
-        thread.close()
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 @asynccontextmanager

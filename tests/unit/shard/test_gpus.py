@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from nvml_standin import GIB, Machine, gpu, importable
@@ -28,7 +29,6 @@ from text_generation_shard.gpus import (
     read_gpus,
     visible_gpus,
 )
-from text_generation_shard.threads import daemon_thread
 
 SLICES = [{"uuid": f"MIG-{n}", "name": "NVIDIA H200 MIG 3g.71gb", "memory": 70 * GIB, "used": 0} for n in (1, 2)]
 
@@ -144,7 +144,9 @@ class Watched:
     def __init__(self) -> None:
         self.states: queue.SimpleQueue[list[pb.GpuState]] = queue.SimpleQueue()
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
-        daemon_thread(watch_gpus, "gpus", read_gpus(), self.states.put, self.faults.put).start()
+        Thread(
+            target=watch_gpus, args=(read_gpus(), self.states.put, self.faults.put), name="gpus", daemon=True
+        ).start()
         self.first = self.states.get(timeout=10)
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 from typing import Any
 
 from text_generation_common.log import log
@@ -41,7 +42,6 @@ from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop,
 from text_generation_shard.engines.tensorrt_llm.statistics import POLLS, IterationStatistics
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
-from text_generation_shard.threads import daemon_thread
 
 STEP_WAIT_S = 1.0
 """Longest time that `step` waits for output."""
@@ -204,7 +204,7 @@ class TensorRTEngine:
         self._statistics.close()
         self._requests.leave()  # its loop runs on: the library waits for the requests, which it aborts
         self.reset()
-        shutdown = daemon_thread(self._shut_down, "tensorrt-llm shutdown")
+        shutdown = Thread(target=self._shut_down, name="tensorrt-llm shutdown", daemon=True)
         shutdown.start()
         # If the engine is lost, the library may wait for it forever.
         shutdown.join(None if self._broken is None else BROKEN_SHUTDOWN_S)

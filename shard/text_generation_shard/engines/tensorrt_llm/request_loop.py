@@ -24,7 +24,6 @@ from text_generation_common.log import log
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engines.tensorrt_llm.library import LLM, explain
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
-from text_generation_shard.threads import daemon_thread
 
 JOIN_TIMEOUT_S = 5.0
 """Time for the thread of the loop to end."""
@@ -53,7 +52,7 @@ class RequestLoop:
         self._has_left = False
         self.has_read_error = False
         """An output could not be read: the engine may be broken. Reset when that is checked."""
-        self._thread = daemon_thread(self._run, "tensorrt-llm requests")
+        self._thread = threading.Thread(target=self._run, name="tensorrt-llm requests", daemon=True)
         self._thread.start()
 
     # ---------------------------------------------------------------------------------------- from the engine's thread

@@ -14,7 +14,6 @@ from typing import Any
 
 from text_generation_common.log import log
 from text_generation_shard.engines.tensorrt_llm.library import LLM
-from text_generation_shard.threads import daemon_thread
 
 POLL_INTERVAL_S = 0.5
 POLLS = 4
@@ -53,7 +52,7 @@ class IterationStatistics:
 
     def start(self) -> None:
         """Poll at intervals while there are `polls_left`."""
-        daemon_thread(self._run, "tensorrt-llm statistics").start()
+        threading.Thread(target=self._run, name="tensorrt-llm statistics", daemon=True).start()
 
     def close(self) -> None:
         """Stop polling."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from text_generation_common.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_shard.processes import Process, command, descendants
-from text_generation_shard.threads import daemon_thread
 
 SECONDS_PER_PROMPT_TOKEN = 0.001
 """Time limit per waiting prompt token: a tenth of the speed of any usable machine."""
@@ -60,7 +59,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start checking."""
-        daemon_thread(self._run, "tensorrt-llm watchdog").start()
+        threading.Thread(target=self._run, name="tensorrt-llm watchdog", daemon=True).start()
 
     def watch(self, processes: Sequence[Process]) -> None:
         """Set the processes that must stay alive."""

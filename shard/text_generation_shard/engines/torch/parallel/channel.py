@@ -19,9 +19,9 @@ import ssl
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from threading import Thread
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.threads import daemon_thread
 
 GOODBYE = 0
 """The kind of the last message: the leader shuts down. Other kinds are positive."""
@@ -60,7 +60,7 @@ class _Channel:
                     peer.close()
 
         # The context holds the fields that are logged with every record.
-        daemon_thread(wait, "group watch").start()
+        Thread(target=wait, name="group watch", daemon=True).start()
 
     def lost(self, within: float) -> str | None:
         """Return a description of the peer that is lost within `within` seconds; None if none is, or this side is closing."""

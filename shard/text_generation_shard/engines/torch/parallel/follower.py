@@ -14,7 +14,6 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.engine import EngineError, EngineInfo, Failure, Orders, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
-from text_generation_shard.threads import daemon_thread
 
 CLOSE_TIMEOUT = 5.0
 """Seconds to wait at `close` for the step in progress."""
@@ -42,7 +41,7 @@ class FollowerEngine(SynchronousEngine):
         self._closing = False
         self._lock = threading.Lock()
         # Daemon: a thread blocked in a collective of a broken group must not keep the process alive.
-        self._thread = daemon_thread(self._follow, "engine follower")
+        self._thread = threading.Thread(target=self._follow, name="engine follower", daemon=True)
         self._thread.start()
         channel.watch(self._on_leader_lost)
 

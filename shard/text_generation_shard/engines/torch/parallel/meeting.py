@@ -39,7 +39,6 @@ from text_generation_proto.access import client_context
 from text_generation_proto.addresses import socket_path, split_host_port
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.parallel.channel import FollowerChannel, LeaderChannel
-from text_generation_shard.threads import daemon_thread
 
 HANDSHAKE_TIMEOUT = 5.0
 """Seconds in which a connection must show that it belongs to the group."""
@@ -70,7 +69,7 @@ def accept_ranks(address: str, size: int, timeout: float, access: ShardAccess) -
     except (OSError, SocketInUse) as error:
         raise EngineError(f"cannot listen at {address} for the group: {error}") from error
     meeting = _MeetingListener(listener, access.shard_token, tls, arrived)
-    daemon_thread(meeting.accept, "group meeting").start()
+    threading.Thread(target=meeting.accept, name="group meeting", daemon=True).start()
     try:
         while len(followers) < size - 1:
             try:
@@ -133,7 +132,7 @@ class _MeetingListener:
             if not self.handshakes.acquire(blocking=False):
                 connection.close()
                 continue
-            daemon_thread(self._verify, "group handshake", connection, peer).start()
+            threading.Thread(target=self._verify, args=(connection, peer), name="group handshake", daemon=True).start()
 
     def _verify(self, connection: socket.socket, peer: object) -> None:
         try:
