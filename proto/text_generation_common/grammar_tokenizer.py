@@ -1,4 +1,4 @@
-"""The tokenizer for which llguidance compiles grammars; router and shard load it in the same way.
+"""Compilation of grammars by llguidance, and the tokenizer for which it compiles them: the same for router and shard.
 
 llguidance reads a tokenizer.json itself, but it takes the number of tokens for the end of their ids. Where ids are unused,
 it lacks the tokens with the largest ids, often the control tokens. Such a tokenizer is read with its tokens numbered
@@ -10,16 +10,18 @@ tensorrt_llm pins llguidance 0.7.29, which knows one end token and no `verbose_e
 import re
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 
-from text_generation_common.grammar_options import LIMITS
+from text_generation_common.grammar_options import JSON_OPTIONS, LIMITS
 from text_generation_common.model_files import MAX_TOKEN_IDS
 from text_generation_common.panics import without_panics
+from text_generation_proto.values import Grammar, GrammarKind
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 HOLE = re.compile(rb"<\[\d+\]>")
 """The text that llguidance shows for an id without a token."""
@@ -60,12 +62,21 @@ def end_tokens(tokenizer: "LLTokenizer") -> list[int]:
     return list(getattr(tokenizer, "eos_tokens", (tokenizer.eos_token,)))
 
 
-def parser_limits() -> "LLParserLimits":
-    """Return LIMITS, without those that the installed llguidance does not know."""
-    from llguidance import LLParserLimits
+def compiled(grammar: Grammar, tokenizer: "LLTokenizer") -> "LLMatcher":
+    """Return a matcher, which may hold an error. Raises ValueError for a schema that is no JSON, and for other kinds."""
+    from llguidance import LLMatcher, LLParserLimits
 
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS))
+        case GrammarKind.REGEX:
+            text = LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            text = LLMatcher.grammar_from_lark(grammar.text)
+        case _:
+            raise ValueError("the grammar is of no known kind")
     known: dict[str, Any] = {name: value for name, value in LIMITS.items() if hasattr(LLParserLimits, name)}
-    return LLParserLimits(**known)
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**known))
 
 
 class _Tokens:

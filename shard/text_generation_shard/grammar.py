@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from text_generation_common.grammar_options import JSON_OPTIONS, MAX_GRAMMAR_TEXT
-from text_generation_common.grammar_tokenizer import end_tokens, load_tokenizer, parser_limits
+from text_generation_common.grammar_options import MAX_GRAMMAR_TEXT
+from text_generation_common.grammar_tokenizer import compiled, end_tokens, load_tokenizer
 from text_generation_common.log import log
 from text_generation_common.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
 from text_generation_common.one_line import one_line
@@ -32,8 +32,7 @@ from text_generation_common.panics import PanicError, without_backtrace, without
 from text_generation_proto.values import Grammar, GrammarKind
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
+    from llguidance import LLMatcher, LLTokenizer
 
 
 MASK_BUDGET_S = 0.05
@@ -133,7 +132,7 @@ class Grammars:
     kinds: ClassVar = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
     """The grammar kinds that `build` supports."""
 
-    def __init__(self, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
+    def __init__(self, tokenizer: LLTokenizer) -> None:
         self.vocab_size: int = tokenizer.vocab_size
         self.end_token_ids = frozenset(end_tokens(tokenizer))
         """Tokens that end a text: the model's EOS tokens, else the tokenizer's own."""
@@ -142,7 +141,6 @@ class Grammars:
         )
         """Tokens that close a JSON string, object or array."""
         self._tokenizer = tokenizer
-        self._limits = limits
         self._words = -(-self.vocab_size // 32)
         self._compiled = lru_cache(maxsize=MAX_COMPILED)(self._compile)
         """The matcher of a grammar at its start: the sequences of a request get copies."""
@@ -162,8 +160,7 @@ class Grammars:
 
     @without_panics
     def _build(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
-        compiled = self._compiled(grammar)
-        matcher = compiled.copy()
+        matcher = self._compiled(grammar).copy()
         if generated:
             if not matcher.raw.consume_tokens(list(generated)):
                 raise GrammarError("the tokens generated before do not fit the grammar")
@@ -173,11 +170,12 @@ class Grammars:
         return matcher
 
     def _compile(self, grammar: Grammar) -> Matcher:
-        from llguidance import LLMatcher
-
         if len(grammar.text) > MAX_GRAMMAR_TEXT:
             raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_TEXT} characters")
-        raw = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=self._limits)
+        try:
+            raw = compiled(grammar, self._tokenizer)
+        except ValueError as error:
+            raise GrammarError(f"the grammar cannot be read: {_reason(str(error))}") from None
         if raw.is_error():
             raise GrammarError(f"the grammar cannot be used: {_reason(raw.get_error())}")
         matcher = Matcher(raw)
@@ -202,27 +200,7 @@ def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | 
     except (OSError, ValueError, PanicError) as error:
         log.warning("no grammars: the tokenizer cannot be read", reason=_reason(str(error)))
         return None
-    return Grammars(tokenizer, parser_limits())
-
-
-def _definition(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's format. Raises GrammarError."""
-    from llguidance import LLMatcher
-
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            try:
-                return LLMatcher.grammar_from_json_schema(
-                    grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
-                )
-            except ValueError as error:
-                raise GrammarError(f"the schema is not JSON: {_reason(str(error))}") from None
-        case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(grammar.text)
-        case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(grammar.text)
-        case _:
-            raise GrammarError("the grammar is of no known kind")
+    return Grammars(tokenizer)
 
 
 def lower_priority() -> None:

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from random_schemas import Schemas
 
+from text_generation_common.grammar_tokenizer import compiled
 from text_generation_proto.values import Grammar
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import regex_grammar, response_format
-from text_generation_router.grammar.proof import compiled, prove
+from text_generation_router.grammar.proof import prove
 
 SCHEMAS = int(os.environ.get("GRAMMAR_SCHEMAS", "50"))
 ACCEPTED = 0.95

@@ -12,14 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import orjson
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from text_generation_common.grammar_options import JSON_OPTIONS
-from text_generation_common.grammar_tokenizer import load_tokenizer, parser_limits
+from text_generation_common.grammar_tokenizer import compiled, load_tokenizer
 from text_generation_common.panics import without_backtrace
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
@@ -36,9 +35,6 @@ from text_generation_router.grammar.schema import (
     shallow,
 )
 from text_generation_router.grammar.translate import translated
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
 
 MAX_COUNT = 10_000
 """Limit of `minItems` and its like. llguidance needs none, but another engine's grammar library may write them out."""
@@ -110,20 +106,6 @@ def prove(grammar: Grammar, tokenizer: LLTokenizer) -> None:
         refuse = not_valid if grammar.kind is GrammarKind.REGEX else not_compilable
         raise refuse(_reason(matcher))
     _walk(matcher)
-
-
-def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """Return a matcher, which may hold an error."""
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS))
-        case GrammarKind.REGEX:
-            text = LLMatcher.grammar_from_regex(grammar.text)
-        case GrammarKind.LARK:
-            text = LLMatcher.grammar_from_lark(grammar.text)
-        case _:
-            raise ValueError(grammar.kind)
-    return LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
 
 
 def _check_characters(text: str, tokenizer: LLTokenizer) -> None:

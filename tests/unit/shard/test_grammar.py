@@ -61,7 +61,7 @@ BROKEN = [
     (Grammar(GrammarKind.REGEX, "(unclosed"), "unclosed group"),
     (Grammar(GrammarKind.REGEX, "(?=ahead)a"), "look-around"),
     (Grammar(GrammarKind.REGEX, "a{100000}"), "too long to follow"),
-    (Grammar(GrammarKind.JSON_SCHEMA, "{not json"), "not JSON"),
+    (Grammar(GrammarKind.JSON_SCHEMA, "{not json"), "cannot be read: key must be a string"),
     (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","uniqueItems":true}'), "uniqueItems"),
     (Grammar(GrammarKind.JSON_SCHEMA, '{"oneOf":[{"type":"number"},{"type":"integer"}]}'), "oneOf constraints"),
     (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref":"#"}'), "no text can match it"),

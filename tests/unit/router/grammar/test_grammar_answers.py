@@ -13,7 +13,7 @@ from llguidance import LLTokenizer
 from model_answers import HARMONY_LOOK, TABLES, V3_LOOK, V31_LOOK
 from tokenizers import Tokenizer
 
-from text_generation_common.grammar_tokenizer import load_tokenizer
+from text_generation_common.grammar_tokenizer import compiled, load_tokenizer
 from text_generation_proto.values import Grammar
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.chat.parsers import FORMATS
@@ -21,7 +21,7 @@ from text_generation_router.chat.parsers.base import CallParser
 from text_generation_router.chat.parsers.syntax import Pieces, Repeat, Slot, Until
 from text_generation_router.errors import ToolError
 from text_generation_router.grammar.forms import ebnf_grammar, regex_grammar, schema_grammar
-from text_generation_router.grammar.proof import compiled, prove
+from text_generation_router.grammar.proof import prove
 from text_generation_router.grammar.tools import calls_or_answer
 
 ANSWER = '{"ok": true}'

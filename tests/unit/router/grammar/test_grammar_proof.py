@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from text_generation_common.grammar_tokenizer import load_tokenizer
+from text_generation_common.grammar_tokenizer import compiled, load_tokenizer
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import choice_grammar, regex_grammar, schema_grammar
-from text_generation_router.grammar.proof import compile_job, compiled, prove
+from text_generation_router.grammar.proof import compile_job, prove
 from text_generation_router.grammar.schema import read_schema
 from text_generation_router.grammar.tools import MAX_TOOLS, auto_tools, forced_tools
 from text_generation_router.text.tokenizer import Tokenizer

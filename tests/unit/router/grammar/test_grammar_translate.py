@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
+from text_generation_common.grammar_tokenizer import compiled
 from text_generation_proto.values import Grammar
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import ebnf_grammar, tag_grammar
-from text_generation_router.grammar.proof import compiled, prove
+from text_generation_router.grammar.proof import prove
 from text_generation_router.grammar.translate import translated
 
 Json = dict[str, Any]
