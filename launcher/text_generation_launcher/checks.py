@@ -88,7 +88,7 @@ def check_router_files(config: LauncherConfig) -> None:
         from text_generation_router.api.http.keys import ApiKeys
 
         try:
-            ApiKeys.of(config)
+            ApiKeys(config)
         except ValueError as error:
             raise PlanError(str(error)) from error
     if config.chat_template or config.tokenizer_config_path:

@@ -187,7 +187,7 @@ class HttpSide:
 
 def _settings(config: RouterConfig, limits: Limits, rates: RateCounter) -> Settings:
     try:
-        keys = ApiKeys.of(config, rates)
+        keys = ApiKeys(config, rates)
     except ValueError as error:
         raise CannotServe(str(error)) from error
     created = int((Path(config.model_path) / "tokenizer.json").stat().st_mtime)

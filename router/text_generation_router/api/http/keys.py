@@ -102,40 +102,17 @@ class _KeyEntry(BaseModel):
 class ApiKeys:
     """The accepted API keys; without any, every request is accepted. Only digests are kept."""
 
-    def __init__(
-        self,
-        keys: Collection[str] = (),
-        file: Path | None = None,
-        *,
-        max_priority: PriorityName = "interactive",
-        trust_caller_headers: bool = False,
-        counter: RateCounter | None = None,
-    ) -> None:
-        """`trust_caller_headers`: headers count without any key, too. Raises ValueError; its text contains no key.
-
-        `counter` counts for the rate limits; default: this process.
-        """
+    def __init__(self, config: RouterSettings, counter: RateCounter | None = None) -> None:
+        """`counter` counts for the rate limits; default: this process. Raises ValueError; its text contains no key."""
         self._counter = RateLimits() if counter is None else counter
-        self._given = tuple(dict.fromkeys(keys))
-        self._file = file
-        self._max_priority = Priority[max_priority.upper()]
-        self._anonymous = KeyHolder(
-            max_priority=self._max_priority if trust_caller_headers else Priority.DEFAULT, trusted=trust_caller_headers
-        )
+        self._given = tuple(dict.fromkeys(config.api_key))
+        self._file = Path(config.api_keys_file) if config.api_keys_file else None
+        self._max_priority = Priority[config.max_priority.upper()]
+        trusted = config.trust_caller_headers
+        self._anonymous = KeyHolder(max_priority=self._max_priority if trusted else Priority.DEFAULT, trusted=trusted)
         self._holders: dict[bytes, KeyHolder] = {}
         self._reloading = Lock()
         self.reload()
-
-    @classmethod
-    def of(cls, config: RouterSettings, counter: RateCounter | None = None) -> "ApiKeys":
-        """Return the keys of the settings. Raises ValueError; its text contains no key."""
-        return cls(
-            config.api_key,
-            Path(config.api_keys_file) if config.api_keys_file else None,
-            max_priority=config.max_priority,
-            trust_caller_headers=config.trust_caller_headers,
-            counter=counter,
-        )
 
     def __bool__(self) -> bool:
         """Return True if a key is required."""

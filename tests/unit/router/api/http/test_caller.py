@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from api_settings import api_keys
 from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
@@ -14,7 +15,7 @@ from text_generation_router.api.http.keys import ApiKeys, KeyHolder
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Priority
 
-ANYONE = ApiKeys(trust_caller_headers=True)
+ANYONE = api_keys(trusted=True)
 NOW = 1000.0
 TRUSTED = KeyHolder(max_priority=Priority.INTERACTIVE, trusted=True)
 
@@ -36,9 +37,9 @@ def test_without_headers_there_are_only_defaults() -> None:
         (ANYONE, {"X-LLM-D-Inference-Fairness-Id": "team a"}, "team a"),
         (ANYONE, {"x-gateway-inference-fairness-id": "b"}, "b"),
         (ANYONE, {"x-gateway-inference-fairness-id": "b", "x-llm-d-inference-fairness-id": "a"}, "a"),
-        (ApiKeys(), {"x-llm-d-inference-fairness-id": "a"}, ""),
-        (ApiKeys(["only"]), {"x-api-key": "only"}, ""),
-        (ApiKeys(["only"]), {"x-api-key": "only", "x-llm-d-inference-fairness-id": "a"}, "a"),
+        (api_keys(), {"x-llm-d-inference-fairness-id": "a"}, ""),
+        (api_keys("only"), {"x-api-key": "only"}, ""),
+        (api_keys("only"), {"x-api-key": "only", "x-llm-d-inference-fairness-id": "a"}, "a"),
     ],
 )
 def test_a_header_names_the_tenant_if_its_caller_is_trusted(
@@ -55,7 +56,7 @@ def test_an_invalid_tenant_name_is_refused(tenant: str) -> None:
 
 
 def test_with_several_keys_the_key_is_the_tenant_and_the_header_is_ignored() -> None:
-    keys = ApiKeys(["first", "second"])
+    keys = api_keys("first", "second")
     first, second = (
         caller(keys, x_api_key=key, x_llm_d_inference_fairness_id="somebody else").tenant for key in ("first", "second")
     )

@@ -8,13 +8,14 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from api_settings import api_keys
 
 from text_generation_router.api.http.keys import ApiKeys, KeyHolder
 from text_generation_router.errors import RateLimited
 from text_generation_router.rate_limits import MIN_PRUNED, RateLimits, Rates
 from text_generation_router.request import Priority
 
-KEYS = ApiKeys(["sk-First", "second"])
+KEYS = api_keys("sk-First", "second")
 
 
 @pytest.mark.parametrize(
@@ -48,13 +49,13 @@ def test_anything_else_is_rejected(headers: dict[str, str]) -> None:
 @pytest.mark.parametrize("key", ["", "two words", "naïve", "new\nline"])
 def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(key: str) -> None:
     with pytest.raises(ValueError, match="visible ASCII") as refused:
-        ApiKeys(["good", key])
+        api_keys("good", key)
     assert not key or key not in str(refused.value)
 
 
 def test_the_tenant_of_a_key_is_stable_and_does_not_reveal_it() -> None:
     holder = KEYS.holder({"Authorization": "bearer sk-First"})
-    again = ApiKeys(["third", "sk-First"]).holder({"x-api-key": "sk-First"})
+    again = api_keys("third", "sk-First").holder({"x-api-key": "sk-First"})
     other = KEYS.holder({"x-api-key": "second"})
     assert holder is not None
     assert again is not None
@@ -88,7 +89,7 @@ requests_per_minute = 2
 """
     )
     now = 100.0
-    keys = ApiKeys(["sk-flag"], file, counter=RateLimits(lambda: now))
+    keys = api_keys("sk-flag", file=file, rates=RateLimits(lambda: now))
     first, second, flag = holders(keys, "sk-a", "sk-b", "sk-flag")
     assert (first.tenant, first.max_priority, first.trusted) == ("search", Priority.SYSTEM, True)
     assert (second.tenant, second.max_priority, second.trusted) == ("chat", Priority.INTERACTIVE, False)
@@ -131,13 +132,13 @@ def test_an_invalid_file_is_refused_without_showing_a_key(tmp_path: Path, text: 
     file = tmp_path / "keys.toml"
     file.write_text(text)
     with pytest.raises(ValueError, match=re.escape(problem)) as refused:
-        ApiKeys((), file)
+        api_keys(file=file)
     assert "secret" not in str(refused.value)
     with pytest.raises(ValueError, match="No such file"):
-        ApiKeys((), tmp_path / "none")
+        api_keys(file=tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")  # to open it would wait for a writer
     with pytest.raises(ValueError, match="not a file"):
-        ApiKeys((), tmp_path / "pipe")
+        api_keys(file=tmp_path / "pipe")
 
 
 async def test_tokens_are_paid_afterwards_and_bound_the_rate() -> None:
