@@ -214,7 +214,7 @@ async def test_a_call_that_cannot_be_handled_is_refused(stack: Stack) -> None:
     stack.link_server.handlers.update(rate_handlers(RateLimits()))
     async with worker_of(stack.socket, 1) as worker:
         with pytest.raises(GenerationFailed, match="internal error"):
-            await worker.link.call(START_REQUEST, b"noise")
+            await worker.link.call(START_REQUEST, "noise")
         assert await worker.link.call("info")
 
 

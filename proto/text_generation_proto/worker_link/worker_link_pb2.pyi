@@ -563,18 +563,19 @@ class Call(google.protobuf.message.Message):
 
     NUMBER_FIELD_NUMBER: builtins.int
     METHOD_FIELD_NUMBER: builtins.int
-    BODY_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
     number: builtins.int
     method: builtins.str
-    body: builtins.bytes
+    arguments: builtins.bytes
+    """a JSON array; empty: none"""
     def __init__(
         self,
         *,
         number: builtins.int = ...,
         method: builtins.str = ...,
-        body: builtins.bytes = ...,
+        arguments: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "method", b"method", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments", b"arguments", "method", b"method", "number", b"number"]) -> None: ...
 
 Global___Call: typing_extensions.TypeAlias = Call
 

@@ -5,7 +5,9 @@ HTTP worker          RemoteStats ── calls ──► scheduler process: Summe
                      counts of the worker ◄── calls ──┘
 """
 
-import struct
+import marshal
+from collections.abc import Awaitable
+from dataclasses import astuple
 from typing import Any, Protocol
 
 from text_generation_router.dashboard.feed import Samples
@@ -14,11 +16,7 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.shards.cluster import Cluster
 
 COUNTS, METRICS, SAMPLE, HISTORY = "counts", "metrics", "sample", "history"
-"""Methods: the snapshot of a worker; /metrics; a sample of the dashboard that is younger than a TIME; its
-last hour."""
-TIME = struct.Struct("<d")
-_HEAD = struct.Struct("<dI")
-"""The time of a sample and the length of its common part, which is followed by the full one."""
+"""Methods: the snapshot of a worker; /metrics; a sample of the dashboard that is younger than a time; its last hour."""
 
 
 class Stats(Protocol):
@@ -64,10 +62,9 @@ class OwnStats:
         return self.state.sample()
 
 
-def sample_to_bytes(sample: Sample) -> bytes:
-    return _HEAD.pack(sample.at, len(sample.common)) + sample.common + sample.full
+async def packed(sample: Awaitable[Sample]) -> bytes:
+    return marshal.dumps(astuple(await sample))
 
 
-def sample_from_bytes(body: bytes) -> Sample:
-    at, length = _HEAD.unpack_from(body)
-    return Sample(at, body[_HEAD.size : _HEAD.size + length], body[_HEAD.size + length :])
+async def unpacked(reply: Awaitable[bytes]) -> Sample:
+    return Sample(*marshal.loads(await reply))

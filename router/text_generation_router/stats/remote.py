@@ -6,7 +6,7 @@ import time
 from text_generation_router.dashboard.state import Sample
 from text_generation_router.errors import Unhealthy
 from text_generation_router.metrics import HttpMetrics
-from text_generation_router.stats import HISTORY, METRICS, SAMPLE, TIME, sample_from_bytes
+from text_generation_router.stats import HISTORY, METRICS, SAMPLE, unpacked
 from text_generation_router.worker_link.scheduler_link import SchedulerLink
 
 MAX_SCRAPES = 4
@@ -22,13 +22,13 @@ class RemoteStats:
 
     async def metrics(self, *, openmetrics: bool) -> bytes:
         async with self._scrapes:
-            return await self._link.call(METRICS, b"openmetrics" if openmetrics else b"")
+            return await self._link.call(METRICS, openmetrics)
 
     async def sample_after(self, at: float) -> Sample:
-        return sample_from_bytes(await self._link.call(SAMPLE, TIME.pack(at)))
+        return await unpacked(self._link.call(SAMPLE, at))
 
     async def history(self) -> Sample:
-        return sample_from_bytes(await self._link.call(HISTORY))
+        return await unpacked(self._link.call(HISTORY))
 
 
 class OwnCounts:
@@ -40,7 +40,7 @@ class OwnCounts:
         self._process = time.time_ns()
         """The number of this process, for the sums."""
 
-    async def answer(self, body: bytes) -> bytes:
+    async def answer(self) -> bytes:
         """Return a snapshot. Raises Unhealthy."""
         if self.metrics is None:
             raise Unhealthy("the worker starts")

@@ -8,7 +8,7 @@ from typing import Any
 from text_generation_router.errors import ServingError
 from text_generation_router.metrics import Metrics
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.stats import COUNTS, HISTORY, METRICS, SAMPLE, TIME, OwnStats, sample_to_bytes
+from text_generation_router.stats import COUNTS, HISTORY, METRICS, SAMPLE, OwnStats, packed
 from text_generation_router.worker_link.rpc import Handlers, LinkLost
 from text_generation_router.worker_link.server import WorkerConnection
 
@@ -31,7 +31,11 @@ class SummedStats(OwnStats):
 
     @property
     def handlers(self) -> Handlers:
-        return {METRICS: self._answer_metrics, SAMPLE: self._answer_sample, HISTORY: self._answer_history}
+        return {
+            METRICS: lambda openmetrics: self.metrics(openmetrics=openmetrics),
+            SAMPLE: lambda at: packed(self.sample_after(at)),
+            HISTORY: lambda: packed(self.history()),
+        }
 
     async def collect(self) -> None:
         connections = dict(self._connections)
@@ -61,12 +65,3 @@ class SummedStats(OwnStats):
                 self._sums.update(worker, counts)
             except Exception as error:  # noqa: BLE001 - malformed counts can raise anything
                 connection.link.cut_off(f"malformed counts: {error!r}")
-
-    async def _answer_metrics(self, body: bytes) -> bytes:
-        return await self.metrics(openmetrics=bool(body))
-
-    async def _answer_sample(self, body: bytes) -> bytes:
-        return sample_to_bytes(await self.sample_after(*TIME.unpack(body)))
-
-    async def _answer_history(self, body: bytes) -> bytes:
-        return sample_to_bytes(await self.history())

@@ -30,7 +30,7 @@ from text_generation_router.worker_link.link import LinkBroken
 INFO = "info"
 """Method that returns the state of the replicas, as `info_to_json`."""
 SET_ADAPTER = "set_adapter"
-"""The method of `ClusterInterface`; its arguments are a JSON array."""
+"""The method of `ClusterInterface`."""
 
 _ERRORS = {error.__name__: error for error in error_classes() if error.__init__ is ServingError.__init__}
 """The errors that a scheduler process may raise. Those about a prompt have details that do not cross."""

@@ -143,7 +143,7 @@ class RemoteCluster(ClusterInterface):
         return info_from_json(await self.link.call(INFO))
 
     async def set_adapter(self, name: str, path: str | None) -> None:
-        await self.link.call(SET_ADAPTER, orjson.dumps([name, path]), LOAD_S)
+        await self.link.call(SET_ADAPTER, name, path, timeout_s=LOAD_S)
 
     @property
     def adapters(self) -> Collection[str]:
@@ -205,7 +205,7 @@ class RemoteCluster(ClusterInterface):
             self._submit(number, live)
         for name in self._unloading.intersection(self.adapters):
             # No reply is awaited: 0 is the number of no other call.
-            call = pb.FromWorker(call=pb.Call(method=SET_ADAPTER, body=orjson.dumps([name, None])))
+            call = pb.FromWorker(call=pb.Call(method=SET_ADAPTER, arguments=orjson.dumps([name, None])))
             asyncio.get_running_loop().call_later(UNLOAD_AFTER_S, self.link.send, call)
         if requests:
             log.info("requests submitted again", requests=len(requests))

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-
-import orjson
+from typing import Any
 
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import DeadlineExceeded, ServingError
@@ -61,38 +60,28 @@ class RemoteRates:
 
     async def start_request(self, rates: Rates) -> None:
         """Count one request. Raises RateLimited, Unhealthy."""
-        await self._link.call(START_REQUEST, _to_bytes(rates, 0))
+        await self._link.call(START_REQUEST, rates)
 
     def spend_tokens(self, rates: Rates, tokens: int) -> None:
         if rates.tokens_per_minute is not None and tokens:
-            task = asyncio.get_running_loop().create_task(self._spend(_to_bytes(rates, tokens)))
+            task = asyncio.get_running_loop().create_task(self._spend(rates, tokens))
             self._spending.add(task)
             task.add_done_callback(self._spending.discard)
 
-    async def _spend(self, body: bytes) -> None:
+    async def _spend(self, rates: Rates, tokens: int) -> None:
         with suppress(ServingError):  # without a scheduler process there are no counts
-            await self._link.call(SPEND_TOKENS, body)
+            await self._link.call(SPEND_TOKENS, rates, tokens)
 
 
 def rate_handlers(limits: RateLimits) -> Handlers:
     """Return the handlers of the scheduler process."""
 
-    async def start_request(body: bytes) -> bytes:
-        rates, _ = _from_bytes(body)
-        await limits.start_request(rates)
+    async def start_request(rates: dict[str, Any]) -> bytes:
+        await limits.start_request(Rates(**rates))
         return b""
 
-    async def spend_tokens(body: bytes) -> bytes:
-        limits.spend_tokens(*_from_bytes(body))
+    async def spend_tokens(rates: dict[str, Any], tokens: int) -> bytes:
+        limits.spend_tokens(Rates(**rates), tokens)
         return b""
 
     return {START_REQUEST: start_request, SPEND_TOKENS: spend_tokens}
-
-
-def _to_bytes(rates: Rates, tokens: int) -> bytes:
-    return orjson.dumps([rates.key, rates.requests_per_minute, rates.tokens_per_minute, tokens])
-
-
-def _from_bytes(body: bytes) -> tuple[Rates, int]:
-    *rates, tokens = orjson.loads(body)
-    return Rates(*rates), tokens

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 
+import orjson
 from google.protobuf.message import Message
 
 from text_generation_common.log import log
@@ -12,8 +13,8 @@ from text_generation_router.errors import GenerationFailed, ServingError
 from text_generation_router.worker_link.convert import refusal_from_pb, refusal_to_pb
 from text_generation_router.worker_link.link import LinkBroken
 
-Handler = Callable[[bytes], Awaitable[bytes]]
-"""Returns the reply to a call of one method. May raise ServingError."""
+Handler = Callable[..., Awaitable[bytes]]
+"""Takes the arguments of a call of one method, and returns the reply. May raise ServingError."""
 Handlers = Mapping[str, Handler]
 """By method."""
 
@@ -39,9 +40,9 @@ class RpcPeer:
         self._open: dict[int, asyncio.Future[bytes]] = {}
         self._handling: set[asyncio.Task[None]] = set()
 
-    async def call(self, method: str, body: bytes = b"") -> bytes:
-        """Return the reply to a call. Raises ServingError, LinkLost."""
-        return await self.send(lambda number: self._envelope(call=pb.Call(number=number, method=method, body=body)))
+    async def call(self, method: str) -> bytes:
+        """Return the reply to a call without arguments. Raises ServingError, LinkLost."""
+        return await self.send(lambda number: self._envelope(call=pb.Call(number=number, method=method)))
 
     async def send(self, message: Callable[[int], Message]) -> bytes:
         """Send a message with a number, and return the reply. Raises ServingError, LinkLost."""
@@ -75,7 +76,7 @@ class RpcPeer:
     async def _handle(self, call: pb.Call) -> None:
         reply = pb.Reply(number=call.number)
         try:
-            reply.body = await self._handlers[call.method](call.body)
+            reply.body = await self._handlers[call.method](*orjson.loads(call.arguments or b"[]"))
         except ServingError as error:
             reply.refusal.CopyFrom(refusal_to_pb(error))
         except Exception:  # without a reply the other end would wait forever

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import orjson
 from google.protobuf.message import Message
 
 from text_generation_common.waiting import first_of
@@ -128,9 +129,9 @@ class SchedulerLink:
         else:
             raise LinkBroken("an unknown message")
 
-    async def call(self, method: str, body: bytes = b"", timeout_s: float = WITHOUT_LINK_S) -> bytes:
-        """Return the scheduler process's reply to a call. Raises ServingError."""
-        call = partial(pb.Call, method=method, body=body)
+    async def call(self, method: str, *arguments: object, timeout_s: float = WITHOUT_LINK_S) -> bytes:
+        """Return the scheduler process's reply to a call; `arguments` can be written as JSON. Raises ServingError."""
+        call = partial(pb.Call, method=method, arguments=orjson.dumps(arguments))
         return await self.request(lambda number: pb.FromWorker(call=call(number=number)), timeout_s)
 
     async def request(self, message: Callable[[int], pb.FromWorker], timeout_s: float = WITHOUT_LINK_S) -> bytes:

@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import orjson
-
 from text_generation_common.log import log
 from text_generation_common.sockets import claim_socket, remove_socket
 from text_generation_common.waiting import background
@@ -84,11 +82,11 @@ class WorkerLinkServer:
             status=cluster.status,
         )
 
-    async def _info(self, body: bytes) -> bytes:
+    async def _info(self) -> bytes:
         return convert.info_to_json(await self.cluster.info())
 
-    async def _set_adapter(self, body: bytes) -> bytes:
-        await self.cluster.set_adapter(*orjson.loads(body))
+    async def _set_adapter(self, name: str, path: str | None) -> bytes:
+        await self.cluster.set_adapter(name, path)
         self._send_state()  # before the reply, whose reader may use the new names
         return b""
 
