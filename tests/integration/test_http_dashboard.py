@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from http_stack import Stack, serve, until
 
 from text_generation_common.waiting import background
 from text_generation_router.api.dashboard import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
-from text_generation_router.dashboard.feed import Feed, Samples
+from text_generation_router.dashboard.samples import Samples
 from text_generation_router.dashboard.state import Sample
 
 KEYS = """
@@ -165,45 +165,33 @@ async def test_a_page_that_opens_late_sees_what_happened_before(demo_model: Path
         assert 0 < replica["step_seconds"] / replica["steps"] < 1
 
 
-class Seen:
-    """A viewer that keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
-        self.closed = asyncio.Event()
-
-    def __call__(self, sample: Sample | None) -> None:
-        if sample is None:
-            self.closed.set()
-        else:
-            self.samples.append(sample)
+async def test_a_viewer_does_not_hold_up_a_server_that_drains(demo_model: Path) -> None:
+    async with serve(demo_model, linked=True) as stack, asyncio.timeout(20), events(stack, {}) as stream:
+        names = [await anext(stream) for _ in range(3)]
+        assert [name for name, _ in names] == ["server", "history", "sample"]
+        stack.seen.draining = True
+        async for name, _ in stream:
+            assert name == "sample"
 
 
 async def test_all_viewers_get_one_sample() -> None:
     read: list[Sample] = []
-    draining = False
+    turn = asyncio.Semaphore(0)
 
     async def sample() -> Sample:
-        read.append(Sample(time.monotonic(), b"%d" % len(read), b""))
+        await turn.acquire()
+        read.append(Sample(time.monotonic(), b"", b""))
         return read[-1]
 
     samples = Samples(sample, period_s=0.001)
-    feeds = [Feed(samples.after, lambda: draining) for _ in range(2)]  # as in two HTTP workers
-    viewers = [Seen() for _ in range(4)]
-    async with background(samples.run()):
-        with ExitStack() as watching:
-            for number, viewer in enumerate(viewers):
-                watching.enter_context(feeds[number % 2].watched_by(viewer))
-            await until(lambda: min(len(viewer.samples) for viewer in viewers) >= 20)
-            assert len(read) < 1.5 * max(len(viewer.samples) for viewer in viewers), "each has its own samples"
-            late = Seen()
-            with feeds[0].watched_by(late):
-                assert late.samples == [viewers[0].samples[-1]], "the last one at once"
-        one = Seen()
-        with feeds[0].watched_by(one):
-            draining = True
-            async with asyncio.timeout(5):
-                await one.closed.wait()
+    async with asyncio.timeout(5), background(samples.run()), asyncio.TaskGroup() as viewers:
+        turn.release()
+        first = await samples.after(0.0)
+        shown = [viewers.create_task(samples.after(first.at)) for _ in range(3)]
+        await asyncio.sleep(0)
+        turn.release()
+        assert {id(await each) for each in shown} == {id(read[1])}
+        assert await samples.after(0.0) is read[1], "the last one at once"
 
 
 async def test_a_sample_that_cannot_be_taken_ends_nothing() -> None:

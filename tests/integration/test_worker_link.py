@@ -20,9 +20,12 @@ from http_stack import Stack, serve, until, worker_of
 
 from text_generation_proto.values import LogprobOptions
 from text_generation_proto.worker_link import worker_link_pb2 as pb
+from text_generation_router.dashboard.state import Sample
 from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
+from text_generation_router.stats import SAMPLE, packed
+from text_generation_router.stats.remote import RemoteStats
 from text_generation_router.worker_link.convert import request_to_pb
 from text_generation_router.worker_link.link import LENGTH, Link
 from text_generation_router.worker_link.remote_limits import START_REQUEST, RemotePermits, rate_handlers
@@ -216,6 +219,28 @@ async def test_a_call_that_cannot_be_handled_is_refused(stack: Stack) -> None:
         with pytest.raises(GenerationFailed, match="internal error"):
             await worker.link.call(START_REQUEST, "noise")
         assert await worker.link.call("info")
+
+
+async def test_viewers_of_a_worker_share_the_calls_for_samples(stack: Stack) -> None:
+    assert stack.link_server is not None
+    asked: list[float] = []
+    taken = asyncio.Event()
+
+    async def sample(at: float) -> Sample:
+        asked.append(at)
+        await taken.wait()
+        return Sample(at + 1, b"common", b"full")
+
+    stack.link_server.handlers[SAMPLE] = lambda at: packed(sample(at))
+    async with worker_of(stack.socket, 1) as worker, asyncio.TaskGroup() as viewers:
+        stats = RemoteStats(worker.link)
+        shown = [viewers.create_task(stats.sample_after(at)) for at in (1.0, 1.0, 1.0, 5.0)]
+        await until(lambda: len(asked) == 2)
+        shown[0].cancel()
+        taken.set()
+        assert [(await each).at for each in shown[1:]] == [2.0, 2.0, 6.0]
+        assert (await stats.sample_after(2.0)).full == b"full"
+        assert asked == [1.0, 5.0, 2.0]
 
 
 STRANGER = """

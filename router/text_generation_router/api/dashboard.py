@@ -14,16 +14,18 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from text_generation_common.effective import masked
+from text_generation_common.waiting import background
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.routes import Route
-from text_generation_router.dashboard.feed import Feed
-from text_generation_router.dashboard.state import BUCKETS, Sample, event
+from text_generation_router.dashboard.samples import PERIOD_S
+from text_generation_router.dashboard.state import BUCKETS, event
 from text_generation_router.errors import Overloaded, ServingError
 from text_generation_router.request import TenantId
 from text_generation_router.stats import Stats
+from text_generation_router.web.sse import EventStream
 from text_generation_router.web.static_files import static_file
 
 MAX_VIEWERS = 32
@@ -42,7 +44,6 @@ class DashboardRoutes:
         self._serving = serving
         self._about = {"engine": model.engine, "dtype": model.dtype, "device": model.device.partition(":")[0]}
         self._stats = stats
-        self._feed = Feed(stats.sample_after, lambda: serving.cluster.draining)
         self._watching = Counter[TenantId]()
 
     def routes(self) -> list[Route]:
@@ -90,15 +91,25 @@ class DashboardRoutes:
                     begin += history.full if full else history.common
             stream = self._serving.stream(request, {}, tgi_error_event)
             stream.send(begin, counts=False)  # it is there at once, however fast the client reads
-
-            def show(sample: Sample | None) -> None:
-                if sample is None:
-                    stream.close()
-                else:
-                    stream.send(sample.full if full else sample.common)
-
-            with self._feed.watched_by(show):
+            async with background(self._show_samples(stream, full=full)):
                 return await stream.run()
+
+    async def _show_samples(self, stream: EventStream, *, full: bool) -> None:
+        """Send every sample until the server drains: no viewer holds it up."""
+        at = 0.0
+        while not self._serving.cluster.draining:
+            try:
+                # A scheduler process that hangs must not keep the viewers of a process that drains.
+                async with asyncio.timeout(3 * PERIOD_S):
+                    sample = await self._stats.sample_after(at)
+            except TimeoutError:
+                continue
+            except ServingError:  # the scheduler process is away
+                await asyncio.sleep(PERIOD_S)
+                continue
+            at = sample.at
+            stream.send(sample.full if full else sample.common)
+        stream.close()
 
     @contextmanager
     def _counted(self, tenant: TenantId, *, full: bool) -> Iterator[None]:

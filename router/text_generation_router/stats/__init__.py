@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from dataclasses import astuple
 from typing import Any, Protocol
 
-from text_generation_router.dashboard.feed import Samples
+from text_generation_router.dashboard.samples import Samples
 from text_generation_router.dashboard.state import Sample, StateKeeper
 from text_generation_router.metrics import Metrics
 from text_generation_router.shards.cluster import Cluster
