@@ -65,14 +65,16 @@ class HttpMetrics:
             "counter",
         )
         self.errors = RecentErrors()
+        self._process = time.time_ns()
+        """The number of this process, for WorkerSums."""
 
     def add_preparation(self, stage: PendingWork) -> None:
         """Read the metric of the work before the queue from `stage`."""
         self._stage = stage
 
-    def snapshot(self, process: int) -> bytes:
-        """Return the counts of this process, for WorkerSums; `process` is a number that no earlier one had."""
-        return snapshot(process, self.registry, self.errors)
+    def snapshot(self) -> bytes:
+        """Return the counts of this process, for WorkerSums."""
+        return snapshot(self._process, self.registry, self.errors)
 
 
 class Metrics(HttpMetrics):

@@ -1,11 +1,8 @@
 """RemoteStats: the figures of the whole server as an HTTP worker gets them, from the scheduler process."""
 
 import asyncio
-import time
 
 from text_generation_router.dashboard.state import Sample
-from text_generation_router.errors import Unhealthy
-from text_generation_router.metrics import HttpMetrics
 from text_generation_router.stats import HISTORY, METRICS, SAMPLE, unpacked
 from text_generation_router.worker_link.scheduler_link import SchedulerLink
 
@@ -35,19 +32,3 @@ class RemoteStats:
 
     async def history(self) -> Sample:
         return await unpacked(self._link.call(HISTORY))
-
-
-class OwnCounts:
-    """Handles the call for the counts of this worker."""
-
-    def __init__(self) -> None:
-        self.metrics: HttpMetrics | None = None
-        """None until it counts."""
-        self._process = time.time_ns()
-        """The number of this process, for the sums."""
-
-    async def answer(self) -> bytes:
-        """Return a snapshot. Raises Unhealthy."""
-        if self.metrics is None:
-            raise Unhealthy("the worker starts")
-        return self.metrics.snapshot(self._process)
