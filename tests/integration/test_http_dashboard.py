@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,8 +15,7 @@ from http_stack import Stack, serve, until
 
 from text_generation_common.waiting import background
 from text_generation_router.api.dashboard import MAX_VIEWERS, MAX_VIEWERS_OF_TENANT
-from text_generation_router.dashboard.samples import Samples
-from text_generation_router.dashboard.state import Sample
+from text_generation_router.stats import OwnStats
 
 KEYS = """
 keys = [
@@ -174,35 +172,31 @@ async def test_a_viewer_does_not_hold_up_a_server_that_drains(demo_model: Path) 
             assert name == "sample"
 
 
-async def test_all_viewers_get_one_sample() -> None:
-    read: list[Sample] = []
-    turn = asyncio.Semaphore(0)
+class GatedStats(OwnStats):
+    """Takes a sample at each turn that it gets; the first one fails."""
 
-    async def sample() -> Sample:
-        await turn.acquire()
-        read.append(Sample(time.monotonic(), b"", b""))
-        return read[-1]
+    def __init__(self, stack: Stack) -> None:
+        super().__init__(stack.metrics, stack.cluster, period_s=0.001)
+        self.turn = asyncio.Semaphore(1)
+        self.failed = False
 
-    samples = Samples(sample, period_s=0.001)
-    async with asyncio.timeout(5), background(samples.run()), asyncio.TaskGroup() as viewers:
-        turn.release()
-        first = await samples.after(0.0)
-        shown = [viewers.create_task(samples.after(first.at)) for _ in range(3)]
-        await asyncio.sleep(0)
-        turn.release()
-        assert {id(await each) for each in shown} == {id(read[1])}
-        assert await samples.after(0.0) is read[1], "the last one at once"
-
-
-async def test_a_sample_that_cannot_be_taken_ends_nothing() -> None:
-    taken: list[Sample] = []
-
-    async def sample() -> Sample:
-        taken.append(Sample(time.monotonic(), b"", b""))
-        if len(taken) == 1:
+    async def collect(self) -> None:
+        await self.turn.acquire()
+        if not self.failed:
+            self.failed = True
             raise ValueError("an unexpected state")
-        return taken[-1]
 
-    samples = Samples(sample, period_s=0.001)
-    async with asyncio.timeout(5), background(samples.run()):
-        assert await samples.after(0.0) in taken[1:]
+
+async def test_all_viewers_get_one_sample_and_one_that_cannot_be_taken_ends_nothing(demo_model: Path) -> None:
+    async with serve(demo_model) as stack, asyncio.timeout(20):
+        stats = GatedStats(stack)
+        async with background(stats.run()), asyncio.TaskGroup() as viewers:
+            await until(lambda: stats.failed)
+            stats.turn.release()
+            first = await stats.sample_after(0.0)
+            shown = [viewers.create_task(stats.sample_after(first.at)) for _ in range(3)]
+            await asyncio.sleep(0)
+            stats.turn.release()
+            second = await stats.sample_after(first.at)
+            assert {id(await each) for each in shown} == {id(second)} != {id(first)}
+            assert await stats.sample_after(0.0) is second, "the last one at once"

@@ -20,11 +20,10 @@ from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.routes import Route
-from text_generation_router.dashboard.samples import PERIOD_S
 from text_generation_router.dashboard.state import BUCKETS, event
 from text_generation_router.errors import Overloaded, ServingError
 from text_generation_router.request import TenantId
-from text_generation_router.stats import Stats
+from text_generation_router.stats import PERIOD_S, Stats
 from text_generation_router.web.sse import EventStream
 from text_generation_router.web.static_files import static_file
 
