@@ -119,7 +119,9 @@ class _AnswerWriter:
         match piece:
             case JsonCall(key):
                 # No literals: where the answer is JSON too, the first of its characters may be equal.
-                return self.rules.schema(call_schema(tool.name, _arguments(tool, "#/$defs/arguments"), key))
+                place = "#/$defs/arguments"
+                definitions = {"$defs": {"arguments": _arguments(tool, place)}}
+                return self.rules.schema(_call(tool.name, place, key) | definitions)
             case Slot.NAME:
                 return self.rules.literal(tool.name)
             case Slot.KEY:
@@ -177,11 +179,6 @@ def _call_schema(tools: Sequence[Tool]) -> Schema:
     schema = {**schema, "$defs": definitions}
     check_size(schema)
     return schema
-
-
-def call_schema(name: str, arguments: Schema, key: str) -> Schema:
-    """Return the schema of a call of one tool; references of `arguments` start at `#/$defs/arguments`."""
-    return {**_call(name, "#/$defs/arguments", key), "$defs": {"arguments": arguments}}
 
 
 def _call(name: str, place: str, key: str = "arguments") -> Schema:
