@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import dataclasses
-import gc
 import pstats
 import random
 import time
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.copies import CopyEnd
 from text_generation_proto.values import FinishReason
+from text_generation_router.memory import configure_collector
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.messages import ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="profile the decisions with 256 running requests")
     profiled = parser.parse_args().profile
     print(f"{'microseconds':58} {'median':>8} {'p99':>8}")
-    gc.freeze()
+    configure_collector()
     work: list[Callable[[], None]] = [
         lambda: decisions("decision, 1 running", SchedulerLoad(running=1, queued=0, replicas=1), 3000),
         lambda: decisions(

@@ -27,7 +27,8 @@ def kv_usage(caches: Iterable[KVCache]) -> float:
 def room_in_use(replica: ReplicaScheduler, policy: Policy) -> float:
     """Return the share of the slots or of the KV blocks of a group in use, whichever is largest: 0 to 1."""
     slots = min(replica.spec.num_slots, policy.max_batch_size)
-    return max(replica.occupied_slots / slots, kv_usage((replica.cache,)))
+    blocks = max(used / max(1, size) for used, size in replica.cache.usage.values())
+    return max(replica.occupied_slots / slots, blocks)
 
 
 class Capacity:

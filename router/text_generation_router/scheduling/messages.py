@@ -71,8 +71,10 @@ class ReplicaSpec:
 
     def fits(self, positions: int, adapter: str) -> bool:
         """Return True if a sequence of so many positions could run alone, with this adapter."""
-        held = ((group.num_blocks, group.blocks_held(positions, self.block_size)) for group in self.further_groups)
-        return positions <= self.num_tokens and self.holds(adapter) and all(blocks >= most for blocks, most in held)
+        if positions > self.num_tokens or not self.holds(adapter):
+            return False
+        size = self.block_size
+        return all(group.blocks_held(positions, size) <= group.num_blocks for group in self.further_groups)
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +156,8 @@ class StepOutput:
     """Number of steps covered."""
     copied: Sequence[CopyEnd] = ()
     """Copies that have ended."""
+    token_starts: Sequence[int] = ()
+    """The index of the first token of each slot; (): they follow one another."""
 
 
 class Failed(NamedTuple):

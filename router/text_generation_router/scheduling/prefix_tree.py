@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from text_generation_router.scheduling.keys import common_bytes
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 from text_generation_router.scheduling.prefix_node import Node, Prefix, Run
-from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool, number_of
+from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool
 
 _BYTES_PER_TOKEN = 4
 
@@ -230,7 +230,7 @@ class PrefixTree:
             further = []
             for number, pool in enumerate(self._pools):
                 blocks = _last(end, behind, number, min(count, pool.most_reused))
-                if min(map(number_of, blocks), default=0) < 0:  # a position lacks its block
+                if any(block.number < 0 for block in blocks):  # a position lacks its block
                     accepted = min(accepted, pool.accepted(_backwards(end, behind, number), count))
                 further.append(blocks)
             if accepted == count:

@@ -13,7 +13,7 @@ A self-scheduling engine gets placements and releases only. Chunks and blocks ar
 """
 
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
 
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.chunking import ChunkSizer, PendingPrompts
@@ -299,8 +299,7 @@ class ReplicaScheduler:
             if (loaded := self.copies.ended(copy)) is not None:
                 self._loaded(loaded, left)
         self._update_releases(output.orders_applied, left)
-        if output.slots:
-            self._steps_since_placement += output.steps
+        self._steps_since_placement += output.steps if output.slots else 0
         return served, left
 
     def _loaded(self, sequence: ScheduledSequence, left: list[ScheduledSequence]) -> None:
@@ -343,11 +342,13 @@ class ReplicaScheduler:
         slots, finished, token_ids = self._slots, output.finished, output.token_ids
         deliver = deliveries.tokens.append
         running, cancelled, low_room = State.RUNNING, State.CANCELLED, self.cache.low_room
-        start = served = unexpected = 0
-        for slot, count in zip(output.slots, output.token_counts or repeat(1), strict=False):
-            end = start + count
+        served = unexpected = 0
+        counts = output.token_counts
+        starts = output.token_starts or (accumulate(counts, initial=0) if counts else range(len(output.slots)))
+        for slot, count, start in zip(output.slots, counts or repeat(1), starts, strict=False):
             sequence = slots[slot]
             if sequence is not None:
+                end = start + count
                 state = sequence.state
                 reason = finished.get(slot) if finished else None
                 if state is not cancelled:
@@ -370,7 +371,6 @@ class ReplicaScheduler:
                 if reason is not None:
                     self._end(sequence, state if state is cancelled else State.FINISHED)
                     left.append(sequence)
-            start = end
         self.work -= served - unexpected
         return served
 

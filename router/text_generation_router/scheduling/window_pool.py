@@ -189,9 +189,10 @@ class WindowPool:
                 free.append(block)
 
     def _drop(self, blocks: Iterable[GroupBlock], order: OrderedDict[GroupBlock, None]) -> None:
+        free = self._free
         for block in blocks:
             if not block.is_cached:
-                self._free.append(block)
+                free.append(block)
             elif block.holders > 1:
                 block.holders -= 1
             else:

@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import orjson
@@ -178,6 +179,29 @@ def step_output_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
         steps=max(1, steps),
         copied=[CopyEnd(copied.number, tuple(copied.failed)) for copied in report.copied],
     )
+
+
+def rank_outputs(output: StepOutput, ranks: int, num_slots: int) -> Sequence[StepOutput]:
+    """Return the part of each of the `ranks` of an engine with `num_slots` slots in all; failures and ends are in all parts."""
+    if ranks == 1:
+        return [output]
+    size, slots, counts = num_slots // ranks, np.array(output.slots, dtype=np.int64), np.array(output.token_counts)
+    order = slots.argsort()
+    starts = (counts.cumsum() - counts)[order] if output.token_counts else order
+    bounds = slots[order].searchsorted(range(0, num_slots + 1, size))
+    parts = []
+    for first, end in pairwise(bounds.tolist()):
+        at, own = order[first:end], range(len(parts) * size, (len(parts) + 1) * size)
+        parts.append(
+            replace(
+                output,
+                slots=slots[at].tolist(),
+                token_counts=counts[at].tolist() if output.token_counts else (),
+                token_starts=starts[first:end].tolist(),
+                prefilled=[each for each in output.prefilled if each[0] in own],
+            )
+        )
+    return parts
 
 
 def logprobs_to_json(logprobs: Sequence[float]) -> list[LogprobJson]:

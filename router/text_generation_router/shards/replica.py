@@ -27,8 +27,8 @@ from text_generation_proto.values import PREDICTION
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.messages import SchedulerOutput
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards import convert
 from text_generation_router.shards.adapters import ReplicaAdapters
-from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, step_output_from_pb
 from text_generation_router.shards.join import ReplicaInfo, ShardTaken
 from text_generation_router.shards.listeners import Delivery
 from text_generation_router.shards.observer import StepObserver, StepRecord
@@ -269,7 +269,7 @@ class ReplicaConnection:
                     context.listeners.placed(placement.request.id, placement.own_cached_tokens, self._number)
                 try:
                     files: dict[bytes, bytes] = {}
-                    message = orders_to_pb(
+                    message = convert.orders_to_pb(
                         orders,
                         self._info.eos_token_ids,
                         own_cache=self._info.scheduling == pb.SCHEDULING_SELF,
@@ -300,8 +300,8 @@ class ReplicaConnection:
             try:
                 if (report := parts.join(read)) is None:
                     continue
-                check_report(report, self._slots, self._orders_sent, self._unsent_slots())
-            except (MalformedReport, BadParts) as error:
+                convert.check_report(report, self._slots, self._orders_sent, self._unsent_slots())
+            except (convert.MalformedReport, BadParts) as error:
                 raise ShardLost(str(error)) from error
             self._handle(report)
 
@@ -331,10 +331,11 @@ class ReplicaConnection:
                 requests = map(self._request_in, drafting.slots)
                 columns = drafting.slot_draft_tokens, drafting.slot_accepted_tokens
                 listeners.predicted(zip(requests, *columns, strict=True))
-        output = step_output_from_pb(report, steps)
+        output = convert.step_output_from_pb(report, steps)
         self.new_tokens += len(output.token_ids)
         parsed = time.monotonic()
-        deliveries, *others = [scheduler.update(rank, output, now) for rank in self.ranks]
+        parts = zip(self.ranks, convert.rank_outputs(output, len(self.ranks), self._slots), strict=True)
+        deliveries, *others = [scheduler.update(rank, part, now) for rank, part in parts]
         for each in others:
             deliveries.extend(each)
         updated = time.monotonic()

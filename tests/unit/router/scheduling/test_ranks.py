@@ -11,6 +11,7 @@ from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.convert import rank_outputs
 
 RANKS = 2
 
@@ -51,7 +52,8 @@ class Shard:
 
     def report(self, *slots: int, **columns: object) -> Deliveries:
         output = StepOutput(self.orders_sent, slots, (), [7 + slot for slot in slots], **columns)  # type: ignore[arg-type]
-        first, *others = [self.scheduler.update(rank, output, 0.0) for rank in range(RANKS)]
+        parts = enumerate(rank_outputs(output, RANKS, 2 * RANKS))
+        first, *others = [self.scheduler.update(rank, part, 0.0) for rank, part in parts]
         for each in others:
             first.extend(each)
         check_scheduler(self.scheduler)
@@ -76,6 +78,16 @@ def test_orders_and_reports_are_for_all_ranks() -> None:
     assert shard.order().release == (1,)
     shard.report(3, finished={3: FinishReason.LENGTH})
     assert_idle(shard.scheduler)
+
+
+def test_a_rank_gets_its_part_of_a_report() -> None:
+    output = StepOutput(1, [3, 0, 2, 1], [2, 1, 3, 1], list(range(7)), prefilled=[(2, 20), (1, 10)])
+    one, two = rank_outputs(output, RANKS, 2 * RANKS)
+    assert [(one.slots, one.token_counts, one.token_starts), (two.slots, two.token_counts, two.token_starts)] == [
+        ([0, 1], [1, 1], [2, 6]),
+        ([2, 3], [3, 2], [3, 0]),
+    ]
+    assert (one.prefilled, two.prefilled) == ([(1, 10)], [(2, 20)])
 
 
 def test_a_suspect_is_alone_in_all_ranks_that_it_could_end() -> None:
