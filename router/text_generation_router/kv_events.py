@@ -94,11 +94,11 @@ class KvEvents:
 
 
 class KvEventsPublisher:
-    """Publishes the events of one scheduler."""
+    """Publishes the events of a scheduler."""
 
-    def __init__(self, config: KvEventsConfig, scheduler: Scheduler) -> None:
+    def __init__(self, config: KvEventsConfig) -> None:
         """Open the sockets. Raises CannotServe."""
-        self._scheduler, self._topic = scheduler, config.topic.encode()
+        self._topic = config.topic.encode()
         self._events, self._numbers = KvEvents(), count()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._replaying: deque[tuple[bytes, ...]] = deque()
@@ -117,21 +117,21 @@ class KvEventsPublisher:
             self.context.destroy(linger=0)
             raise CannotServe(f"--kv-events-config: {error}: {config.endpoint}, {config.replay_endpoint}") from error
 
-    async def run(self) -> None:
+    async def run(self, scheduler: Scheduler) -> None:
         """Publish until cancelled."""
         try:
             await asyncio.sleep(SETTLE_S)
             while True:
-                self.step()
+                self.step(scheduler)
                 await asyncio.sleep(EVERY_S)
         finally:
             self.context.destroy(linger=0)
 
-    def step(self) -> None:
+    def step(self, scheduler: Scheduler) -> None:
         """Publish what has changed, and answer one subscriber that asks for batches again."""
         if not self._kept:
             self._send([["AllBlocksCleared"]])
-        if events := self._events.collect(self._scheduler):
+        if events := self._events.collect(scheduler):
             self._send(events)
         if not self._replaying and self._replay.poll(0):
             subscriber, *_, first = self._replay.recv_multipart()

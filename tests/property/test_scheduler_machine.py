@@ -7,7 +7,6 @@ The checks are in `scheduler_world`.
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -29,7 +28,6 @@ def many_checkpoints() -> Iterator[None]:
         patch.setattr(checkpoints, "SPACING", 48)
         patch.setattr(checkpoints, "MIN_GAIN", 16)
         patch.setattr(copies, "MIN_LOADED_TOKENS", 16)
-        patch.setattr(secrets, "randbits", lambda bits: 1)  # the tags of a host cache begin anywhere
         patch.setattr(roles, "LEAST_PROMPT", 40)
         patch.setattr(roles, "LEAST_ANSWER", 2)
         yield

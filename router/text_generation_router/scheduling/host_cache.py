@@ -5,7 +5,6 @@ each evicts by the same order. A prefix enters when a report shows that it was s
 `copies`. A block has a tag, the number of its store, so that no load takes another one for it.
 """
 
-import secrets
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,8 @@ from text_generation_router.scheduling.window_pool import WindowPool
 class HostCache:
     """The blocks of one host."""
 
-    def __init__(self, spec: ReplicaSpec, counts: Counter[str]) -> None:
+    def __init__(self, spec: ReplicaSpec, counts: Counter[str], stores: Iterator[int]) -> None:
+        """`stores` gives the number of each store."""
         self.counts = counts
         self.contents = spec.host_cache, spec.host_groups
         self.groups = spec.host_groups
@@ -33,8 +33,7 @@ class HostCache:
         """Queued sequences whose blocks are being stored, so that they go on at another replica."""
         self._free = list(range(first.num_blocks - 1, -1, -1))
         self._tags = [array("I", bytes(4 * group.num_blocks)) for group in self.groups]
-        # Not from 1: a store of a router before may end late.
-        self._numbers = count(secrets.randbits(32))
+        self._stores = stores
 
     @property
     def available(self) -> int:
@@ -61,7 +60,7 @@ class HostCache:
         tags = self._tags[group]
         if not new:
             return tuple([tags[block] for block in blocks])
-        tag = next(self._numbers) & 0xFFFFFFFF
+        tag = next(self._stores) & 0xFFFFFFFF
         for block in blocks:
             tags[block] = tag
         return (tag,) * len(blocks)
@@ -78,7 +77,8 @@ class HostCache:
 class HostCaches:
     """The host caches of all replicas, by memory: a memory holds the contents of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_store: int) -> None:
+        self._stores = count(first_store)
         self._counts = Counter({"stored": 0, "loaded": 0, "failed": 0})
         """Blocks of all groups so far."""
         self._caches: dict[str, HostCache] = {}
@@ -100,7 +100,7 @@ class HostCaches:
         memory = spec.host_cache.partition("/")[0]
         cache, contents = self._caches.get(memory), (spec.host_cache, spec.host_groups)
         if memory and (cache is None or (cache.contents != contents and cache not in serving)):
-            cache = self._caches[memory] = HostCache(spec, self._counts)
+            cache = self._caches[memory] = HostCache(spec, self._counts, self._stores)
         if cache is not None and cache.contents == contents:
             self._used[replica] = cache
         self._forget_unused()

@@ -103,8 +103,8 @@ class Placement:
     """The blocks of each group after the first."""
     own_cached_tokens: int = 0
     """Cached tokens that the same tenant computed or reused before. A client learns of no others."""
-    rank: int = 0
-    """The rank of the engine that computes it, counted from 1; 0: it has one."""
+    rank: int | None = None
+    """The rank of the engine that computes it, if that has several."""
 
 
 @dataclass(frozen=True, slots=True)

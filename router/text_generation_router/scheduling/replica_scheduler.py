@@ -198,7 +198,7 @@ class ReplicaScheduler:
             cached_tokens=0 if own else sequence.cached_tokens,
             own_cached_tokens=0 if own else sequence.own_cached_tokens,
             further_blocks=self.cache.further_blocks(sequence),
-            rank=self.spec.rank + 1 if self.spec.ranks > 1 else 0,
+            rank=self.spec.rank if self.spec.ranks > 1 else None,
         )
 
     def drop(self, sequence: ScheduledSequence) -> None:

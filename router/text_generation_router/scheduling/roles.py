@@ -31,17 +31,21 @@ class Roles:
         available = [each for number, each in self._replicas.items() if number not in self._draining]
         return [each for each in available if each is not None and each.can_hold(sequence)]
 
-    def of(self, each: ReplicaScheduler | ScheduledSequence) -> bool:
-        """Return True for a replica that computes prompts, and for a sequence that goes to one."""
-        if isinstance(each, ReplicaScheduler):
-            return each.replica < self._count
-        able = self._able(each)
-        decoding = [replica.cache for replica in able if not self.of(replica)]
+    def is_prefill(self, replica: ReplicaScheduler) -> bool:
+        """Return True for a replica that computes prompts."""
+        return replica.replica < self._count
+
+    def needs_prefill(self, sequence: ScheduledSequence) -> bool:
+        """Return True for a sequence that goes to a replica that computes prompts."""
+        able = self._able(sequence)
+        decoding = [each.cache for each in able if not self.is_prefill(each)]
         if not 0 < len(decoding) < len(able):
             return False
-        known = [cache.tokens_on_device(each) for cache in decoding]
-        known += [cache.host.tree.peek(each.salt, cache.reusable_key(each)) for cache in decoding[:1] if cache.host]
-        return each.length - max(known) >= LEAST_PROMPT
+        known = [cache.tokens_on_device(sequence) for cache in decoding]
+        known += [
+            cache.host.tree.peek(sequence.salt, cache.reusable_key(sequence)) for cache in decoding[:1] if cache.host
+        ]
+        return sequence.length - max(known) >= LEAST_PROMPT
 
     def movable(self, source: ReplicaScheduler) -> Iterator[ScheduledSequence]:
         """Yield the sequences of a draining replica that another one of its host can hold."""
@@ -51,7 +55,7 @@ class Roles:
 
     def leaving(self, source: ReplicaScheduler, output: StepOutput) -> Iterator[ScheduledSequence]:
         """Let the sequences be stored whose prompts `source` has computed in a step. Yield those that are stored and go on elsewhere."""
-        if not self.of(source) or source.cache.host is None or not source.cache.caching:
+        if not self.is_prefill(source) or source.cache.host is None or not source.cache.caching:
             return
         slots = {slot for slot, _ in output.prefilled}
         for sequence in [each for each in source.sequences if each.slot in slots and each not in source.prompts]:
@@ -64,10 +68,12 @@ class Roles:
         stored, source.copies.stored = source.copies.stored, []
         for sequence in stored:
             is_here = sequence.replica == source.replica and sequence.state is State.RUNNING
-            if is_here and self._has_room(sequence, source) and not self.of(sequence):
+            if is_here and self._has_room(sequence, source) and not self.needs_prefill(sequence):
                 yield sequence
 
     def _has_room(self, sequence: ScheduledSequence, source: ReplicaScheduler) -> bool:
         """Return True if a replica of the host that decodes has room for a sequence of `source`."""
-        decoding = (each for each in self._able(sequence) if not self.of(each) and each.cache.host is source.cache.host)
+        decoding = (
+            each for each in self._able(sequence) if not self.is_prefill(each) and each.cache.host is source.cache.host
+        )
         return any(each.may_place(1) and each.has_blocks(sequence) for each in decoding)

@@ -83,12 +83,13 @@ class SchedulerStats:
 class Scheduler:
     """The queue, and the slots and KV blocks of all replicas."""
 
-    def __init__(self, policy: Policy, replicas: int = 1) -> None:
+    def __init__(self, policy: Policy, replicas: int = 1, first_store: int = 0) -> None:
+        """`first_store`: the number of its first store on a host; a store of a scheduler before, with another one, may end late."""
         self.policy = policy
         self.queue = FairQueue(policy.tenant_weights)
         self.replicas: dict[int, ReplicaScheduler | None] = {}
         """By number; None if it does not serve."""
-        self.host_caches = HostCaches()
+        self.host_caches = HostCaches(first_store)
         self._capacity = Capacity()
         self._versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""

@@ -1,6 +1,7 @@
 """The shards of a router: found, joined, and driven by one cluster."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -43,6 +44,12 @@ class Shards:
         self._joined: Mapping[Address, ReplicaInfo | None] = {}
         self._auditor: Auditor | None = None
         self._publishers: list[Any] = []  # that of KV events
+        if config.kv_events_config:
+            events = KvEventsConfig.model_validate_json(config.kv_events_config)
+            if events.enable_kv_cache_events:  # imported only where it is used: it is an extra
+                from text_generation_router.kv_events import KvEventsPublisher
+
+                self._publishers.append(KvEventsPublisher(events))
         self.reached = False
         """True once a shard has answered, also if another router with other limits drives it."""
         self.known = 0
@@ -85,7 +92,7 @@ class Shards:
         """Return a cluster without replicas, its metrics, and the permits of its requests. Raises CannotServe."""
         config = self._config
         max_input_tokens, max_total_tokens = token_limits(config, model)
-        scheduler = Scheduler(policy_of(config, model.info), replicas=0)
+        scheduler = Scheduler(policy_of(config, model.info), replicas=0, first_store=secrets.randbits(32))
         metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
         metrics.add_names(config.metric_names, config.model_id or config.model_path)
         if config.audit_share and not model.info.scores_generated:
@@ -97,12 +104,6 @@ class Shards:
             metrics.add_audits(auditor)
         else:
             cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
-        if config.kv_events_config:
-            events = KvEventsConfig.model_validate_json(config.kv_events_config)
-            if events.enable_kv_cache_events:  # imported only where it is used: it is an extra
-                from text_generation_router.kv_events import KvEventsPublisher
-
-                self._publishers.append(KvEventsPublisher(events, scheduler))
         metrics.add_shards(cluster, lambda: self.known)
         return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
 
@@ -115,7 +116,7 @@ class Shards:
     async def drive(self, cluster: Cluster[Any]) -> None:
         """Drive all shards, or those that are assigned to this router."""
         limits = _warm_up_limits(self._config)
-        async with background(*(each.run() for each in self._publishers)):
+        async with background(*(each.run(cluster.scheduler) for each in self._publishers)):
             if self._peers is None:
                 await cluster.run(known(self), self._joined, limits, self._config)
                 return

@@ -100,7 +100,7 @@ def _add_sequence(
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
         draft_scope="" if own_cache else _draft_scope(request.qos.tenant, request.qos.salt),
-        rank=placement.rank,
+        rank=0 if placement.rank is None else placement.rank + 1,
     )
 
 
@@ -189,7 +189,7 @@ def rank_outputs(output: StepOutput, ranks: int, num_slots: int) -> Sequence[Ste
     order = slots.argsort()
     starts = (counts.cumsum() - counts)[order] if output.token_counts else order
     bounds = slots[order].searchsorted(range(0, num_slots + 1, size))
-    parts = []
+    parts: list[StepOutput] = []
     for first, end in pairwise(bounds.tolist()):
         at, own = order[first:end], range(len(parts) * size, (len(parts) + 1) * size)
         parts.append(

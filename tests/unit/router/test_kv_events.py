@@ -23,6 +23,7 @@ from text_generation_router.kv_events import END, KvEventsPublisher
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.prefix_tree import PrefixTree
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.serve.shards import Shards
 
 TOPIC = b"kv@10.0.0.1:3000@model"
 Prefix = tuple[str, tuple[int, ...]]
@@ -79,7 +80,7 @@ class Subscriber:
     def AllBlocksCleared(self) -> None:
         assert not any(self.blocks.values())
 
-    def catch_up(self, publisher: KvEventsPublisher) -> None:
+    def catch_up(self, publisher: KvEventsPublisher, scheduler: Scheduler) -> None:
         """Read what was published, and what was missed."""
         while self.events.poll(0):
             topic, number, batch = self.events.recv_multipart()
@@ -89,7 +90,7 @@ class Subscriber:
         self.replay.send_multipart((b"", self.next.to_bytes(8, "big")))
         while True:
             while not self.replay.poll(5):
-                publisher.step()
+                publisher.step(scheduler)
             _, number, batch = self.replay.recv_multipart()
             if number == END:
                 return
@@ -97,9 +98,9 @@ class Subscriber:
 
 
 @contextmanager
-def subscribed(folder: Path, scheduler: Scheduler) -> Iterator[tuple[KvEventsPublisher, Subscriber]]:
+def subscribed(folder: Path) -> Iterator[tuple[KvEventsPublisher, Subscriber]]:
     subscriber = Subscriber(folder)
-    publisher = KvEventsPublisher(subscriber.config, scheduler)
+    publisher = KvEventsPublisher(subscriber.config)
     try:
         yield publisher, subscriber
     finally:
@@ -128,17 +129,17 @@ def test_the_trees_follow_from_the_events(tmp_path: Path) -> None:
     for _ in range(10):
         world.submit(draw_request(world, draw))
         act(world, "round", 0)
-    with subscribed(tmp_path, world.scheduler) as (publisher, subscriber):
+    with subscribed(tmp_path) as (publisher, subscriber):
         for number in range(1500):
             if draw.random() < 0.3:
                 world.submit(draw_request(world, draw))
             if draw.random() < 0.02:
                 (world.lose if draw.random() < 0.5 else world.open)(draw.randrange(3))
             act(world, "round", draw.randrange(3))
-            publisher.step()
+            publisher.step(world.scheduler)
             if number % 50:
                 continue
-            subscriber.catch_up(publisher)
+            subscriber.catch_up(publisher, world.scheduler)
             trees = {"GPU": [each.cache.tree for each in world.scheduler.serving], "CPU": []}
             if world.scheduler.serving:
                 trees["CPU"] = [each.tree for each in world.scheduler.host_caches]
@@ -160,5 +161,6 @@ def test_bad_settings_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             RouterConfig.of(kv_events_config=text)
+    config = RouterConfig.of(kv_events_config='{"endpoint": "ipc:///no/such/folder"}')
     with pytest.raises(CannotServe, match="--kv-events-config: No such file or directory"):
-        KvEventsPublisher(KvEventsConfig(endpoint="ipc:///no/such/folder"), Scheduler(Policy(64, 8)))
+        Shards(config)  # before a shard has loaded its model

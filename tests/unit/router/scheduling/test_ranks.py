@@ -65,13 +65,13 @@ def test_orders_and_reports_are_for_all_ranks() -> None:
     shard.submit(3)
     orders = shard.order()
     assert orders.number == 1
-    assert {each.slot: each.rank for each in orders.placements} == {0: 1, 1: 1, 2: 2}
+    assert {each.slot: each.rank for each in orders.placements} == {0: 0, 1: 0, 2: 1}
     told = shard.report(2, 0, 1)
     by_slot = {each.slot: each.request.id for each in orders.placements}
     assert {each[:3] for each in told.tokens} == {(by_slot[2], 0, 1), (by_slot[0], 1, 2), (by_slot[1], 2, 3)}
     shard.submit(1)
     [placement] = shard.order().placements
-    assert (shard.orders_sent, placement.slot, placement.rank) == (2, 3, 2)
+    assert (shard.orders_sent, placement.slot, placement.rank) == (2, 3, 1)
     ended = dict.fromkeys((0, 2), FinishReason.LENGTH)
     shard.scheduler.cancel(by_slot[1])
     shard.report(0, 2, 3, finished=ended)

@@ -93,7 +93,7 @@ class World:
         self.logprobs: dict[RequestId, list[float]] = {}
         self.computed: dict[RequestId, int] = {}
         """Tokens that were not cached when each request was placed last."""
-        self.handed_over = 0
+        self.handed_over = self.restarts = 0
         """Times that a request went on at the second replica after it had begun at the first."""
         self.replicas = [self.open(number) for number in range(replicas)]
 
@@ -117,7 +117,8 @@ class World:
     def restart(self) -> None:
         """Let the scheduler's process die: its successor gets the requests and their tokens, and knows nothing of the host."""
         live = list(self.scheduler.requests)
-        self.scheduler = Scheduler(self.scheduler.policy, len(self.replicas))
+        self.restarts += 1
+        self.scheduler = Scheduler(self.scheduler.policy, len(self.replicas), first_store=self.restarts << 20)
         for engine in self.engines:
             engine.reset()
         self.replicas = [self.open(number) for number in range(len(self.replicas))]
