@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import merge
 from itertools import count
 from operator import attrgetter
@@ -127,10 +128,6 @@ def _poisson(source: ScenarioInput, share: float = 0.7) -> ScenarioLoad:
     sizes, random = source.sizes.question, source.random("poisson")
     times = poisson_times(random, source.rate(share, sizes), 0.0, source.seconds)
     return ScenarioLoad(unrelated_requests(source.pool, random, times, sizes))
-
-
-def _tight(source: ScenarioInput) -> ScenarioLoad:
-    return _poisson(source, share=0.8)
 
 
 def _bursts(source: ScenarioInput) -> ScenarioLoad:
@@ -290,7 +287,7 @@ def _share_of_peak(hour: float) -> float:
     return min(1.0, 0.1 + 0.85 * morning + 0.9 * evening)
 
 
-def _agents(source: ScenarioInput) -> ScenarioLoad:
+def _agents(source: ScenarioInput, target_every: int = 0) -> ScenarioLoad:
     random, model = source.random("agents"), source.cost_model
     scale = source.sizes.long_prompt / AGENT_TOKENS
     systems = system_prompts(source.pool, random, 4, max(1, round(scale * SYSTEM_TOKENS)))
@@ -298,7 +295,7 @@ def _agents(source: ScenarioInput) -> ScenarioLoad:
     busy = sum(_busy_s(model, turn, context) for each in sample for turn, context in each.contexts()) / len(sample)
     times = poisson_times(random, AGENT_LOAD * source.replicas / busy, 0.0, source.seconds)
     drawn = (draw_session(source.random(f"session {number}"), scale) for number in count())
-    return ScenarioLoad(AgentSource(source.pool, source.random("texts"), systems).sessions(times, drawn))
+    return ScenarioLoad(AgentSource(source.pool, source.random("texts"), systems, target_every).sessions(times, drawn))
 
 
 def _busy_s(model: CostModel, turn: AgentTurn, context: int) -> float:
@@ -335,7 +332,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "bursts": Scenario("5 s at twice the capacity, then 15 s at a tenth of it", _bursts),
         "tight": Scenario(
             "unrelated requests at 0.8 of capacity, with a fortieth of the KV cache",
-            _tight,
+            partial(_poisson, share=0.8),
             kv_share=1 / 40,
             policies=("ours", "no-reuse", "tgi"),
         ),
@@ -357,7 +354,6 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             "two backlogged tenants: 10 times the clients, 8 times the prompts",
             _tenants,
             replicas=1,
-            seconds=60.0,
             policies=("ours", "fcfs", "tgi"),
         ),
         "agents": Scenario(
@@ -367,6 +363,13 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             seconds=7200.0,
             kv_share=1 / 4,
             policies=("ours", "fcfs", "host-cache"),
+        ),
+        "targets": Scenario(
+            "the same, a fourth of them with a target of 30 s for the first token",
+            partial(_agents, target_every=4),
+            seconds=7200.0,
+            kv_share=1 / 4,
+            policies=("ours",),
         ),
         "users": Scenario(
             "as many users as slots, all busy: half of them with one agent, half with 16 sub-agents",

@@ -159,7 +159,15 @@ class Simulator:
             return DEFAULT_QOS
         queue_by = None if arrival.queue_s is None else arrival.at + arrival.queue_s
         end_by = None if arrival.total_s is None else arrival.at + arrival.total_s
-        return QualityOfService(arrival.tenant, arrival.priority, queue_by=queue_by, end_by=end_by, job=arrival.job)
+        first_by = None if arrival.first_token_s is None else arrival.at + arrival.first_token_s
+        return QualityOfService(
+            arrival.tenant,
+            arrival.priority,
+            first_token_by=first_by,
+            queue_by=queue_by,
+            end_by=end_by,
+            job=arrival.job,
+        )
 
     def _leave(self, request_id: RequestId) -> None:
         if request_id in self.statistics.live:

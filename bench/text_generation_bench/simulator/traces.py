@@ -44,6 +44,8 @@ class TokenPool:
 
 
 NO_TENANT = TenantId("")
+TARGET_S = 30.0
+"""The target for the first token of the requests that have one."""
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ class Arrival:
     """Label for separate statistics, such as long prompts among short ones."""
     job: str = ""
     """The name of the session and its sub-agents, or of the user, to which it belongs."""
+    first_token_s: float | None = None
+    """Target for the first token, in seconds."""
     follow_up: Callable[[float], Arrival | None] | None = None
     """Returns the next request of the client, given the time at which this one finished; None: no further one."""
     siblings: Sequence[Arrival] = ()
@@ -280,9 +284,11 @@ class _Agent:
         source: AgentSource,
         session: AgentSession,
         job: str,
+        target_s: float | None,
         end: Callable[[float], Arrival | None] = lambda now: None,
     ) -> None:
         self._source, self._turns, self._job, self._end = source, iter(session.turns), job, end
+        self._target_s = target_s
         self._text = source.system()[: session.system_tokens]
         self._turn: AgentTurn | None = None
         self._subagents = 0
@@ -295,7 +301,9 @@ class _Agent:
         if not self._turn.subagents:
             return self._send(now)
         self._subagents = len(self._turn.subagents)
-        agents = [_Agent(self._source, each, self._job, self._subagent_ended) for each in self._turn.subagents]
+        agents = [
+            _Agent(self._source, each, self._job, self._target_s, self._subagent_ended) for each in self._turn.subagents
+        ]
         first, *others = [each for agent in agents if (each := agent.next_turn(now)) is not None]
         first.siblings = others
         return first
@@ -317,6 +325,8 @@ class _Agent:
         most = max(turn.new_tokens, 4 * NEW_TOKENS)
         arrival = DEFAULT_CLIENT.arrival(random, now + turn.pause_s, self._text, turn.new_tokens, most, answer)
         arrival.job, arrival.follow_up = self._job, answered
+        if self._target_s is not None:
+            arrival.first_token_s, arrival.kind = self._target_s, "with a target"
         return arrival
 
 
@@ -327,6 +337,8 @@ class AgentSource:
     pool: TokenPool
     random: Random
     systems: Sequence[tuple[int, ...]]
+    target_every: int = 0
+    """Each session of so many has a target for its first tokens; 0: none."""
 
     def system(self) -> tuple[int, ...]:
         """Return instructions and tools, which many sessions share."""
@@ -335,7 +347,8 @@ class AgentSource:
     def sessions(self, times: Iterator[float], sessions: Iterator[AgentSession]) -> Trace:
         """Yield the first requests of sessions that begin at `times`."""
         for number, (at, session) in enumerate(zip(times, sessions, strict=False)):
-            if (first := _Agent(self, session, f"session {number}").next_turn(at)) is not None:
+            target_s = TARGET_S if self.target_every and number % self.target_every == 0 else None
+            if (first := _Agent(self, session, f"session {number}", target_s).next_turn(at)) is not None:
                 yield first
 
 

@@ -29,6 +29,11 @@ from text_generation_router.scheduling.sequence import ScheduledSequence
 
 LEAD = {Priority.SYSTEM: 64_000, Priority.INTERACTIVE: 16_000, Priority.DEFAULT: 0, Priority.BULK: -16_000}
 """Virtual tokens by which a priority is ahead between tenants, and between jobs."""
+AGEING_S = 30.0
+"""Seconds by which a request is due later for each priority level below the first."""
+TARGET_LEAD = 16_000 / AGEING_S
+"""Virtual tokens by which a job is ahead of others for each second that its next sequence is due earlier than by its priority, as
+a target for the first token asks: as many as a priority level gives."""
 WARMTH = 4
 """Tokens by which a job may be ahead of another for each token that its next sequence has less to compute. So a turn goes before cold
 prompts while its context is cached: served in turns, the contexts of all jobs would push each other out of the cache."""
@@ -83,11 +88,13 @@ class Tenant:
 
 
 def _claim(counter: float, sequence: ScheduledSequence) -> float:
-    """Return the virtual tokens by which a job gets its turn: those served, less the lead of a priority, and WARMTH times the work.
+    """Return the virtual tokens by which a job gets its turn: those served, less the leads, and WARMTH times the work.
 
     That of the work is less than LAG, by which new jobs enter behind: so a long prompt is passed by few of them.
     """
-    return counter - LEAD[sequence.request.qos.priority] + min(WARMTH * sequence.work, LAG / 2)
+    priority, due = sequence.request.qos.priority, sequence.queue_key[0]
+    lead = LEAD[priority] + TARGET_LEAD * (sequence.arrived_at + AGEING_S * priority - due)
+    return counter - lead + min(WARMTH * sequence.work, LAG / 2)
 
 
 def _by_claim(tenant: Tenant) -> Key:

@@ -10,8 +10,9 @@
    low priority puts it that far behind, at most.
 3. Within a tenant the same between its jobs, where the key is
 
-       key = tokens served to the job - LEAD[priority] + WARMTH x work of its next sequence, at most LAG / 2
+       key = tokens served to the job - lead of its next sequence + WARMTH x its work, at most LAG / 2
 
+   The lead is that of its priority, and TARGET_LEAD for each second that it is due earlier than by that. The work is there
    so that a turn whose context is cached goes before a cold prompt of equal claim. A sequence that belongs to no job is a job
    of its own, which was served nothing.
 4. Within a job, and between sequences of no job, the earliest due time goes next, ties by arrival.
@@ -28,13 +29,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from text_generation_router.request import QualityOfService, TenantId
-from text_generation_router.scheduling.fairness import Tenant, Tenants
+from text_generation_router.scheduling.fairness import AGEING_S, Tenant, Tenants
 from text_generation_router.scheduling.jobs import PrefixJobs
 from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.sequence import ScheduledSequence
-
-AGEING_S = 30.0
-"""Seconds of waiting that make up for one priority level."""
 
 
 def due_time(qos: QualityOfService, arrived_at: float) -> float:

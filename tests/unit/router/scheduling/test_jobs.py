@@ -64,3 +64,14 @@ def test_a_user_with_one_agent_is_served_beside_one_with_many() -> None:
         rig.submit(words(40 + number, 40), new=10, job="few")
     rig.until_idle()
     assert sorted(rig.placed().index(number) for number in (16, 17, 18))[-1] <= 6
+
+
+def test_a_job_with_a_target_for_its_first_token_goes_ahead_and_not_without_end() -> None:
+    rig = Rig(a_policy(max_batch_size=1), blocks=2000)
+    plain = [rig.submit(words(10 + number, 990), new=10, job=f"plain {number}") for number in range(2)]
+    # They are due 15 s earlier than by their priority: that is worth 8,000 tokens.
+    hurried = [rig.submit(words(20 + number, 990), new=10, job="hurried", first_token_by=45.0) for number in range(14)]
+    rig.until_idle()
+    order = [each for each in rig.placed() if each != plain[0]]
+    assert order[0] in hurried
+    assert 8 <= order.index(plain[1]) <= 10
