@@ -118,10 +118,10 @@ class ReplicaCopies:
         return (load.sequence for load in self._loads.values())
 
     def orders(self, spare: int) -> tuple[Copy, ...]:
-        """Return the copies to begin. Stores leave `spare` blocks of the device available."""
+        """Return the copies to begin. Stores leave `spare` blocks of the device available, but those of sequences that move."""
         ordered, self._ordered = self._ordered, []
         for waiting in self._due():
-            room = self._cache.available - spare
+            room = self._cache.available - (spare if waiting.moved is None else 0)
             if room < waiting.guarded:
                 break
             on_device = self._cache.tree.match(waiting.salt, waiting.key)

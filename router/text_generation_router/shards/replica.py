@@ -242,9 +242,6 @@ class ReplicaConnection:
                 unwanted=self._unwanted,
             )
             self._drain(draining=not good)
-            if self._stopping or self._unwanted:
-                self._context.scheduler.evacuate(self._number)  # engines with ranks have no host cache
-                self._changed.set()
             self._context.dispatch()
 
     def _drain(self, *, draining: bool) -> None:
@@ -345,14 +342,16 @@ class ReplicaConnection:
         context.observer.on_report(
             StepRecord(self._number, report, steps, deliveries, now, updated - parsed, delivered - updated, listeners)
         )
-        context.dispatch()
-        self._boundary.set()
         if report.draining:
             self._stopping = True
             self._apply_health()
-            if self.is_empty:
-                self.stopped = True
-                raise ShardStopped("it has no sequences left")
+        if self._stopping or self._unwanted:  # each time: a load may have ended, or another replica joined
+            scheduler.evacuate(self._number)  # engines with ranks have no host cache
+        context.dispatch()
+        self._boundary.set()
+        if report.draining and self.is_empty:
+            self.stopped = True
+            raise ShardStopped("it has no sequences left")
         if any(map(scheduler.may_have_orders, self.ranks)):
             self._changed.set()
 

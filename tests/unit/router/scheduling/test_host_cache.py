@@ -21,7 +21,7 @@ class World:
     """A scheduler whose replicas compute a prompt in one step, and whose requests have one new token."""
 
     def __init__(self, *specs: ReplicaSpec) -> None:
-        self.scheduler = Scheduler(Policy(4096, 4), len(specs))
+        self.scheduler = Scheduler(Policy(4096, 8), len(specs))
         self.numbers = [0] * len(specs)
         self.requests = 0
         for replica, spec in enumerate(specs):
@@ -156,6 +156,48 @@ def test_only_sequences_that_another_replica_can_hold_move_to_it() -> None:
     world.report()
     (released,) = world.orders().release
     assert dict(orders.prefill)[released] == 40
+
+
+def test_a_sequence_that_moves_is_stored_although_blocks_are_scarce() -> None:
+    world = World(replace(SPEC, num_slots=8, num_blocks=74), replace(SPEC, num_blocks=8))
+    world.scheduler.drain(1)
+    world.submit(range(300, 350))
+    for number in range(1, 8):  # these fit on no other replica
+        world.submit(range(1000 * number, 1000 * number + 140))
+    orders = world.orders()
+    small = next(each.slot for each in orders.placements if len(each.request.prompt) == 50)
+    world.scheduler.update(0, StepOutput(orders.number, prefilled=[(small, 48)]), 0.0)
+    world.scheduler.drain(1, draining=False)
+    world.scheduler.drain(0)
+    world.scheduler.evacuate(0)
+    assert world.orders().release == (small,)
+    world.report()
+    (store,) = world.orders().copies
+    world.scheduler.dispatch()
+    assert not world.scheduler.may_have_orders(1), "it waits for its store"
+    world.report(0, CopyEnd(store.number))
+    world.scheduler.dispatch()
+    (load,) = world.orders(1).copies
+    assert (load.is_load, load.num_blocks) == (True, 3)
+
+
+def test_a_sequence_moves_once_its_load_has_ended() -> None:
+    world = World(SPEC, SPEC)
+    world.scheduler.drain(1)
+    world.compute(range(200))
+    world.scheduler.lose(0)
+    world.scheduler.open(0, SPEC)
+    world.submit(range(210))
+    (load,) = world.orders().copies
+    world.scheduler.drain(1, draining=False)
+    world.scheduler.drain(0)
+    world.scheduler.evacuate(0)
+    assert world.scheduler.serving[0].sequences, "its blocks are being written"
+    world.report(0, CopyEnd(load.number))
+    world.scheduler.evacuate(0)
+    world.scheduler.dispatch()
+    (placement,) = world.scheduler.serving[1].sequences
+    assert placement.cached_tokens == 192
 
 
 def test_replicas_share_the_cache_of_their_host_alone() -> None:
