@@ -39,8 +39,6 @@ class WaitingPrefix:
     """The blocks before each position where a request may continue."""
     moved: ScheduledSequence | None
     """The sequence that goes on elsewhere after the store."""
-    guarded: int = 0
-    """Blocks that its store would have made unavailable, and for which there was no room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +58,6 @@ class PrefixStore:
     """A store under way."""
 
     waiting: WaitingPrefix
-    number: int
     device: Node
     """The locked node at its end on the device."""
     sources: list[list[GroupBlock]]
@@ -121,12 +118,9 @@ class ReplicaCopies:
         """Return the copies to begin. Stores leave `spare` blocks of the device available, but those of sequences that move."""
         ordered, self._ordered = self._ordered, []
         for waiting in self._due():
-            room = self._cache.available - (spare if waiting.moved is None else 0)
-            if room < waiting.guarded:
-                break
             on_device = self._cache.tree.match(waiting.salt, waiting.key)
-            if room < (guarded := on_device.evictable_blocks):
-                waiting.guarded = guarded
+            # A lock makes them unavailable. A sequence that moves had them until now.
+            if waiting.moved is None and self._cache.available - spare < on_device.evictable_blocks:
                 break
             if (copy := self._begin_store(waiting, on_device)) is not None:
                 ordered.append(copy)
@@ -166,12 +160,13 @@ class ReplicaCopies:
 
     # ----------------------------------------------------------------------------------------------------------- loads
 
-    def find(self, sequence: ScheduledSequence, prefix: Prefix) -> tuple[Prefix, Prefix | None]:
-        """Return the part on the device of a longer prefix on the host, and that one; `prefix`, the device's, if there is none."""
-        cache, size = self._cache, self._cache.block_size
+    def find(self, sequence: ScheduledSequence) -> tuple[Prefix, Prefix | None]:
+        """Return the cached prefix of `sequence`; where the host has a longer one, the part on the device, and that one."""
+        cache, size, key = self._cache, self._cache.block_size, self._cache.reusable_key(sequence)
+        prefix = cache.tree.find(sequence.salt, key)
         if cache.host is None or sequence.load_failed:
             return prefix, None
-        key, tree = cache.reusable_key(sequence), self._host.tree
+        tree = cache.host.tree
         # There are states for the checkpoint and for its own.
         has_states = cache.states is None or cache.states.available > 1
         least = size if sequence.requeued else MIN_LOADED_TOKENS
@@ -313,7 +308,6 @@ class ReplicaCopies:
         number = next(self._numbers)
         self._stores[number] = PrefixStore(
             waiting,
-            number,
             lock,
             [list(positions.values()) for positions in wanted],
             base,

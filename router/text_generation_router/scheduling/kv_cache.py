@@ -95,10 +95,6 @@ class KVCache:
         """Do as `cached_tokens`, without the host cache."""
         return self.tree.peek(sequence.salt, self.reusable_key(sequence))
 
-    def find_prefix(self, sequence: ScheduledSequence) -> Prefix:
-        """Return the cached prefix of `sequence`. At least one token is left to compute."""
-        return self.tree.find(sequence.salt, self.reusable_key(sequence))
-
     def lock_prefix(self, sequence: ScheduledSequence, prefix: Prefix, loaded: int = 0) -> None:
         """Give `sequence` the blocks of its cached prefix; `loaded`: blocks of the longer one that is to be loaded, or 0."""
         sequence.prefix_lock, sequence.blocks = lock, _ = self.tree.lock(prefix)

@@ -108,7 +108,7 @@ class ReplicaScheduler:
         cache, tokens, margins = self.cache, sequence.length, self._margins(sequence)
         if self.spec.reserves_max_length:
             tokens, margins = sequence.max_length, (0, 0)
-        prefix, loaded = self.copies.find(sequence, cache.find_prefix(sequence))
+        prefix, loaded = self.copies.find(sequence)
         if not cache.has_room(sequence, prefix, tokens, margins, self.prompts):
             return False
         cache.lock_prefix(sequence, prefix, 0 if loaded is None else loaded.blocks)

@@ -26,6 +26,11 @@ from text_generation_router.shards.convert import (
     top_tokens_by_position,
 )
 
+_ERRORS: dict[FailureCode, type[ServingError]] = {
+    FailureCode.EXPIRED: DeadlineExceeded,
+    FailureCode.GRAMMAR: GrammarFailed,
+    FailureCode.IMAGE: InvalidRequest,
+}
 UNKNOWN_LOGPROB: LogprobJson = b"null"
 """The log-probability of a token in a report without them."""
 
@@ -179,12 +184,6 @@ class Listeners(Delivery[TokenListener]):
 
 def _error_of(failed: Failed) -> ServingError:
     """Return the client's error. An engine's message is passed on only if it is about the request."""
-    if failed.kind is FailureCode.EXPIRED:
-        return DeadlineExceeded(failed.message)
     if failed.kind is FailureCode.STEP:
         return GenerationFailed("the step that computed this request failed")
-    if failed.kind is FailureCode.GRAMMAR:
-        return GrammarFailed(failed.message)
-    if failed.kind is FailureCode.IMAGE:
-        return InvalidRequest(failed.message)
-    return GenerationFailed(failed.message)
+    return _ERRORS.get(failed.kind, GenerationFailed)(failed.message)
