@@ -60,11 +60,7 @@ class PrefixTree:
 
     def peek(self, salt: str, key: bytes) -> int:
         """Return the tokens of the longest cached prefix of `key`, in whole blocks. Change nothing."""
-        root = self._roots.get(salt)
-        if root is None:
-            return 0
-        (_, covered, _, inside), *_ = self._find(root, key)
-        return (covered + inside) // _BYTES_PER_TOKEN
+        return self.find(salt, key).blocks * self._block_bytes // _BYTES_PER_TOKEN
 
     def find(self, salt: str, key: bytes) -> Prefix:
         """Return the longest cached prefix of `key`. Change nothing."""
