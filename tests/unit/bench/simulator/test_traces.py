@@ -22,7 +22,7 @@ SIZES = RequestSizes((5, 50), 20, 60)
 
 
 def scenario_trace(scenario: str, machine: str, seed: int) -> list[Arrival]:
-    seconds = 1200.0 if scenario == "agents" else 4.0
+    seconds = 1200.0 if scenario in ("agents", "targets") else 4.0
     source = ScenarioInput(MACHINES[machine], WORKLOAD_SIZES[machine], 1, seconds, seed, TokenPool(seed))
     return list(islice(SCENARIOS[scenario].build(source).trace, 200))
 
