@@ -225,8 +225,9 @@ evenly (Falcon-H1 without norms alone shares one group among ranks).
 ## Images
 
 These models of text and images are served with the native text part that their config names. Most take images: the vision tower,
-the projector and the image processor are those of transformers (in Pillow and NumPy), on the engine's device. Needed are the packages
-transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json. Otherwise
+the projector and the image processor are those of transformers, on the engine's device. Needed are the packages
+transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json. As in
+transformers, the processor computes with torchvision if that is installed, in half of the time, else with Pillow and NumPy. Otherwise
 the text part alone is served, and the log says why (`the model takes no images`). So does `--max-batch-image-tokens 0`, which saves
 the memory of the tower. With `--num-shard`, rank 0 alone has the tower, and broadcasts the encoded images. Text parts that transformers
 runs take images where these are embeddings and nothing more: `llava`, `llava_next`, `llava_onevision`, `mistral3`, `smolvlm`,
@@ -243,8 +244,8 @@ Gemma 3, up to `max_soft_tokens` in Gemma 4), or the request is refused. On a GP
 models of Gemma 4 with inputs of each layer (E2B, E4B) run by transformers, without images.
 
 As the processors of transformers do, the engine takes no crops in Gemma 3 whatever its `do_pan_and_scan`, divides every image of InternVL
-into tiles, and sizes images of Mistral 3 by the squares of patches that become one token. The processor of Llama 4 is our own, because
-that of transformers needs torchvision: the same tiles, and pixels that differ by at most two of 256 levels, as those of Pillow do.
+into tiles, and sizes images of Mistral 3 by the squares of patches that become one token. Without torchvision, the processor of Llama 4 is
+our own, because that of transformers needs it: the same tiles, and pixels that differ by at most two of 256 levels, as those of Pillow do.
 
 Checked by `tests/unit/shard/torch/test_images.py`: a random checkpoint of each family that takes images gives the logprobs of
 transformers (relative error at most 1e-5, float32, CPU) with up to three pictures of odd sizes; chunk by chunk, preempted, in a second

@@ -330,7 +330,7 @@ class VisionModel:
         if name == "llama4":  # the library's needs torchvision
             self._processor: Any = Llama4ImageProcessor(processor)
         else:
-            self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+            self._processor = AutoImageProcessor.from_pretrained(folder)
 
     def prompt(self, files: Sequence[bytes], start: Sequence[int] = (7, 8, 9, 10)) -> Prompt:
         """Return a prompt with text around and between the pictures in `files`."""

@@ -103,7 +103,7 @@ class EchoEngine(SynchronousEngine):
         step = self.table.rows()
         rows = step.others
         if not rows:
-            return StepResult() if self.table.wait_for_mask() else None
+            return StepResult() if self.table.wait_beside() else None
         started = time.perf_counter()
         sampling = [row.sequence for row in rows if row.samples]
         constrained = [sequence for sequence in sampling if sequence.matcher is not None]

@@ -22,8 +22,9 @@ them; the positions behind are not computed, and later steps overwrite their KV.
 """
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode
@@ -44,8 +45,8 @@ from text_generation_shard.step.sequence import (
 )
 
 NO_DRAFTS: Mapping[int, Draft] = {}
-MASK_WAIT_S = 0.005
-"""Longest wait of an engine without rows for a mask: orders may come meanwhile."""
+WAIT_S = 0.005
+"""Longest wait of an engine without rows for what is computed beside it: orders may come meanwhile."""
 
 
 @dataclass(slots=True)
@@ -195,17 +196,19 @@ class SequenceTable:
         for sequence in late:
             sequence.computed -= 1
 
-    def wait_for_mask(self) -> bool:
-        """Wait a moment if sequences wait for masks that are computed beside the steps; return False if none does."""
-        masks = [
+    def wait_beside(self) -> bool:
+        """Wait a moment if sequences wait for masks, or for images that are decoded again; return False if none does."""
+        awaited: list[Future[Any]] = [
             sequence.matcher.beside
             for sequence in self._others.values()
             # The first mask waits for the prompt instead. A mask that became ready since `rows` counts too.
             if sequence.computed >= sequence.prompt_length
             if sequence.matcher is not None and sequence.matcher.beside is not None
         ]
-        wait(masks, MASK_WAIT_S, FIRST_COMPLETED)
-        return bool(masks)
+        again = (each.pending_images for each in self._chunked if each.is_held and each.images is not None)
+        awaited += filter(None, again)
+        wait(awaited, WAIT_S, FIRST_COMPLETED)
+        return bool(awaited)
 
     def begin(self, rows: StepRows) -> None:
         """Count the positions of a started step as computed."""

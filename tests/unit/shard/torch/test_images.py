@@ -23,6 +23,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.images import RowCache
 from text_generation_shard.engines.torch.models.huggingface.config import EMBEDS_IMAGES
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 from text_generation_shard.progress import StepMonitor
@@ -267,6 +268,35 @@ def test_chunks_wait_for_a_picture_and_add_up(small: tuple[VisionModel, TorchEng
         assert sum(tokens for _, tokens in result.prefilled) + bool(other.finish is None) <= 16 + 5
     assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
     assert text.tokens == vision.greedy(Prompt(text.prompt, ()), 2)
+
+
+def test_a_picture_that_is_no_longer_kept_is_decoded_again_beside_the_steps(
+    small: tuple[VisionModel, TorchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision, engine = small
+    assert engine._images is not None
+    encoder, may_decode = engine._images.encoder, threading.Event()
+    inputs, driver = encoder._inputs, Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
+    driver.admit(prompt.ids, 1, **decoded(engine, prompt))
+    driver.run()
+    admission = decoded(engine, prompt)  # its rows are kept
+    monkeypatch.setattr(encoder, "cached", RowCache(0))
+
+    def decode(data: bytes, number: int) -> object:
+        assert threading.current_thread() is not threading.main_thread()
+        may_decode.wait(10)
+        return inputs(data, number)
+
+    monkeypatch.setattr(encoder, "_inputs", decode)
+    stream, other = driver.admit(prompt.ids, NEW_TOKENS, **admission), driver.admit((9, 8, 7), 5)
+    while not other.is_over:
+        driver.step()
+    assert driver.step() is not None  # it goes on, although there is nothing to compute
+    assert not stream.tokens
+    may_decode.set()
+    driver.run()
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
 
 
 def test_a_session_decodes_the_pictures_of_its_orders(small: tuple[VisionModel, TorchEngine]) -> None:

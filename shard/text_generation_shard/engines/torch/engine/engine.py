@@ -157,7 +157,7 @@ class TorchEngine(SynchronousEngine):
         rows = self._next_rows() if before is None else self._table.rows()
         if not rows and before is None and result is None:
             self._pause()
-            return StepResult(failed=failed) if failed or encoded or self._table.wait_for_mask() else None
+            return StepResult(failed=failed) if failed or encoded or self._table.wait_beside() else None
         launched = (
             self._or_fail(rows, partial(self._launch, rows, began_ahead=before is not None)) if rows else StepResult()
         )

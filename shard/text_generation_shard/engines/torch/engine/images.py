@@ -27,6 +27,8 @@ from text_generation_shard.step.table import SequenceTable
 
 NO_LIMIT = 1 << 40
 """Beyond any position."""
+Inputs = dict[str, Tensor]
+"""The arguments of an encoder for an image, in host memory."""
 
 
 class ImageError(Exception):
@@ -50,8 +52,8 @@ class Picture:
     """The positions in the prompt that its rows take."""
     end: int
     """The position after its last token."""
-    inputs: Callable[[], dict[str, Tensor]]
-    """Returns the arguments of the encoder. Takes long, unless they were computed before."""
+    inputs: Callable[[], "Future[Inputs]"]
+    """Returns the arguments of the encoder, which are computed beside the engine from the first call on."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class ImageEncoder(Protocol):
     def decode(self, new: NewSequence) -> Future[PromptImages]:
         """Decode the images of a sequence beside the engine. Fails with ImageError. May be called from any thread."""
 
-    def encode(self, picture: Picture) -> Tensor:
+    def encode(self, inputs: Inputs, tokens: int) -> Tensor:
         """Return the rows [levels, tokens, hidden] of an image: in the place of embeddings, then what is added after each of the first layers."""
 
     def encode_largest(self) -> Tensor:
@@ -172,11 +174,14 @@ class ImageSteps:
                 while images is not None and sequence.computed + sequence.chunk > sequence.image_limit:
                     picture = images.pictures[images.following]
                     if (rows := self.encoder.cached.get(picture.digest)) is None:
+                        if not (inputs := picture.inputs()).done():  # its rows were kept, and are no longer
+                            sequence.pending_images = inputs
+                            break
                         if tokens and tokens + len(picture.places) > self._budget:
                             return failed, tokens
                         tokens += len(picture.places)
                         self.encoding = len(picture.places)
-                        rows = self.encoder.encode(picture)
+                        rows = self.encoder.encode(inputs.result(), len(picture.places))
                         self.encoder.cached.put(picture.digest, rows)
                     if rows.shape[1] != len(picture.places):
                         raise ImageError(f"an image has {len(picture.places)} placeholders for {rows.shape[1]} rows")
@@ -226,7 +231,7 @@ class ImageSteps:
         row = rows.others[0]
         encoded = self.encoder.encode_largest()[:, : row.length]
         places = np.arange(encoded.shape[1])
-        picture = Picture(b"", places, len(places), dict)
+        picture = Picture(b"", places, len(places), Future)
         row.sequence.images = PromptImages([picture], [0], None, encoded={0: encoded})
 
     def _decoded(self, sequence: StepSequence) -> PromptImages | None:
@@ -241,18 +246,22 @@ class ImageSteps:
                     if isinstance(error, ImageError)
                     else ImageError(f"an image cannot be used: {typed_line(error)}")
                 )
-            sequence.images = images = pending.result()
-            if self._bidirectional:
-                ends = (each.end for each in images.pictures)
-                sequence.whole_images = list(zip(images.starts, ends, strict=True))
-                if (largest := max(end - first for first, end in sequence.whole_images)) > self.most_tokens:
-                    raise ImageError(
-                        f"an image has {largest} tokens, and a step at most {self.most_tokens}: raise --max-batch-prefill-tokens"
-                    )
-            images.skip(sequence.computed)
-            sequence.image_limit = images.limit
+            if sequence.images is None:  # else one of them was decoded again
+                self._take(sequence, pending.result())
         found: PromptImages = sequence.images
         return found
+
+    def _take(self, sequence: StepSequence, images: PromptImages) -> None:
+        sequence.images = images
+        if self._bidirectional:
+            ends = (each.end for each in images.pictures)
+            sequence.whole_images = list(zip(images.starts, ends, strict=True))
+            if (largest := max(end - first for first, end in sequence.whole_images)) > self.most_tokens:
+                raise ImageError(
+                    f"an image has {largest} tokens, and a step at most {self.most_tokens}: raise --max-batch-prefill-tokens"
+                )
+        images.skip(sequence.computed)
+        sequence.image_limit = images.limit
 
 
 def shift_of(sequence: StepSequence) -> int:

@@ -144,7 +144,7 @@ def test_pictures_are_given_to_all_ranks(family: str, tmp_path: Path) -> None:
         driver = Driver(engine, engine.warm_up(limits))
         assert engine._images is not None
         encoder = engine._images.encoder
-        encode, encoder.encode = encoder.encode, lambda picture: picture.inputs()["nothing"]  # type: ignore[method-assign]
+        encode, encoder.encode = encoder.encode, lambda inputs, tokens: inputs["nothing"]  # type: ignore[method-assign]
         failed = driver.admit(prompt.ids, 4, **decoded(engine, prompt))
         driver.run()
         assert failed.failure is not None

@@ -27,6 +27,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, NewSequence
 from text_generation_shard.engines.torch.engine.images import (
     ImageError,
+    Inputs,
     Picture,
     PromptImages,
     RowCache,
@@ -42,13 +43,14 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
     silence,
 )
 from text_generation_shard.engines.torch.models.huggingface.load import loaded, own_memory, random_model
+from text_generation_shard.engines.torch.models.huggingface.pixels import PixelSteps
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint, text_name
 from text_generation_shard.grammar import lower_priority
 from text_generation_shard.image_files import ImageFiles
 from text_generation_shard.json_object import JsonObject
 
 WORKERS = min(max(len(os.sched_getaffinity(0)) // 2, 2), 8)
-"""Images that are decoded and processed at a time. One of 1,000 x 1,000 pixels takes 0.1 s of a CPU."""
+"""Images that are decoded and processed at a time."""
 MAX_GRIDS = 1 << 14
 """Most images of which the size in patches is kept."""
 TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
@@ -64,7 +66,7 @@ class LibraryImages:
 
     def __init__(self, model: LibraryModel, processor: Callable[..., Any], device: torch.device) -> None:
         self._model = model
-        self._processor = processor
+        self._pixels = PixelSteps(processor)
         self._device = device
         self._token_id = int(model.config.image_token_id)
         self.rotates = hasattr(model.base_model, "get_rope_index")
@@ -72,8 +74,8 @@ class LibraryImages:
         self._grids: dict[bytes, Tensor] = {}
         """int64 [1, 3]: the size of images in patches, for their rotary positions."""
         self._files = LifoQueue[ImageFiles]()
-        """The decoders that are free: those of the threads, and one for `encode`, which does not wait for them."""
-        for _ in range(WORKERS + 1):
+        """The decoders that are free."""
+        for _ in range(WORKERS):
             self._files.put(ImageFiles(_warn))
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
 
@@ -82,14 +84,12 @@ class LibraryImages:
         self._pool.submit(self._advance, self._decoded(new), images)
         return images
 
-    def encode(self, picture: Picture) -> Tensor:
+    def encode(self, inputs: Inputs, tokens: int) -> Tensor:
         dtype = self._model.dtype
-        inputs = {
-            name: each.to(self._device, dtype if each.is_floating_point() else None)
-            for name, each in picture.inputs().items()
-        }
+        values = self._pixels.ended(inputs, self._device)
+        inputs = {name: each.to(dtype) if each.is_floating_point() else each for name, each in values.items()}
         # The library drops the dimension of one row of Pixtral's, not of two.
-        if is_single := len(picture.places) == 1:
+        if is_single := tokens == 1:
             inputs = {name: torch.cat([each, each]) for name, each in inputs.items()}
         output = self._model.get_image_features(**inputs)
         added = getattr(output, "deepstack_features", None) or ()
@@ -101,9 +101,7 @@ class LibraryImages:
 
     def encode_largest(self) -> Tensor:
         side = LARGEST_SIDE[self._device.type]
-        return self.encode(
-            Picture(b"", np.empty(0, np.int64), 0, partial(self._processed, Image.new("RGB", (side, side))))
-        )
+        return self.encode(self._pixels.begun(Image.new("RGB", (side, side))), 0)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -132,13 +130,13 @@ class LibraryImages:
             is_image[span] = ids[span] == self._token_id
             if hashlib.sha256(media.data).digest() != media.digest:
                 raise ImageError(f"image {number} has another digest than its data")
-            inputs = partial(self._inputs, media.data, number)
+            inputs: Callable[[], Future[Inputs]] = cache(partial(self._pool.submit, self._inputs, media.data, number))
             is_computed = media.end <= new.computed_tokens or media.digest in self.cached
             if not is_computed or (self.rotates and media.digest not in self._grids):
-                values = inputs()
+                values = self._inputs(media.data, number)
                 if self.rotates:
                     self._keep_grid(media.digest, values["image_grid_thw"])
-                inputs = partial(dict, values)
+                inputs = partial(_done, values)
             places = media.offset + np.flatnonzero(is_image[span])
             pictures.append(Picture(media.digest, places, media.end, inputs))
             yield
@@ -150,7 +148,7 @@ class LibraryImages:
         if len(self._grids) > MAX_GRIDS:
             self._grids.pop(next(iter(self._grids)), None)
 
-    def _inputs(self, data: bytes, number: int) -> dict[str, Tensor]:
+    def _inputs(self, data: bytes, number: int) -> Inputs:
         """Return the arguments of the encoder for a file. Raises UnreadableImage."""
         try:
             files = self._files.get()
@@ -158,12 +156,9 @@ class LibraryImages:
                 size, pixels = files.decode(data)
             finally:
                 self._files.put(files)
-            return self._processed(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1))
+            return self._pixels.begun(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1))
         except Exception as error:  # noqa: BLE001 – decoders and processors raise errors of many kinds
             raise UnreadableImage(f"image {number} cannot be read: {one_line(error)}") from None
-
-    def _processed(self, image: Image.Image) -> dict[str, Tensor]:
-        return dict(self._processor(images=[image], return_tensors="pt"))
 
     def _rotary_positions(
         self, ids: NDArray[np.int64], is_image: NDArray[np.bool_], digests: Sequence[bytes]
@@ -187,6 +182,12 @@ class LibraryImages:
 def _warn(refused: str) -> None:
     """Log once what the kernel refused."""
     log.warning("decoders of images are not fully confined", refused=refused)
+
+
+def _done(inputs: Inputs) -> Future[Inputs]:
+    done: Future[Inputs] = Future()
+    done.set_result(inputs)
+    return done
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:

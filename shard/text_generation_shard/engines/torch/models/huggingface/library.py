@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
-from transformers.utils import logging
+from transformers.utils import is_torchvision_available, logging
 
 from text_generation_shard.engines.torch.models.huggingface.llama4_images import Llama4ImageProcessor
 
@@ -136,10 +136,13 @@ def image_part(whole: LibraryConfig) -> LibraryModel:
 
 
 def image_processor(folder: Path, whole: LibraryConfig) -> Callable[..., Any]:
-    """Return the processor of images of the model in a folder, by Pillow and NumPy, as its processor of texts and images calls it."""
-    if whole.model_type == "llama4":
+    """Return the processor of images of the model in a folder, as its processor of texts and images calls it.
+
+    As in the library, it computes with torchvision if that is installed, else with Pillow and NumPy.
+    """
+    if whole.model_type == "llama4" and not is_torchvision_available():
         return Llama4ImageProcessor(ImageProcessingMixin.get_image_processor_dict(folder)[0])
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
+    processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)  # type: ignore[no-untyped-call]
     settings = PROCESSOR_SETTINGS.get(whole.model_type, {})
     if whole.vision_config.model_type == "pixtral":
         # Sides are multiples of the squares that become one token.
