@@ -198,7 +198,7 @@ class LauncherConfig(
         if self.num_shard is not None and self.num_shard < 1:
             raise ValueError("`num_shard` cannot be < 1")
         for adapter in parse_adapters(self.lora_adapters):
-            if adapter.name in (self.model_id, *self.served_model_name):
+            if adapter.name in (self.model_id, self.model_id.rpartition("/")[2], *self.served_model_name):
                 raise ValueError(f"`lora_adapters`: {adapter.name} is the name of the model itself")
         self._check_nodes()
         self._check_hosts()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 _ENTRY = re.compile(r"(?P<name>[^=@]+)(=(?P<source>[^=@]+))?(@(?P<revision>[^=@]+))?")
 MAX_NAME_LENGTH = 256
 """Characters of a name."""
+MODEL_NAMES = frozenset({"tgi", "dummy", "default", "model"})
+"""Names that clients give to the model where a server has one: TGI's clients, huggingface_hub, SGLang's and other examples."""
 MAX_ADAPTERS = 1024
 """Adapters of one shard."""
 
@@ -40,6 +42,8 @@ def parse_adapters(text: str) -> tuple[AdapterSource, ...]:
         name, source, revision = ((part or "").strip() for part in found.group("name", "source", "revision"))
         if not is_adapter_name(name):
             raise ValueError(f"invalid LoRA adapter name {name[:MAX_NAME_LENGTH]!r}")
+        if name in MODEL_NAMES:
+            raise ValueError(f"the LoRA adapter name {name} is a name of the model itself")
         if name in adapters:
             raise ValueError(f"duplicate LoRA adapter {name}")
         adapters[name] = AdapterSource(name, source or name, revision)

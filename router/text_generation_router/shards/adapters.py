@@ -100,6 +100,8 @@ class ReplicaAdapters:
 
     async def _load(self, name: str, path: str) -> ServingError | None:
         """Return the error of a load that failed."""
+        if name in self._leaving and not self._is_used(name):
+            await self._drop(name)
         async with self._changing:
             if name in self._leaving:
                 return InvalidRequest(f"The lora adapter '{name}' is being unloaded.", param="lora_name")
@@ -124,8 +126,7 @@ class ReplicaAdapters:
         async with asyncio.TaskGroup() as self._tasks:
             while True:
                 await self._look.wait()
-                used = {each.request.adapter for each in self._scheduler.requests.values()}
-                for name in [each for each in self._leaving if each not in used]:
+                for name in [each for each in self._leaving if not self._is_used(each)]:
                     await self._drop(name)
                 await asyncio.sleep(LOOK_S)
                 if not self._leaving:
@@ -133,6 +134,8 @@ class ReplicaAdapters:
 
     async def _drop(self, name: str) -> None:
         async with self._changing:
+            if name not in self._leaving:
+                return
             self._paths.pop(name, None)
             self._unloaded.add(name)
             for code, reason in await self._on_all(name, None):
@@ -142,6 +145,9 @@ class ReplicaAdapters:
             self._on_unloaded(name)
             del self._leaving[name]
         log.info("LoRA adapter unloaded", adapter=name)
+
+    def _is_used(self, name: str) -> bool:
+        return any(each.request.adapter == name for each in self._scheduler.requests.values())
 
     async def _on_all(self, name: str, path: str | None) -> list[Error]:
         """Load or unload an adapter on all replicas at once; return the errors."""

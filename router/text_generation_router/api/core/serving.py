@@ -177,8 +177,8 @@ class Serving:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter on all replicas. Raises ServingError."""
-        if name in self.settings.model_names:
-            raise InvalidRequest(f"`lora_name` is the name of the model itself: {name}")
+        if self.settings.is_model(name):
+            raise InvalidRequest(f"`lora_name` is a name of the model itself: {name}")
         if not is_adapter_name(name):
             raise InvalidRequest("`lora_name` must be printable, without comma, `=` and `@`")
         await self.cluster.set_adapter(name, path)

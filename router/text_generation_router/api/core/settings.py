@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from text_generation_common.lora import MODEL_NAMES
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.config import RouterConfig
 from text_generation_router.web.body_reader import BODY_S
 
 MODEL_ALIAS = "tgi"
 """The name that TGI's clients give to any model."""
-PLACEHOLDERS = frozenset({MODEL_ALIAS, "dummy", "default", "model"})
-"""Names that clients send where a server has one model: TGI's clients, huggingface_hub, SGLang's and other examples."""
 ANY_NAME = "*"
 """As one of `--served-model-name`: requests may name any model."""
 
@@ -85,11 +84,14 @@ class Settings:
         None, "", placeholders, single letters, as load generators send them, and the URL of the server, as
         @huggingface/inference sends it, name no model. The last part of the model's name may stand for it.
         """
-        if not name or len(name) == 1 or name in PLACEHOLDERS or name.startswith(("http://", "https://")):
+        if not name or len(name) == 1 or name.startswith(("http://", "https://")):
             return True
+        return self.is_model(name) or self.takes_any_name
+
+    def is_model(self, name: str) -> bool:
+        """Return True for a name of the model, which no adapter may have."""
         config = self.config
-        names = (self.model_id, self._short_name, config.model_path, *config.served_model_name)
-        return name in names or self.takes_any_name
+        return name in {self.model_id, self._short_name, config.model_path, *config.served_model_name, *MODEL_NAMES}
 
     @property
     def model_names(self) -> tuple[str, ...]:
