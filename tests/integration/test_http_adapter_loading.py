@@ -84,8 +84,9 @@ async def test_another_adapter_under_the_name_finds_no_cached_prompts(demo_model
 
         assert (await load(stack, "sql", "sql")).status == 200
         assert (await cached(), await cached() > 100) == (0, True)
-        await unload(stack, "sql")
-        assert (await load(stack, "sql", "deep/french")).status == 200
+        for path in ("sql", "deep/french"):
+            await unload(stack, "sql")
+            assert (await load(stack, "sql", path)).status == 200
         assert await cached() == 0
 
 
