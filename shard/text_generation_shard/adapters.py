@@ -24,6 +24,8 @@ MAX_RANK = 1024
 """Limit of `r`, and of the rank of each matrix."""
 DEFAULT_RANK = 16
 """Limit of the rank where no adapter is given at the start."""
+MATCH_S = 0.1
+"""Seconds of matching an expression with a name. A hostile one would not end."""
 FROM_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"})
 """Modules whose input is the hidden state."""
 REFUSED = {
@@ -44,7 +46,6 @@ BASE = "base_model.model."
 """Before the names of modules in an adapter's file."""
 
 _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_PLAIN = re.compile(r"\^?[\w.]+")
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
@@ -161,7 +162,7 @@ class _Scales:
 
     alpha: float
     alphas: Mapping[str, float]
-    """The lora_alpha of modules that have their own, by the name or its end."""
+    """The lora_alpha of modules that have their own, by an expression of the name or of its end."""
     rank_stabilized: bool
 
     @classmethod
@@ -169,8 +170,6 @@ class _Scales:
         alpha, alphas = settings.number("lora_alpha"), {}
         if settings.get("alpha_pattern"):
             for pattern in settings.inner("alpha_pattern").values:
-                if not _PLAIN.fullmatch(pattern):
-                    raise settings.error(f"alpha_pattern: {pattern!r} is not the name of modules, or the end of it")
                 alphas[pattern] = settings.merged({"lora_alpha": settings.get("alpha_pattern")[pattern]}).number(
                     "lora_alpha"
                 )
@@ -183,8 +182,13 @@ class _Scales:
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Return True if the pattern is the name or its end after a dot; with ^ in front only if it is the name."""
-    return pattern.removeprefix("^") == name or name.endswith(f".{pattern}")
+    """Return True if the name, or its end after a dot, matches the regular expression, as in PEFT. Raises EngineError."""
+    import regex  # an engine brings it, as safetensors
+
+    try:
+        return regex.match(rf"(.*\.)?({pattern})$", name, timeout=MATCH_S, concurrent=True) is not None
+    except (regex.error, TimeoutError) as error:
+        raise EngineError(f"{CONFIG}: alpha_pattern has {pattern[:100]!r}: {one_line(error)}") from None
 
 
 def _changes(folder: Path, model: JsonObject, scales: "_Scales") -> Mapping[str, LoraModule]:

@@ -100,7 +100,8 @@ def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
         ("biases", {"bias": "all"}, WEIGHTS),
         ("modules_to_save", {"modules_to_save": ["lm_head"]}, WEIGHTS),
         ("DoRA", {"use_dora": True}, WEIGHTS),
-        ("alpha_pattern: '(q|v)_proj' is not the name", {"alpha_pattern": {"(q|v)_proj": 4}}, WEIGHTS),
+        ("alpha_pattern has '(q': missing )", {"alpha_pattern": {"(q": 4}}, WEIGHTS),
+        ("regex timed out", {"alpha_pattern": {r"(.|.)*\d\d": 4}}, WEIGHTS),
         ("lora_alpha is 'a'", {"alpha_pattern": {"q_proj": "a"}}, WEIGHTS),
         ("target_parameters", {"target_parameters": ["mlp.experts.down_proj"]}, WEIGHTS),
         ("rank 8 and lora_B of rank 4", {}, WEIGHTS | {f"{LAYER}B.weight": (64, 4)}),
@@ -142,6 +143,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, damage: bytes) -> None:
         ({"alpha_pattern": {"self_attn.q_proj": 4, "q_proj": 3}}, 0.5),
         ({"alpha_pattern": {"^q_proj": 4, "^model.layers.1.self_attn.q_proj": 8}}, 1),
         ({"alpha_pattern": {"_proj": 4}}, 2),
+        ({"alpha_pattern": {r".*layers\.[1-3]\..*_proj": 4}}, 0.5),
     ],
 )
 def test_scales_are_those_of_peft(tmp_path: Path, settings: dict[str, Any], scale: float) -> None:
