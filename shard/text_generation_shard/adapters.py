@@ -46,7 +46,8 @@ BASE = "base_model.model."
 """Before the names of modules in an adapter's file."""
 
 _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
+_LAYER = re.compile(r"(?!.*(?:vision|visual|audio)).*\.layers\.(\d{1,6})\.")
+"""Of the decoder: its sizes are not those of towers for images and sounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +205,10 @@ def _changes(folder: Path, model: JsonObject, scales: "_Scales") -> Mapping[str,
         ranked, width = shape if found["side"] == "A" else shape[::-1]
         if ranked > MAX_RANK:
             raise EngineError(f"{path}: the rank of {key} is {ranked}, more than {MAX_RANK}")
-        if hidden is not None and found["side"] == "A" and module in FROM_HIDDEN and width != hidden:
+        layer = _LAYER.match(key)
+        if hidden and layer and found["side"] == "A" and module in FROM_HIDDEN and width != hidden:
             raise EngineError(f"{path}: {key} is for a model with hidden_size {width}, and this one has {hidden}")
-        layer = _LAYER.search(key)
-        if layers is not None and layer is not None and int(layer[1]) >= layers:
+        if layers and layer and int(layer[1]) >= layers:
             raise EngineError(f"{path}: {key} is for a model with more layers than the {layers} of this one")
         modules.setdefault(found["module"], {})[found["side"]] = shape
     if not modules:

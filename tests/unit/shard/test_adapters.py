@@ -82,6 +82,8 @@ def test_a_named_pipe_in_place_of_the_weights_is_refused(tmp_path: Path) -> None
 def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
     other = "base_model.model.model.layers.0.mlp.down_proj.lora_"
     weights = WEIGHTS | {f"{other}A.weight": (16, 256), f"{other}B.weight": (64, 16)}
+    tower = "base_model.model.model.vision_tower.encoder.layers.5.self_attn.q_proj.lora_"
+    weights |= {f"{tower}A.weight": (16, 32), f"{tower}B.weight": (32, 16)}  # the engine says whether it can
     [adapter] = read_adapters(a_folder(tmp_path, weights=weights))
     assert (adapter.name, adapter.folder) == ("sql", tmp_path / "adapter")
     assert (adapter.rank, adapter.modules) == (16, {"q_proj", "down_proj"})
