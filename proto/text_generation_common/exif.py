@@ -5,7 +5,7 @@ from struct import error, unpack_from
 
 
 def orientation(exif: bytes) -> int:
-    """Return the orientation that the EXIF segments of a JPEG tell, 1 (upright) to 8; 1 if they tell none.
+    """Return the orientation that the EXIF data of an image tell, 1 (upright) to 8; 1 if they tell none.
 
     From 5 on, width and height of the upright image are height and width of the stored one.
     """

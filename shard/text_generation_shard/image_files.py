@@ -53,8 +53,9 @@ def decoder(_: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]]:
             raise ValueError("it is no PNG, JPEG, WebP or GIF") from None
         if (pixels := image.width * image.height) > MAX_PIXELS:
             raise ValueError(f"it has {pixels} pixels, more than {MAX_PIXELS}")
-        # The router counts the tokens by the size in the header and the same orientation, which it reads in JPEGs.
-        turn = turns[orientation(image.info.get("exif", b"")) - 1] if data.startswith(b"\xff\xd8") else None
+        image.load()
+        # The router counts the tokens by the size in the header and the same orientation.
+        turn = turns[orientation(image.info.get("exif", b"")) - 1]
         colors = image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
         upright = colors if turn is None else colors.transpose(turn)
         return SIZE.pack(*upright.size) + upright.tobytes()

@@ -55,7 +55,7 @@ def image_size(data: bytes, max_pixels: int) -> Size:
 
 
 def _png(data: bytes) -> Size:
-    size, at, has_data = (0, 0), 8, False
+    size, at, has_data, exif = (0, 0), 8, False, b""
     while True:
         length, kind = unpack_from(">I4s", data, at)
         if (at == 8) != (kind == b"IHDR"):
@@ -66,13 +66,15 @@ def _png(data: bytes) -> Size:
         match kind:
             case b"IHDR":
                 size = unpack_from(">II", data, 16)
+            case b"eXIf":
+                exif = data[at - 4 - length : at - 4]
             case b"acTL":
                 raise BadImage(ANIMATED)
             case b"IDAT":
                 has_data = True
             case b"IEND":
                 break
-    return _whole(size if has_data else (0, 0), at, data)
+    return _upright(_whole(size if has_data else (0, 0), at, data), exif)
 
 
 def _jpeg(data: bytes) -> Size:
@@ -100,15 +102,14 @@ def _jpeg(data: bytes) -> Size:
             at, scans = found.start(), scans + 1
             if scans > MAX_SCANS:
                 raise BadImage(f"it is a JPEG of more than {MAX_SCANS} scans")
-    width, height = size if size and scans else (0, 0)
-    return (height, width) if orientation(exif) >= 5 else (width, height)
+    return _upright(size if size and scans else (0, 0), exif)
 
 
 def _webp(data: bytes) -> Size:
     if data[8:12] != b"WEBP":
         raise BadImage("it is no WebP")
     end = 8 + int.from_bytes(data[4:8], "little")
-    canvas, size, at = None, None, 12
+    canvas, size, at, exif = None, None, 12, b""
     while at < end:
         kind, length = unpack_from("<4sI", data, at)
         start = at + 8
@@ -116,7 +117,8 @@ def _webp(data: bytes) -> Size:
             raise BadImage("it is a WebP of several images")
         match kind:
             case b"VP8X":
-                if data[start] & 2:
+                flags = data[start]
+                if flags & 2:
                     raise BadImage(ANIMATED)
                 canvas = tuple(1 + int.from_bytes(data[side : side + 3], "little") for side in (start + 4, start + 7))
             case b"VP8 ":
@@ -125,10 +127,12 @@ def _webp(data: bytes) -> Size:
             case b"VP8L":
                 bits = unpack_from("<I", data, start + 1)[0]
                 size = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+            case b"EXIF" if canvas and flags & 8 and not exif:
+                exif = data[start : start + length]
         at = start + length + length % 2
     if canvas is not None and canvas != size:
         raise BadImage("its headers tell different sizes")
-    return _whole(size or (0, 0), end, data)
+    return _upright(_whole(size or (0, 0), end, data), exif)
 
 
 def _gif(data: bytes) -> Size:
@@ -154,6 +158,10 @@ def _gif(data: bytes) -> Size:
 def _gif_colors(flags: int) -> int:
     """Return the bytes of the color table that `flags` announce."""
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def _upright(size: Size, exif: bytes) -> Size:
+    return size[::-1] if orientation(exif) >= 5 else size
 
 
 def _whole(size: Size, end: int, data: bytes) -> Size:

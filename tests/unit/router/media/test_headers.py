@@ -40,8 +40,9 @@ def test_the_size_is_that_of_the_upright_photo(turned: int | None) -> None:
         exif[0x0112] = turned
     for endian in ("<", ">"):
         exif.endian = endian
-        file = picture(13, 7, kind="JPEG", exif=exif)
-        assert image_size(file, MOST) == ImageOps.exif_transpose(Image.open(io.BytesIO(file))).size
+        for kind in ("JPEG", "PNG", "WEBP"):
+            file = picture(13, 7, kind=kind, exif=exif)
+            assert image_size(file, MOST) == ImageOps.exif_transpose(Image.open(io.BytesIO(file))).size
     cut_off = picture(13, 7, kind="JPEG", exif=exif.tobytes()[:-30])
     assert image_size(cut_off, MOST) in ((13, 7), (7, 13))
 

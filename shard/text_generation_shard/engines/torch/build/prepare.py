@@ -162,8 +162,12 @@ def longest_draft(config: ShardConfig, device: torch.device, *, has_states: bool
 def max_images(config: ShardConfig, model_config: ModelDescription) -> int:
     """Return the images that a prompt may have; logs why a model of images takes none."""
     most = model_config.max_images if config.max_batch_image_tokens else 0
-    if not most or config.rank:  # rank 0 alone has the encoder, and decides
+    if config.rank:  # rank 0 alone has the encoder, and decides
         return most
+    if not most:
+        if config.max_batch_image_tokens and JsonObject.read(Path(config.model_path)).get("vision_config"):
+            log.warning("the model takes no images", reason="those of its family are not supported")
+        return 0
     missing = [name for name in ("transformers", "PIL") if find_spec(name) is None]
     reason = ""
     if missing:
