@@ -318,6 +318,15 @@ def test_a_session_decodes_the_pictures_of_its_orders(small: tuple[VisionModel, 
     assert tokens == vision.greedy(prompt, NEW_TOKENS)
 
 
+def test_a_pixel_that_waits_has_a_byte_for_each_color(vision: VisionModel, engine: TorchEngine) -> None:
+    assert engine._images is not None
+    encoder, file = engine._images.encoder, picture(90, 50)
+    begun, expected = encoder._inputs(file, 1), vision._inputs([file])
+    assert begun["pixel_values"].dtype == torch.uint8
+    ended = encoder._pixels.ended(begun, torch.device("cpu"))
+    assert (ended["pixel_values"] - expected["pixel_values"]).abs().max() <= 1e-6
+
+
 @pytest.mark.parametrize("file_format", [full("JPEG"), "WEBP", full("GIF")])
 def test_formats(small: tuple[VisionModel, TorchEngine], file_format: str) -> None:
     vision, engine = small

@@ -108,20 +108,21 @@ class LibraryImages:
         while not self._files.empty():
             self._files.get().close()
 
-    def _advance(self, pictures: Generator[None, None, PromptImages], images: Future[PromptImages]) -> None:
-        """Decode the next picture of a prompt; then it is the turn of the other prompts. One that is cancelled ends."""
+    def _advance(
+        self, pictures: Generator[Future[Inputs], None, PromptImages], images: Future[PromptImages], _: object = None
+    ) -> None:
+        """Decode the next picture of a prompt when it is its turn. A prompt that is cancelled ends."""
         with suppress(InvalidStateError):
             try:
                 if not images.cancelled():
-                    next(pictures)
-                    self._pool.submit(self._advance, pictures, images)
+                    next(pictures).add_done_callback(partial(self._advance, pictures, images))
             except StopIteration as end:
                 images.set_result(end.value)
             except Exception as error:  # noqa: BLE001 – the engine sees it in the future
                 images.set_exception(error)
 
-    def _decoded(self, new: NewSequence) -> Generator[None, None, PromptImages]:
-        """Decode the pictures of a prompt, one in each step of the generator. Raises ImageError."""
+    def _decoded(self, new: NewSequence) -> Generator[Future[Inputs], None, PromptImages]:
+        """Decode the pictures of a prompt, each when the generator goes on. Raises ImageError."""
         ids = np.array(new.prompt)
         is_image = np.zeros(len(ids), dtype=bool)
         pictures: list[Picture] = []
@@ -130,16 +131,15 @@ class LibraryImages:
             is_image[span] = ids[span] == self._token_id
             if hashlib.sha256(media.data).digest() != media.digest:
                 raise ImageError(f"image {number} has another digest than its data")
-            inputs: Callable[[], Future[Inputs]] = cache(partial(self._pool.submit, self._inputs, media.data, number))
+            inputs = cache(partial(self._pool.submit, self._inputs, media.data, number))
             is_computed = media.end <= new.computed_tokens or media.digest in self.cached
             if not is_computed or (self.rotates and media.digest not in self._grids):
-                values = self._inputs(media.data, number)
+                yield inputs()
+                values = inputs().result()
                 if self.rotates:
                     self._keep_grid(media.digest, values["image_grid_thw"])
-                inputs = partial(_done, values)
             places = media.offset + np.flatnonzero(is_image[span])
             pictures.append(Picture(media.digest, places, media.end, inputs))
-            yield
         positions, shift = self._rotary_positions(ids, is_image, [each.digest for each in new.media])
         return PromptImages(pictures, [media.offset for media in new.media], positions, shift)
 
@@ -182,12 +182,6 @@ class LibraryImages:
 def _warn(refused: str) -> None:
     """Log once what the kernel refused."""
     log.warning("decoders of images are not fully confined", refused=refused)
-
-
-def _done(inputs: Inputs) -> Future[Inputs]:
-    done: Future[Inputs] = Future()
-    done.set_result(inputs)
-    return done
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -14,12 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-LEFT_OUT: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
-ONE_FRAME = {"temporal_patch_size": 1}
-"""For the processor of Qwen. With that of GLM, the size of an image depends on its frames."""
 CHECKED = (70, 45), (31, 90)
 """Sizes of the images of which both results are compared."""
-HOST = torch.device("cpu")
 
 
 class PixelSteps:
@@ -28,18 +24,20 @@ class PixelSteps:
     def __init__(self, processor: Callable[..., Any]) -> None:
         self._processor = processor
         self._settings: dict[str, Any] = {}
-        owner = processor.func if isinstance(processor, partial) else processor
-        one_frame = type(owner).__name__.startswith("Qwen2VL")
+        owner: Any = processor.func if isinstance(processor, partial) else processor
         draw = np.random.default_rng(0)
         images = [Image.fromarray(draw.integers(0, 256, (*size, 3), np.uint8)) for size in CHECKED]
         expected = [self.begun(image) for image in images]
         with suppress(Exception):  # a processor of another form
-            self._frames: int = owner.temporal_patch_size if one_frame else 1
+            # With the processor of GLM, the size of an image depends on its frames.
+            frames = {"temporal_patch_size": 1} if type(owner).__name__.startswith("Qwen2VL") else {}
+            self._frames: int = owner.temporal_patch_size if frames else 1
             self._scale = owner.rescale_factor if owner.do_rescale else 1.0
             parts = (owner.image_mean, owner.image_std) if owner.do_normalize else (0.0, 1.0)
             self._mean, self._deviation = (torch.tensor(each).view(-1, 1, 1) for each in parts)
-            self._settings = LEFT_OUT | (ONE_FRAME if one_frame else {})
-            if all(_same(self.ended(self.begun(each)), whole) for each, whole in zip(images, expected, strict=True)):
+            self._settings = {"do_rescale": False, "do_normalize": False, **frames}
+            found = [self.ended(self.begun(image), torch.device("cpu")) for image in images]
+            if all(map(_is_same, found, expected)):
                 return
         self._settings = {}
 
@@ -50,7 +48,7 @@ class PixelSteps:
             values["pixel_values"] = values["pixel_values"].to(torch.uint8)
         return values
 
-    def ended(self, begun: dict[str, Tensor], device: torch.device = HOST) -> dict[str, Tensor]:
+    def ended(self, begun: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Return the arguments of the encoder."""
         values = {name: each.to(device) for name, each in begun.items()}
         if self._settings:
@@ -63,8 +61,5 @@ class PixelSteps:
         return values
 
 
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        each.shape == found[name].shape and torch.allclose(found[name], each, rtol=0.0, atol=1e-6)
-        for name, each in expected.items()
-    )
+def _is_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(found[name].float(), each.float(), 0.0, 1e-6) for name, each in expected.items())
