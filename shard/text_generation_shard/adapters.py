@@ -46,8 +46,8 @@ BASE = "base_model.model."
 """Before the names of modules in an adapter's file."""
 
 _WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_LAYER = re.compile(r"(?!.*(?:vision|visual|audio)).*\.layers\.(\d{1,6})\.")
-"""Of the decoder: its sizes are not those of towers for images and sounds."""
+_LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
+_TOWER = re.compile("vision|visual|audio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +205,11 @@ def _changes(folder: Path, model: JsonObject, scales: "_Scales") -> Mapping[str,
         ranked, width = shape if found["side"] == "A" else shape[::-1]
         if ranked > MAX_RANK:
             raise EngineError(f"{path}: the rank of {key} is {ranked}, more than {MAX_RANK}")
-        layer = _LAYER.match(key)
-        if hidden and layer and found["side"] == "A" and module in FROM_HIDDEN and width != hidden:
+        if _TOWER.search(key):
+            raise EngineError(f"{path}: {key} is of a tower: adapters change the decoder alone")
+        if hidden and found["side"] == "A" and module in FROM_HIDDEN and width != hidden:
             raise EngineError(f"{path}: {key} is for a model with hidden_size {width}, and this one has {hidden}")
+        layer = _LAYER.search(key)
         if layers and layer and int(layer[1]) >= layers:
             raise EngineError(f"{path}: {key} is for a model with more layers than the {layers} of this one")
         modules.setdefault(found["module"], {})[found["side"]] = shape

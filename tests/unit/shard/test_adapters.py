@@ -82,8 +82,6 @@ def test_a_named_pipe_in_place_of_the_weights_is_refused(tmp_path: Path) -> None
 def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
     other = "base_model.model.model.layers.0.mlp.down_proj.lora_"
     weights = WEIGHTS | {f"{other}A.weight": (16, 256), f"{other}B.weight": (64, 16)}
-    tower = "base_model.model.model.vision_tower.encoder.layers.5.self_attn.q_proj.lora_"
-    weights |= {f"{tower}A.weight": (16, 32), f"{tower}B.weight": (32, 16)}  # the engine says whether it can
     [adapter] = read_adapters(a_folder(tmp_path, weights=weights))
     assert (adapter.name, adapter.folder) == ("sql", tmp_path / "adapter")
     assert (adapter.rank, adapter.modules) == (16, {"q_proj", "down_proj"})
@@ -114,6 +112,7 @@ def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
         ("hidden_size 128, and this one has 64", {}, {f"{LAYER}A.weight": (8, 128), f"{LAYER}B.weight": (64, 8)}),
         ("more layers than the 2", {}, {key.replace("layers.1", "layers.2"): shape for key, shape in WEIGHTS.items()}),
         ("not a weight of a LoRA adapter", {}, WEIGHTS | {"base_model.model.lm_head.weight": (9, 64)}),
+        ("is of a tower", {}, {key.replace("model.layers", "visual.layers"): shape for key, shape in WEIGHTS.items()}),
         ("is not a matrix", {}, {f"{LAYER}A.weight": (8,)}),
     ],
 )

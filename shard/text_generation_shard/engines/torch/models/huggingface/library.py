@@ -23,7 +23,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
-from transformers.utils import is_torchvision_available, logging
+from transformers.utils import logging
+from transformers.utils.import_utils import is_torchvision_available
 
 from text_generation_shard.engines.torch.models.huggingface.llama4_images import Llama4ImageProcessor
 
