@@ -21,6 +21,8 @@ from text_generation_router.media.headers import BadImage
 
 FETCH_S = 10.0
 """Seconds in which an image must have arrived, redirects included."""
+MAX_URL = 4096
+"""Characters of a URL. To parse a million takes a second, in which no stream goes on."""
 MAX_REDIRECTS = 3
 MAX_CONNECTIONS = 64
 """Connections to other servers at a time; further images wait for one."""
@@ -93,6 +95,8 @@ class Fetcher:
 
     async def fetch(self, url: str, hold: Callable[[int], None]) -> bytes:
         """Return the file at `url`. `hold` is called before so many bytes more are kept, and may raise. Raises BadImage."""
+        if len(url) > MAX_URL:
+            raise BadImage(f"its URL has more than {MAX_URL} characters")
         try:
             async with asyncio.timeout(FETCH_S):
                 return await self._fetch(self._checked(URL(url)), hold)

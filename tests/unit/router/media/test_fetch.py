@@ -104,6 +104,7 @@ async def test_other_hosts_ports_and_schemes_are_refused() -> None:
         ):
             assert "its URL is not supported" in await refusal(made, url), url
             assert not made.allows(url) or "to=" in url
+        assert await refusal(made, "http://a.example/" + "%" * 5000) == "its URL has more than 4096 characters"
         for url in ("http://a.example:99999/", "http://[/"):
             assert "cannot be fetched" in await refusal(made, url), url
 
