@@ -50,8 +50,9 @@ class Picture:
     digest: bytes
     places: NDArray[np.int64]
     """The positions in the prompt that its rows take."""
+    start: int
     end: int
-    """The position after its last token."""
+    """Its first position, and that after its last."""
     inputs: Callable[[], "Future[Inputs]"]
     """Returns the arguments of the encoder, which are computed beside the engine from the first call on."""
 
@@ -61,8 +62,6 @@ class PromptImages:
     """The images of a prompt while it is computed."""
 
     pictures: list[Picture]
-    starts: list[int]
-    """The first position of each."""
     positions: NDArray[np.int64] | None
     """[3, prompt]: the rotary positions; None if they are those of a text."""
     shift: int = 0
@@ -80,7 +79,7 @@ class PromptImages:
     @property
     def limit(self) -> int:
         """The first position whose picture is not encoded."""
-        return self.starts[self.following] if self.following < len(self.starts) else NO_LIMIT
+        return self.pictures[self.following].start if self.following < len(self.pictures) else NO_LIMIT
 
     def rows(self, start: int, end: int) -> list[tuple[NDArray[np.int64], Tensor]]:
         """Return (positions, rows) of each picture in [start, end), and forget those that end there."""
@@ -218,7 +217,7 @@ class ImageSteps:
         positions = _rotary_positions(rows) if self.encoder.rotates else None
         for row, _, images in with_images:
             if row.samples:
-                row.sequence.images = PromptImages([], [], None, images.shift)
+                row.sequence.images = PromptImages([], None, images.shift)
         return StepImages(
             upload(np.concatenate(places), torch.int64, device) if places else None,
             torch.cat(parts, dim=1) if parts else None,
@@ -231,8 +230,8 @@ class ImageSteps:
         row = rows.others[0]
         encoded = self.encoder.encode_largest()[:, : row.length]
         places = np.arange(encoded.shape[1])
-        picture = Picture(b"", places, len(places), Future)
-        row.sequence.images = PromptImages([picture], [0], None, encoded={0: encoded})
+        picture = Picture(b"", places, 0, len(places), Future)
+        row.sequence.images = PromptImages([picture], None, encoded={0: encoded})
 
     def _decoded(self, sequence: StepSequence) -> PromptImages | None:
         """Return the images of a sequence; None while they are decoded. Raises ImageError."""
@@ -254,8 +253,7 @@ class ImageSteps:
     def _take(self, sequence: StepSequence, images: PromptImages) -> None:
         sequence.images = images
         if self._bidirectional:
-            ends = (each.end for each in images.pictures)
-            sequence.whole_images = list(zip(images.starts, ends, strict=True))
+            sequence.whole_images = [(each.start, each.end) for each in images.pictures]
             if (largest := max(end - first for first, end in sequence.whole_images)) > self.most_tokens:
                 raise ImageError(
                     f"an image has {largest} tokens, and a step at most {self.most_tokens}: raise --max-batch-prefill-tokens"

@@ -139,9 +139,9 @@ class LibraryImages:
                 if self.rotates:
                     self._keep_grid(media.digest, values["image_grid_thw"])
             places = media.offset + np.flatnonzero(is_image[span])
-            pictures.append(Picture(media.digest, places, media.end, inputs))
+            pictures.append(Picture(media.digest, places, media.offset, media.end, inputs))
         positions, shift = self._rotary_positions(ids, is_image, [each.digest for each in new.media])
-        return PromptImages(pictures, [media.offset for media in new.media], positions, shift)
+        return PromptImages(pictures, positions, shift)
 
     def _keep_grid(self, digest: bytes, grid: Tensor) -> None:
         self._grids[digest] = grid
