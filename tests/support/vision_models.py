@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_transformers import SHAPE, random_model, save
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import is_torchvision_available
 
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import NewSequence
@@ -327,7 +328,7 @@ class VisionModel:
             "gemma4": "mm_token_type_ids",
         }
         self._types = next((name for begin, name in types.items() if config.model_type.startswith(begin)), "")
-        if name == "llama4":  # the library's needs torchvision
+        if name == "llama4" and not is_torchvision_available():  # which the library's needs
             self._processor: Any = Llama4ImageProcessor(processor)
         else:
             self._processor = AutoImageProcessor.from_pretrained(folder)
@@ -344,8 +345,9 @@ class VisionModel:
 
     def _inputs(self, files: Sequence[bytes]) -> dict[str, Any]:
         images = [Image.open(BytesIO(data)).convert("RGB") for data in files]
-        if isinstance(self._processor, Llama4ImageProcessor):
-            tiles = [self._processor([image], "pt")["pixel_values"].float() for image in images]
+        if self.model.config.model_type == "llama4":
+            processed = [self._processor(images=[image], return_tensors="pt") for image in images]
+            tiles = [each["pixel_values"].float() for each in processed]
             return {"pixel_values": torch.cat(tiles)}
         nested = [images] if self._nested else images
         inputs = dict(self._processor(images=nested, return_tensors="pt", **self._settings))
