@@ -338,17 +338,15 @@ class VisionModel:
         ids, media = list(start), []
         for number, data in enumerate(files):
             count = self._tokens(data)
-            ids.append(START)
-            media.append(Media(len(ids), count, hashlib.sha256(data).digest(), data))
-            ids += [IMAGE] * count + [END, 11 + number, 23]
+            media.append(Media(len(ids) + 1, count, hashlib.sha256(data).digest(), data))
+            ids += [START, *[IMAGE] * count, END, 11 + number, 23]
         return Prompt((*ids, 33, 44, 55), tuple(media))
 
     def _inputs(self, files: Sequence[bytes]) -> dict[str, Any]:
         images = [Image.open(BytesIO(data)).convert("RGB") for data in files]
         if self.model.config.model_type == "llama4":
-            processed = [self._processor(images=[image], return_tensors="pt") for image in images]
-            tiles = [each["pixel_values"].float() for each in processed]
-            return {"pixel_values": torch.cat(tiles)}
+            tiles = [self._processor(images=[each], return_tensors="pt")["pixel_values"] for each in images]
+            return {"pixel_values": torch.cat(tiles).float()}
         nested = [images] if self._nested else images
         inputs = dict(self._processor(images=nested, return_tensors="pt", **self._settings))
         return {name: each for name, each in inputs.items() if name not in ("num_patches", "num_crops")}
