@@ -5,7 +5,7 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from text_generation_common.command_line import exit_with_usage_error, print_to_end
 from text_generation_common.effective import print_config
@@ -30,21 +30,21 @@ def run() -> None:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "text_generation_shard.gguf", *argv[1:]])
     if argv[:1] == ["check"]:
         sys.exit(_check(argv[1:]))
-    only_env = argv[:1] == ["env"]
+    only_env, record = argv[:1] == ["env"], argv[1:2] if argv[:1] == ["replay"] else []
     if argv[:1] == ["serve"]:
         config: LauncherConfig = read_config(
             [*argv[1:], "--port", SAGEMAKER_PORT], os.environ, further=SAGEMAKER_VARIABLES
         )
     else:
-        config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
+        config = read_config(["--env", *argv[1:]] if only_env else argv[2 * len(record) :], os.environ)
     try:
-        code = _run_configured(config, only_env=only_env)
+        code = _run_configured(config, only_env=only_env, record=record)
     except Exception as error:  # noqa: BLE001 - it is logged
         code = log_unexpected(error)
     sys.exit(code)
 
 
-def _run_configured(config: LauncherConfig, *, only_env: bool) -> ExitCode:
+def _run_configured(config: LauncherConfig, *, only_env: bool, record: Sequence[str]) -> ExitCode:
     configure_logging(config, "launcher")
     faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
     apply_limits()
@@ -59,6 +59,10 @@ def _run_configured(config: LauncherConfig, *, only_env: bool) -> ExitCode:
         return ExitCode.STOPPED
     if config.print_config:
         return _print_config(config, environ)
+    if record:
+        from text_generation_launcher.replay import replay
+
+        return asyncio.run(replay(*record, config, environ))
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
     return asyncio.run(launch(config, environ))

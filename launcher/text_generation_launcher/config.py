@@ -56,6 +56,7 @@ COMMANDS = {
     "check": ("check MODEL [flags]", "Print how a model would be served, or why not."),
     "convert": ("convert FILE.gguf FOLDER", "Convert a GGUF file to a folder that can be served."),
     "env": ("env [flags]", "Print versions, devices, packages and settings."),
+    "replay": ("replay RECORD [flags]", "Compute a text again that an audit found to differ: docs/audits.md."),
     "serve": (
         "serve [flags]",
         "Serve as SageMaker expects: HF_MODEL_ID and SM_NUM_GPUS from the environment, at port 8080.",

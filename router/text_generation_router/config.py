@@ -277,13 +277,14 @@ class RouterSettings(SharedSettings, ShardAccess):
     the part of one that is gone. Default: this router drives them all."""
     peer_name: str = ""
     """Address of this router among its peers, HOST:PORT. Default: the peer at --port of an address of this machine."""
-    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of finished requests that are computed again, in idle time, and compared: docs/audits.md. 0: none."""
+    audit_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of finished requests that are computed again, in idle time, and compared: docs/audits.md. 0: none. Default: 0.001
+    on GPUs, 0 elsewhere."""
     audit_busy: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Busy share of the replicas, as text_generation_busy_ratio shows it, above which no request is audited."""
     audit_action: Literal["log", "isolate"] = "log"
     """The response to a text that differs: a line in the log, or, after three that share one feature and nothing else, this feature
-    (the reuse of prefixes, a replica) is not used any more."""
+    (prefixes, the host cache, drafts, a replica) is not used any more."""
     audit_folder: str = ""
     """Folder for a JSON file of each text that differs. It holds token ids of prompt and answer. Default: none is written."""
     shards: str = ""

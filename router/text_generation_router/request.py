@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
@@ -130,6 +130,8 @@ class Request:
     """The text that the client expects, for drafts; see NewSequence.prediction in shard.proto."""
     replayed: int = 0
     """Tokens at the end of the prompt that were served before and are to be scored: a replay; 0 for a client's request."""
+    without: Set[str] = frozenset()
+    """Features that it does without: "prefix", "offload", "drafts"."""
 
     def has_image_around(self, position: int) -> bool:
         """Return True if an image has tokens before and from `position` on."""

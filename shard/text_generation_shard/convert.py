@@ -76,6 +76,7 @@ def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> New
         trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
         further_blocks=tuple((group.first, tuple(group.blocks)) for group in message.further_blocks),
         draft_scope=message.draft_scope,
+        no_drafts=message.no_drafts,
         media=before[message.prompt_of - 1].media if message.prompt_of else media,
         prediction=before[message.prompt_of - 1].prediction if message.prompt_of else tuple(message.prediction),
     )

@@ -126,6 +126,7 @@ class NewSequence:
     """The KV blocks of each group after the first, and before them the index of the first."""
     draft_scope: str = ""
     """Sequences of other scopes are not drafted from its output."""
+    no_drafts: bool = False
     prediction: tuple[int, ...] = ()
     """Tokens that the new ones are likely to be, but for some edits."""
     media: tuple[Media, ...] = ()

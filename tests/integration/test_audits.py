@@ -16,6 +16,7 @@ from metric_samples import exposition
 from structlog.testing import capture_logs
 
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.errors import DeadlineExceeded
 from text_generation_router.request import QualityOfService, Request, RequestProgress, TenantId
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Failure, Orders
@@ -69,7 +70,7 @@ async def test_requests_are_replayed_on_the_other_replica_and_no_metric_counts_i
         assert tokens == [list(PROMPT[:8])] * 6
         await server.idle()
         steps = server.metrics.steps
-        before = steps.new_tokens.counts[""], steps.prompt_tokens.counts[""], sum(steps.token_gaps.of().counts)
+        before = steps.new_tokens.counts[""], sum(steps.token_gaps.of().counts)
         started: list[tuple[int, int | None]] = []
         start = server.cluster.scheduler.replays.start
 
@@ -82,8 +83,7 @@ async def test_requests_are_replayed_on_the_other_replica_and_no_metric_counts_i
         await server.idle()
         assert {served_by != by for served_by, by in started if by is not None} == {True}
         assert server.auditor.verdicts == {"same": 7}
-        assert (steps.new_tokens.counts[""], sum(steps.token_gaps.of().counts)) == (before[0] + 8, before[2] + 7)
-        assert steps.prompt_tokens.counts[""] <= before[1] + len(PROMPT)
+        assert (steps.new_tokens.counts[""], sum(steps.token_gaps.of().counts)) == (before[0] + 8, before[1] + 7)
         stats = server.cluster.scheduler.stats()
         assert (stats.prompt_tokens, stats.cancellations, stats.running) == (7 * len(PROMPT), 0, 0)
         assert not next(iter(server.cluster.scheduler.queue.tenants)).running
@@ -134,7 +134,7 @@ async def test_no_replay_starts_while_requests_wait_or_the_replicas_are_busy(tmp
         assert server.auditor.waiting == 1
 
 
-async def test_a_text_that_ended_at_a_stop_string_is_audited_and_a_cancelled_one_is_not(tmp_path: Path) -> None:
+async def test_texts_that_end_at_a_stop_string_or_are_cancelled_are_audited(tmp_path: Path) -> None:
     async with audited([echo(echo_step_ms=1)], tmp_path) as server:
         for satisfied in (True, False):
             listener = server.submit(request(server, 1000))
@@ -144,17 +144,17 @@ async def test_a_text_that_ended_at_a_stop_string_is_audited_and_a_cancelled_one
             (request_id,) = [each for each in server.cluster.scheduler.requests if each in server.auditor._watched]
             server.cluster.cancel(request_id, satisfied=satisfied)
         await server.idle()
-        assert server.auditor.verdicts == {"same": 1}
+        assert server.auditor.verdicts == {"same": 2}
 
 
 async def test_a_request_that_expires_is_not_waited_for(tmp_path: Path) -> None:
     async with audited([echo(echo_step_ms=1)], tmp_path) as server:
-        expires = request(server, 100_000)
+        expires = request(server, 20_000)
         listener = server.submit(replace(expires, qos=replace(expires.qos, end_by=time.monotonic() + 0.05)))
         await listener.over.wait()
-        assert listener.error is not None
+        assert isinstance(listener.error, DeadlineExceeded)
         await server.idle()
-        assert not server.auditor.verdicts
+        assert set(server.auditor.verdicts) <= {"same"}  # as far as it was served
 
 
 async def test_a_request_that_comes_again_from_a_worker_has_its_first_tokens(tmp_path: Path) -> None:
@@ -204,8 +204,9 @@ async def test_the_reuse_of_prefixes_is_switched_off_after_three_findings(tmp_pa
         assert server.auditor.mismatches == {"prefix": 3}
         assert server.cluster.isolated == ["prefix"]
         assert (await server.cluster.info()).isolated == ["prefix"]
-        assert not server.cluster.scheduler.policy.prefix_caching
+        cached = server.cluster.scheduler.stats().cached_blocks
         assert await serve(server, request(server)) == [list(PROMPT[:8])]
+        assert server.cluster.scheduler.stats().cached_blocks == cached
         assert [kind for kind, _, _ in server.events] == ["audit"] * 3 + ["isolated"]
 
 

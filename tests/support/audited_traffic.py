@@ -132,10 +132,10 @@ async def audited(
         budget = min(256, info.suggested_prefill_tokens)
         scheduler = Scheduler(Policy(budget, max_batch_size), replicas=0)
         metrics = Metrics(max_input_tokens=1024, max_total_tokens=2048, scheduler=scheduler)
-        auditor = Auditor(scheduler, metrics.steps, config, info)
+        auditor = Auditor(scheduler, metrics.steps, config, info, config.audit_share or 0)
         cluster: Cluster[Any] = Cluster(scheduler, auditor)
         auditor.cluster = cluster
-        cluster.watcher = auditor
+        cluster.on_submit = auditor.on_submit
         metrics.add_audits(auditor)
         grammars = bool(info.grammar_kinds)
         result = Audited(cluster, auditor, metrics, shards, random.Random(seed), grammars, info.vocab_size)

@@ -1,9 +1,13 @@
-"""Audits of the whole server."""
+"""Audits of the whole server, and the replay of a record by the launcher."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import subprocess
+import sys
+from array import array
 from pathlib import Path
 
 import aiohttp
@@ -11,7 +15,14 @@ import pytest
 from full_grid import full
 from stack import running
 
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.audit.records import record_of
+from text_generation_router.audit.served import Served
+from text_generation_router.audit.verdict import Judgement, Verdict
+from text_generation_router.request import Request, RequestId
+
 pytestmark = pytest.mark.system
+REPLAY = Path(sys.executable).with_name("text-generation-launcher"), "replay"
 FLAGS = ("--audit-share", "1", "--audit-busy", "1")
 ANSWERS = 12
 
@@ -37,3 +48,32 @@ async def test_requests_of_a_server_are_audited(echo_model: Path, workers: str) 
             assert {name for name, count in found.items() if float(count)} == {"same"}
             async with client.get("/info") as response:
                 assert (await response.json())["isolated"] == []
+
+
+@pytest.mark.parametrize(("tokens", "verdict"), [((5, 6, 7, 5), "same"), ((5, 6, 9, 5), "different")])
+def test_the_launcher_replays_a_record(tmp_path: Path, tokens: tuple[int, ...], verdict: str) -> None:
+    served = Served(Request(RequestId(3), (5, 6, 7), 4))
+    served.tokens, served.logprobs = array("I", tokens), array("f", [-0.5] * 4)
+    served.ended()
+    info = pb.InfoResponse(engine="echo", max_sequence_length=100)
+    record = tmp_path / "record.json"
+    record.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), pb.TokenScores(), info, "none"))
+    command = [*REPLAY, record, "--model-id", tmp_path, "--engine", "echo"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert (found["verdict"], done.returncode) == (verdict, 0 if verdict == "same" else 1), done.stderr
+    if verdict == "different":
+        assert (found["position"], found["served"], found["drawn"]) == (2, 9, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ([], 2, "replay RECORD"),
+        (["/dev/null", "--model-id", "/", "--engine", "echo"], 1, "/dev/null is no record of an audit"),
+    ],
+)
+def test_a_command_line_without_a_record_is_refused(arguments: list[str], code: int, text: str) -> None:
+    done = subprocess.run([*REPLAY, *arguments], capture_output=True, text=True)
+    assert done.returncode == code
+    assert text in done.stderr

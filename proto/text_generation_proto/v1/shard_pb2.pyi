@@ -717,6 +717,7 @@ class NewSequence(google.protobuf.message.Message):
     DRAFT_SCOPE_FIELD_NUMBER: builtins.int
     PREDICTION_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    NO_DRAFTS_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -743,6 +744,8 @@ class NewSequence(google.protobuf.message.Message):
     """A digest of its tenant and of its cache salt: only sequences of the same scope are drafted from each other's outputs."""
     rank: builtins.int
     """i > 0: only the i-th of InfoResponse.ranks computes it, and it waits for room there; 0: the engine chooses one."""
+    no_drafts: builtins.bool
+    """no tokens are drafted for it"""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token ids, at least one"""
@@ -803,9 +806,10 @@ class NewSequence(google.protobuf.message.Message):
         draft_scope: builtins.str = ...,
         prediction: collections.abc.Iterable[builtins.int] | None = ...,
         rank: builtins.int = ...,
+        no_drafts: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "media", b"media", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "rank", b"rank", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "draft_scope", b"draft_scope", "further_blocks", b"further_blocks", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "media", b"media", "no_drafts", b"no_drafts", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_of", b"prompt_of", "rank", b"rank", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping", "traceparent", b"traceparent", "tracestate", b"tracestate"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 

@@ -12,10 +12,10 @@ from typing import Any
 from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.records import MAX_RECORDS, record_of, used, write_record
-from text_generation_router.audit.served import MAX_TRIES, KeptRequests, Served
-from text_generation_router.audit.verdict import Findings, Judgement, Scores, Verdict, bounds_of, judge
+from text_generation_router.audit.served import COLD, MAX_TRIES, KeptRequests, Served
+from text_generation_router.audit.verdict import EXACT, Findings, Verdict, bounds_of, judge, measured_bounds
 from text_generation_router.config import RouterConfig
-from text_generation_router.request import Request, RequestId, RequestProgress
+from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import SchedulerOutput
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
@@ -23,8 +23,10 @@ from text_generation_router.shards.observer import StepObserver, StepRecord
 
 RETRY_S = 0.05
 """Seconds between two looks for room while requests wait for their replay."""
-SWEEP = 256
-"""Watched requests beyond which those that ended otherwise are looked for."""
+ISOLABLE = "prefix", "offload", "drafts"
+"""Features that requests can do without."""
+MEASURED = 64
+"""Tokens of the prompt, and of the answer, that measure the bounds."""
 
 
 def is_chosen(request_id: RequestId, share: float) -> bool:
@@ -34,10 +36,10 @@ def is_chosen(request_id: RequestId, share: float) -> bool:
 
 
 class Auditor:
-    """A StepObserver before that of the metrics, which learns nothing of replays, and the RequestWatcher of its cluster."""
+    """A StepObserver before that of the metrics."""
 
     def __init__(
-        self, scheduler: Scheduler, observer: StepObserver, config: RouterConfig, info: pb.InfoResponse
+        self, scheduler: Scheduler, observer: StepObserver, config: RouterConfig, info: pb.InfoResponse, share: float
     ) -> None:
         self.cluster: Cluster[Any]
         """Set before the first request."""
@@ -51,14 +53,15 @@ class Auditor:
         self._observer = observer
         self._config = config
         self._info = info
+        self._share = share
         self._bounds = bounds_of(info.engine, info.dtype, info.kv_cache_dtype)
+        self._measured: RequestId | None = None
+        """The request whose text measures them."""
         self._findings = Findings()
         self._records: deque[tuple[RequestId, bytes]] = deque()
         """Findings that are not written yet."""
         self._watched: dict[RequestId, Served] = {}
         """Requests that were chosen and run or wait."""
-        self._satisfied: set[RequestId] = set()
-        """Watched requests that have their whole text."""
         self._replays: dict[int, Served] = {}
         """Requests that are being replayed, by replica; also those that gave way, until their slot is free."""
         self._look = asyncio.Event()
@@ -66,113 +69,84 @@ class Auditor:
     @property
     def waiting(self) -> int:
         """Requests that are watched, wait for their replay, or are being replayed."""
-        self._sweep()
+        self._collect()
         return len(self._watched) + len(self.kept) + len(self._replays)
 
-    # ------------------------------------------------------------------------------------------------ clients' requests
-
-    def on_submit(self, request: Request, progress: RequestProgress | None) -> Request:
-        """Choose a request, or not. Replays give way to each."""
+    def on_submit(self, request: Request) -> Request:
+        """Choose a request, or not. Replays give way to each, and each does without what is isolated."""
         if self._replays:
             for number in self._scheduler.replays.cancel():
                 self.cluster.wake(number)
             self._forget_replays()
-        if not is_chosen(request.id, self._config.audit_share):
-            return request
-        if len(self._watched) > max(SWEEP, 2 * len(self._scheduler.requests)):
-            self._sweep()
-        self._watched[request.id] = served = Served(request)
-        if progress is not None:
-            served.tokens.extend(progress.generated)
-            served.logprobs.extend([float("nan")] * len(progress.generated))
-            served.moves = progress.moves.total
-        if self._config.token_logprobs == "never":
-            return request
-        return replace(request, logprobs=replace(request.logprobs, tokens=True))
+        if isolated := frozenset(self.cluster.isolated):
+            request = replace(request, without=isolated)
+            if "prefix" in isolated:
+                qos = replace(request.qos, salt=f"{request.id}")
+                request = replace(request, without=isolated | COLD, qos=qos)
+        return self._watch(request) if is_chosen(request.id, self._share) else request
 
-    def on_cancel(self, request_id: RequestId, *, satisfied: bool) -> None:
-        """Stop watching a request; one that is `satisfied` has its whole text."""
-        if not satisfied:
-            self._watched.pop(request_id, None)
-        elif request_id in self._watched:  # the report that brought its last tokens is observed next
-            self._satisfied.add(request_id)
+    def _watch(self, request: Request) -> Request:
+        if self._config.token_logprobs != "never":
+            request = replace(request, logprobs=replace(request.logprobs, tokens=True))
+        self._watched[request.id] = Served(request)
+        return request
 
-    def on_unloaded(self, adapter: str) -> None:
-        """Replay no requests of an adapter any more: another one may get its name."""
-        for served in [self.kept.take() for _ in range(len(self.kept))]:
-            if served.request.adapter == adapter:
-                self.verdicts[Verdict.DROPPED] += 1
-            else:
-                self._keep(served)
+    def _collect(self) -> None:
+        """Keep the watched requests that have ended."""
+        for request_id in self._watched.keys() - self._scheduler.requests.keys():
+            if (ended := self._watched.pop(request_id)).tokens:
+                ended.ended()
+                self._keep(ended)
 
     def _keep(self, served: Served) -> None:
         if dropped := self.kept.put(served):
             self.verdicts[Verdict.DROPPED] += dropped
-
-    def _sweep(self) -> None:
-        """Forget watched requests that expired or failed beside the steps."""
-        self._watched = {each: it for each, it in self._watched.items() if each in self._scheduler.requests}
-
-    # ------------------------------------------------------------------------------------------------------- observing
+        self._look.set()
 
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
-        if self._watched or self._replays:
-            for placement in orders.placements:
-                if placement.request.replayed:
-                    for replayed in self._replays.values():
-                        if replayed.replay_id == placement.request.id:
-                            replayed.slot = placement.slot
-                elif (served := self._watched.get(placement.request.id)) is not None:
-                    replica = self._scheduler.requests[placement.request.id].replica
-                    served.placed(replica, placement.slot, placement.cached_tokens)
-            if any(placement.request.replayed for placement in orders.placements):
-                clients = tuple(each for each in orders.placements if not each.request.replayed)
-                orders = replace(orders, placements=clients, join_reason=orders.join_reason if clients else None)
+        for placement in orders.placements if self._watched else ():
+            if (served := self._watched.get(placement.request.id)) is not None:
+                served.placed(self._scheduler.requests[placement.request.id])
         self._observer.on_orders(orders, seconds)
 
     def on_report(self, record: StepRecord) -> None:
         if self._watched:
-            self._watch(record)
+            self._record(record)
+            self._collect()
         if (replayed := self._replays.get(record.replica)) is not None:
-            record = self._take_replay(record, replayed)
+            if scores := record.report.generated_scores:
+                self._judge(self._replays.pop(record.replica), scores[0])
+            elif any(each.request_id == replayed.replay_id for each in record.deliveries.failed):
+                del self._replays[record.replica]
+                self.verdicts[Verdict.FAILED] += 1
+            self._forget_replays()
+            self._look.set()
         self._observer.on_report(record)
 
     def on_loss(self, replica: int) -> None:
-        for served in self._watched.values():
-            if served.replica == replica:
-                served.lost()
         self._look.set()  # the scheduler learns of it next
         self._observer.on_loss(replica)
 
-    def _watch(self, record: StepRecord) -> None:
+    def _record(self, record: StepRecord) -> None:
         """Record what the watched requests got in a step."""
-        watched, report = self._watched, record.report
-        if report.prefilled_slots:
-            for served in watched.values():
-                if served.replica == record.replica and served.slot in report.prefilled_slots:
-                    served.chunks += 1
+        report = record.report
         drafted = {slot for drafting in report.drafting for slot in drafting.slots}
-        for served in watched.values() if drafted else ():
-            served.drafts += served.replica == record.replica and served.slot in drafted
-        rows = len(record.deliveries.tokens) - len(report.generated_scores)
-        for request_id, start, end, reason in record.deliveries.tokens:
-            if (got := watched.get(request_id)) is not None:
-                got.got(report, start, end, rows)
-                if reason is not None:
-                    self._satisfied.add(request_id)
-        for request_id in self._satisfied:
-            if (ended := watched.pop(request_id, None)) is not None and ended.tokens:
-                ended.ended()
-                self._keep(ended)
-                self._look.set()
-        self._satisfied.clear()
+        if drafted or report.prefilled_slots:
+            for served in self._watched.values():
+                if served.replica == record.replica:
+                    served.chunks += served.slot in report.prefilled_slots
+                    served.drafts += served.slot in drafted
+        tokens = record.deliveries.tokens
+        for request_id, start, end, _ in tokens:
+            if (got := self._watched.get(request_id)) is not None:
+                got.got(report, start, end, len(tokens))
         for failed in record.deliveries.failed:
-            watched.pop(failed.request_id, None)
-
-    # --------------------------------------------------------------------------------------------------------- replays
+            self._watched.pop(failed.request_id, None)
 
     async def run(self) -> None:
         """Replay requests while there is room, until cancelled."""
+        await self.cluster.opened()
+        self._measure()
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if len(self.kept) else None):
@@ -184,24 +158,30 @@ class Auditor:
             while self._start():
                 pass
 
+    def _measure(self) -> None:
+        """Serve a text whose replay tells how far the rounded numbers of prefill and decode lie apart."""
+        prompt = tuple(7919 * number % self._info.vocab_size for number in range(1, 1 + MEASURED))
+        if self._bounds is not EXACT and self._scheduler.fits(MEASURED, MEASURED):
+            request = Request(next(self.cluster.ids), prompt, MEASURED, ignore_eos=True)
+            self._measured = request.id
+            self._scheduler.submit(self._watch(request), time.monotonic())
+            self.cluster.dispatch()
+
     def _start(self) -> bool:
         """Start the next replay if there is room."""
         cluster, scheduler = self.cluster, self._scheduler
-        if not len(self.kept) or len(scheduler.queue) or not scheduler.serving:
-            return False
-        if cluster.draining or cluster.stopping:
+        if not (len(self.kept) and scheduler.serving) or len(scheduler.queue) or cluster.draining or cluster.stopping:
             return False
         if scheduler.stats(time.monotonic()).busy_ratio > self._config.audit_busy:
             return False
         served = self.kept.take()
         most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
         request = served.replay(most)
-        if request.replayed < 1:
+        if request.replayed < 1 or scheduler.versions[request.adapter] != served.version:
             self.verdicts[Verdict.UNJUDGED] += 1
             return True
-        number = scheduler.replays.start(request, served.replica)
-        if number is None:
-            self._keep(served)
+        if (number := scheduler.replays.start(request, served.replica)) is None:
+            self.kept.put(served)
             return False
         self._replays[number] = served
         cluster.wake(number)
@@ -213,30 +193,20 @@ class Auditor:
             if served.replay_id in self._scheduler.replays:
                 continue
             del self._replays[number]
-            self._look.set()
             served.tries += 1
             if served.tries >= MAX_TRIES:
                 self.verdicts[Verdict.DROPPED] += 1
             else:
                 self._keep(served)
 
-    def _take_replay(self, record: StepRecord, served: Served) -> StepRecord:
-        """Take the results of a replay out of a record."""
-        report = record.report
-        failed = any(each.request_id == served.replay_id for each in record.deliveries.failed)
-        if failed or report.generated_scores:
-            del self._replays[record.replica]
-            self._look.set()
-            if failed:
-                self.verdicts[Verdict.FAILED] += 1
-            else:
-                self._judge(served, report.generated_scores[0])
-        self._forget_replays()
-        return _without(record, served)
-
-    def _judge(self, served: Served, message: pb.TokenScores) -> None:
+    def _judge(self, served: Served, scores: pb.TokenScores) -> None:
+        if served.request.id == self._measured:
+            self._bounds = measured_bounds(served.logprobs, scores.logprobs)
+            log.info(
+                "bound of audits measured", engine=self._info.engine, dtype=self._info.dtype, nats=self._bounds.token
+            )
+            return
         features = served.features
-        scores = Scores(message.logprobs, message.drawn_ids, message.drawn_logprobs)
         judgement = judge(served.tokens, served.logprobs, scores, served.request.sampling, self._bounds)
         self.verdicts[judgement.verdict] += 1
         if judgement.verdict is Verdict.SAME:
@@ -244,48 +214,27 @@ class Auditor:
         elif judgement.verdict is Verdict.DIFFERENT:
             suspect = self._findings.add(features)
             self.mismatches[suspect] += 1
-            self._report(served, judgement, suspect)
+            found = {"request_id": served.request.id, "suspect": suspect} | asdict(judgement) | used(served)
+            log.error("audit found another text", **found)
+            text = f"An audit of request {served.request.id} found another text; likely cause: {suspect}"
+            self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {used(served)}")
             if self._config.audit_folder and self._findings.total <= MAX_RECORDS:
                 record = record_of(served, judgement, scores, self._info, suspect)
                 self._records.append((served.request.id, record))
             if self._config.audit_action == "isolate" and (shared := self._findings.shared) is not None:
                 self._isolate(shared)
 
-    def _report(self, served: Served, judgement: Judgement, suspect: str) -> None:
-        text = f"An audit of request {served.request.id} found another text; likely cause: {suspect}"
-        found = {"request_id": served.request.id, "suspect": suspect} | asdict(judgement) | used(served)
-        log.error("audit found another text", **found)
-        self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {used(served)}")
-
     def _isolate(self, feature: str) -> None:
         """Do without what the last findings have in common, where the router can, until it restarts."""
-        cluster, scheduler = self.cluster, self._scheduler
+        cluster = self.cluster
         if feature in cluster.isolated:
             return
-        if feature == "prefix":
-            scheduler.policy = replace(scheduler.policy, prefix_caching=False)
-            for replica in scheduler.serving:
-                replica.reuses_prefixes = False
-                replica.cache.caching = False
-            done = "no prefix is reused any more"
-        elif feature.startswith("replica ") and cluster.release_replica(int(feature.removeprefix("replica "))):
+        if feature.startswith("replica ") and cluster.release_replica(int(feature.removeprefix("replica "))):
             done = f"{feature} gets no requests any more"
+        elif feature in ISOLABLE:
+            done = f"requests do without {feature}"
         else:
             return
         cluster.isolated.append(feature)
         log.error("isolated after audits", feature=feature, action=done)
         self.on_finding("isolated", f"After audits: {done}", "")
-
-
-def _without(record: StepRecord, replayed: Served) -> StepRecord:
-    """Return a record as it were without the replay."""
-    deliveries = record.deliveries
-    deliveries.tokens = [each for each in deliveries.tokens if each[0] != replayed.replay_id]
-    report = pb.StepReport()
-    report.CopyFrom(record.report)
-    columns = zip(record.report.prefilled_slots, record.report.prefilled_tokens, strict=True)
-    prefilled = [each for each in columns if each[0] != replayed.slot]
-    report.prefilled_slots[:] = [slot for slot, _ in prefilled]
-    report.prefilled_tokens[:] = [tokens for _, tokens in prefilled]
-    others = bool(prefilled or deliveries.tokens or record.report.failed)
-    return record._replace(report=report, steps=record.steps if others else 0)

@@ -2,17 +2,22 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import orjson
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
+from text_generation_common.exit_codes import CannotServe
 from text_generation_common.log import log
+from text_generation_proto import convert
+from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.served import Served
-from text_generation_router.audit.verdict import Judgement, Scores
+from text_generation_router.audit.verdict import Judgement, bounds_of, judge
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_router.shards.convert import orders_to_pb
 
@@ -20,7 +25,9 @@ MAX_RECORDS = 100
 """Files that one process writes: a fault that makes every text different must not fill the disk."""
 
 
-def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.InfoResponse, suspect: str) -> bytes:
+def record_of(
+    served: Served, judgement: Judgement, scores: pb.TokenScores, info: pb.InfoResponse, suspect: str
+) -> bytes:
     """Return a finding as JSON, null for numbers that it does not have. It holds token ids, images, the text of a grammar."""
     request = served.replay(info.max_sequence_length)
     orders = SchedulerOutput(1, placements=(Placement(0, request, (), ()),))
@@ -42,9 +49,38 @@ def record_of(served: Served, judgement: Judgement, scores: Scores, info: pb.Inf
 
 def used(served: Served) -> dict[str, Any]:
     """Return the numbers of what a request used, for a log line and a record."""
-    names = ("replica", "cached_tokens", "preemptions", "moves", "chunks", "drafts", "rows")
-    counts = {name: getattr(served, name) for name in names}
-    return counts | {"adapter": served.request.adapter, "grammar": served.request.grammar is not None}
+    names = ("replica", "cached_tokens", "loads", "preemptions", "moves", "chunks", "drafts", "rows")
+    return {name: getattr(served, name) for name in names} | {"features": sorted(served.features)}
+
+
+def read_record(path: Path) -> tuple[pb.NewSequence, Sequence[float]]:
+    """Return the order of a record, and the log-probabilities with which its text was served. Raises CannotServe."""
+    try:
+        record = orjson.loads(path.read_bytes())
+        order = ParseDict(record["order"], pb.NewSequence())
+        return order, [nan if each is None else float(each) for each in record["served_logprobs"]]
+    except (OSError, ValueError, LookupError, TypeError, ParseError) as error:
+        raise CannotServe(f"{path} is no record of an audit: {error}") from error
+
+
+async def replay_record(order: pb.NewSequence, logprobs: Sequence[float], client: ShardClient) -> Judgement:
+    """Replay a record in one step on a shard that no router drives. Raises CannotServe, grpc.aio.AioRpcError."""
+    info, tokens = await client.info(), len(order.prompt)
+    pool = await client.warm_up(max_batch_prefill_tokens=tokens)
+    blocks = range(-(-(tokens + 1) // pool.block_size))
+    order.blocks[:] = blocks
+    groups = (pb.GroupBlocks(blocks=blocks[:1] if group.state else blocks) for group in pool.further_groups)
+    order.further_blocks.extend(groups)
+    call = client.run()
+    await call.write(pb.Orders(number=1, placements=[order], prefill_slots=[order.slot], prefill_tokens=[tokens]))
+    async for report in call:
+        if report.failed:
+            raise CannotServe(f"the replay failed: {report.failed[0].message}")
+        if report.generated_scores:
+            served, sampling = order.prompt[-order.generated_tokens :], convert.sampling_from_pb(order.sampling)
+            bounds = bounds_of(info.engine, info.dtype, info.kv_cache_dtype)
+            return judge(served, logprobs, report.generated_scores[0], sampling, bounds)
+    raise CannotServe("the shard ended its stream")
 
 
 async def write_record(folder: str, request_id: int, record: bytes) -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import nan
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import LogprobOptions
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 MAX_KEPT_BYTES = 32 << 20
 MAX_TRIES = 8
 """Replays of a request that gave way to clients, after which it is dropped."""
 REQUEST_BYTES = 2048
 """Upper estimate of a kept request without its tokens and lists."""
-FEATURES = ("move", "preemption", "adapter", "grammar", "drafts", "prefix", "chunks", "batch", "decode")
-"""Features that a request may use and its replay does not, or in another form; the rarest first."""
-REPLAY_SALT = "\0replay"
-"""The salt of replays: no request waits for the prefix of one."""
+COLD = frozenset({"prefix", "offload"})
+"""Replays, and all requests if the reuse of prefixes is isolated, do without. They have salts of their own: a request waits for a
+prefix that another one computes."""
 
 
 @dataclass(slots=True)
@@ -31,9 +32,15 @@ class Served:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """NaN where none was reported."""
     cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache, in all placements."""
+    """Tokens that were found in the prefix cache, in all placements."""
+    loads: int = 0
+    """Times that some of them were loaded from the host cache."""
+    placements: int = 0
     preemptions: int = 0
+    losses: int = 0
+    """Replicas that were lost under it."""
     moves: int = 0
+    """These, and the times that it went on at another one."""
     chunks: int = 0
     drafts: int = 0
     """Steps in which tokens were drafted for it."""
@@ -41,19 +48,22 @@ class Served:
     """Sequences in the largest step that gave it a token."""
     replica: int = -1
     slot: int = -1
-    """Its own, or that of its replay."""
+    version: int = 0
+    """That of its adapter."""
     tries: int = 0
 
-    def placed(self, replica: int, slot: int, cached_tokens: int) -> None:
+    def placed(self, sequence: ScheduledSequence) -> None:
         """Record that it began on a replica, or goes on there."""
-        if self.replica >= 0:  # it did not lose it
-            self.preemptions += 1
-        self.replica, self.slot = replica, slot
-        self.cached_tokens += cached_tokens
-
-    def lost(self) -> None:
-        self.moves += 1
-        self.replica = -1
+        moved = sequence.moves.total > self.losses or self.replica not in (-1, sequence.replica)
+        self.moves += moved
+        self.preemptions += self.replica >= 0 and not moved
+        self.losses, self.placements, self.version = sequence.moves.total, self.placements + 1, sequence.version
+        self.replica, self.slot = sequence.replica, sequence.slot
+        self.cached_tokens += sequence.cached_tokens
+        self.loads += sequence.loading
+        before = sequence.generated[len(self.tokens) :]  # by another scheduler
+        self.tokens.extend(before)
+        self.logprobs.extend([nan] * len(before))
 
     def got(self, report: pb.StepReport, start: int, end: int, rows: int) -> None:
         """Record the tokens of a step that gave some to `rows` sequences."""
@@ -79,18 +89,7 @@ class Served:
     @property
     def features(self) -> frozenset[str]:
         """The features that it used, and its replica."""
-        used = {
-            "move": self.moves,
-            "preemption": self.preemptions,
-            "adapter": self.request.adapter,
-            "grammar": self.request.grammar,
-            "drafts": self.drafts,
-            "prefix": self.cached_tokens,
-            "chunks": self.chunks > 1 + self.preemptions + self.moves,
-            "batch": self.rows > 1,
-            "decode": len(self.tokens) > 1,
-        }
-        return frozenset(name for name in FEATURES if used[name]) | {f"replica {self.replica}"}
+        return frozenset(name for name, uses in FEATURES.items() if uses(self)) | {f"replica {self.replica}"}
 
     @property
     def replay_id(self) -> RequestId:
@@ -109,10 +108,27 @@ class Served:
             max_new_tokens=1,
             stop_sequences=(),
             logprobs=LogprobOptions(generated=True),
-            qos=QualityOfService(self.request.qos.tenant, Priority.BULK, salt=REPLAY_SALT),
+            qos=QualityOfService(self.request.qos.tenant, Priority.BULK, salt="\0replay"),
             trace=None,
             replayed=len(known) - len(self.prompt),
+            without=COLD,
         )
+
+
+FEATURES: Mapping[str, Callable[[Served], object]] = {
+    "move": lambda it: it.moves,
+    "preemption": lambda it: it.preemptions,
+    "adapter": lambda it: it.request.adapter,
+    "image": lambda it: it.request.media,
+    "grammar": lambda it: it.request.grammar,
+    "drafts": lambda it: it.drafts,
+    "offload": lambda it: it.loads,
+    "prefix": lambda it: it.cached_tokens,
+    "chunks": lambda it: it.chunks > it.placements,
+    "batch": lambda it: it.rows > 1,
+    "decode": lambda it: len(it.tokens) > 1,
+}
+"""Features that a request may use and its replay does not, or in another form; the rarest first."""
 
 
 class KeptRequests:

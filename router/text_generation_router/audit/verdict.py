@@ -2,11 +2,11 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import isinf, isnan
-from typing import NamedTuple
+from math import inf, isinf, isnan
 
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Sampling
 from text_generation_router.audit.served import FEATURES
 
@@ -18,7 +18,7 @@ class Verdict(StrEnum):
     SAME = "same"
     DIFFERENT = "different"
     UNJUDGED = "unjudged"
-    """No token has a score: the grammar was not compiled in time, or it cannot be followed."""
+    """No token has a score: its grammar was not compiled in time, or cannot be followed; or its adapter is gone."""
     FAILED = "failed"
     """The replay ended with an error."""
     DROPPED = "dropped"
@@ -30,9 +30,7 @@ class Bounds:
     """The largest differences between the scores of two computations of a text. docs/audits.md has the measurements."""
 
     token: float
-    """Largest difference of a token's log-probability, in nats."""
-    mean: float
-    """Largest mean of the differences over a text."""
+    """Largest difference of a token's log-probability, in nats. That of the mean over a text is a fifth."""
     wrong: float | None
     """Share of a text beyond `token`, besides one token; None: no token may be."""
     odd: float
@@ -42,8 +40,10 @@ class Bounds:
     """True if draws count: among many tokens that are equally probable a rounded number changes most of them."""
 
 
-EXACT = Bounds(token=1e-4, mean=2e-5, wrong=None, odd=0.1, draws=True)
-ROUNDED = Bounds(token=0.5, mean=0.1, wrong=0.02, odd=0.25, draws=False)
+EXACT = Bounds(token=1e-4, wrong=None, odd=0.1, draws=True)
+ROUNDED = Bounds(token=0.5, wrong=0.02, odd=0.25, draws=False)
+LEAST, SAFETY = 0.05, 8
+"""The least bound of a token for rounded types, and the multiple of the largest difference in a text that is measured."""
 
 
 def bounds_of(engine: str, dtype: str, kv_cache_dtype: str) -> Bounds:
@@ -52,12 +52,10 @@ def bounds_of(engine: str, dtype: str, kv_cache_dtype: str) -> Bounds:
     return EXACT if engine == "echo" or (dtype == "float32" and not kv_cache_dtype) else ROUNDED
 
 
-class Scores(NamedTuple):
-    """The scores of a replay in columns: see TokenScores in shard.proto."""
-
-    logprobs: Sequence[float]
-    drawn_ids: Sequence[int]
-    drawn_logprobs: Sequence[float]
+def measured_bounds(served: Sequence[float], replayed: Sequence[float]) -> Bounds:
+    """Return the bounds for rounded types, given the log-probabilities of a text and of its replay."""
+    largest = max((abs(a - b) for a, b in zip(served, replayed, strict=False) if not isnan(a - b)), default=inf)
+    return replace(ROUNDED, token=min(ROUNDED.token, max(LEAST, SAFETY * largest)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class Judgement:
 
 
 def judge(
-    tokens: Sequence[int], logprobs: Sequence[float], scores: Scores, sampling: Sampling, bounds: Bounds
+    tokens: Sequence[int], logprobs: Sequence[float], scores: pb.TokenScores, sampling: Sampling, bounds: Bounds
 ) -> Judgement:
     """Compare served `tokens`, with the `logprobs` that they were served with (NaN: not known), with their `scores`.
 
@@ -85,7 +83,8 @@ def judge(
     odd: list[Judgement] = []
     differences: list[float] = []
     known = 0
-    for at, (token, served, replayed, drawn, best) in enumerate(zip(tokens, logprobs, *scores, strict=False)):
+    columns = tokens, logprobs, scores.logprobs, scores.drawn_ids, scores.drawn_logprobs
+    for at, (token, served, replayed, drawn, best) in enumerate(zip(*columns, strict=False)):
         if isnan(replayed):
             continue
         known += 1
@@ -107,7 +106,7 @@ def judge(
     if len(odd) > 1 + bounds.odd * known:
         return odd[0]
     mean = sum(differences) / max(MEAN_OF, len(differences))
-    if abs(mean) > bounds.mean:
+    if abs(mean) > bounds.token / 5:
         return Judgement(Verdict.DIFFERENT, len(tokens) - 1, tokens[-1], tokens[-1], mean)
     return Judgement(Verdict.SAME)
 

@@ -204,12 +204,13 @@ class StepMetrics:
         self.gpus.remove(replica)
 
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
-        if orders.placements:
-            self._next_size.observe(len(orders.placements))
-            for placement in orders.placements:
+        placements = [each for each in orders.placements if not each.request.replayed]
+        if placements:
+            self._next_size.observe(len(placements))
+            for placement in placements:
                 if placement.generated:
                     self._gaps.leave_out(placement.request.id)
-        if orders.join_reason is not None:
+        if placements and orders.join_reason is not None:
             self._concat.add(orders.join_reason.value)
             self._concat_duration.of(DECODE).observe(seconds)
 

@@ -164,7 +164,7 @@ class ReplicaCopies:
         """Return the cached prefix of `sequence`; where the host has a longer one, the part on the device, and that one."""
         cache, size, key = self._cache, self._cache.block_size, self._cache.reusable_key(sequence)
         prefix = cache.tree.find(sequence.salt, key)
-        if cache.host is None or sequence.load_failed:
+        if cache.host is None or sequence.load_failed or "offload" in sequence.request.without:
             return prefix, None
         tree = cache.host.tree
         # There are states for the checkpoint and for its own.
@@ -239,7 +239,7 @@ class ReplicaCopies:
         """Let the prefix of a sequence that ends be stored, if that is worth it."""
         cache, request, count = self._cache, sequence.request, sequence.committed_blocks
         is_moving = sequence in self.moving
-        if cache.host is None or not (cache.caching and count and not request.replayed):
+        if cache.host is None or not (cache.caching and count and "offload" not in request.without):
             return
         if not is_moving and not worth_storing(sequence, has_room=self._host.free >= count):
             return

@@ -113,7 +113,7 @@ class KVCache:
 
     def _checkpoints(self, sequence: ScheduledSequence, branch: int) -> list[StateCheckpoint]:
         request, size = sequence.request, self.block_size
-        if not self.caching or request.replayed:
+        if not self.caching or "prefix" in request.without:
             return []
         return checkpoints(sequence.length, request.turn_end, branch * size, sequence.cached_tokens, size)
 
@@ -267,7 +267,7 @@ class KVCache:
         """Move the full blocks of the first `computed` tokens, whose KV is computed, to the prefix tree."""
         # A self-scheduling engine may have computed more than the blocks planned for it here hold.
         full, known = min(computed // self.block_size, len(sequence.blocks)), sequence.committed_blocks
-        if not self.caching or sequence.prefix_lock is None or sequence.request.replayed:
+        if not self.caching or sequence.prefix_lock is None or "prefix" in sequence.request.without:
             return
         tenant = sequence.request.qos.tenant
         if full <= known:
@@ -311,7 +311,7 @@ class KVCache:
         """Return the whole blocks of its key that may be reused. At least one token is left to compute."""
         # Prompt log-probabilities need the whole prompt computed. They arrive with the first new token.
         request = sequence.request
-        if not self.caching or request.replayed or (request.logprobs.prompt and not sequence.generated):
+        if not self.caching or "prefix" in request.without or (request.logprobs.prompt and not sequence.generated):
             return b""
         bytes_of_all_but_one = (sequence.length - 1) * TOKEN_BYTES
         size = bytes_of_all_but_one - bytes_of_all_but_one % self._block_bytes

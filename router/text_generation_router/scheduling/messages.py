@@ -37,8 +37,6 @@ class ReplicaSpec:
     """Names of the LoRA adapters that it holds."""
     max_loras: int = 0
     """Most different adapters of its sequences; 0: no limit."""
-    scores_generated: bool = False
-    """It computes replays."""
     further_groups: tuple[CacheGroup, ...] = ()
     """The groups of its cache after the first, which is full and has `num_blocks`."""
     tokens_per_step: int = 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import count
 
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.messages import StepOutput
+from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
@@ -31,16 +31,21 @@ class Replays:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    @property
+    def replicas(self) -> set[int]:
+        """The replicas that have one."""
+        return {sequence.replica for sequence in self._sequences.values()}
+
     def _able(self) -> Iterator[ReplicaScheduler]:
-        taken = {sequence.replica for sequence in self._sequences.values()} | self._draining
+        taken = self.replicas | self._draining
         for number, replica in self._replicas.items():
-            if replica is None or number in taken or not replica.spec.scores_generated:
+            if replica is None or number in taken:
                 continue
             if replica.may_place(1) and replica.has_prefill_room:
                 yield replica
 
     def start(self, request: Request, served_by: int) -> int | None:
-        """Place a replay on a replica that can score it and has room, on `served_by` only if no other has.
+        """Place a replay on a replica that has room, on `served_by` only if no other has.
 
         Return the replica; None if there is none.
         """
@@ -65,15 +70,11 @@ class Replays:
                 del self._sequences[sequence.id]
         return numbers
 
-    def forget(self, left: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
-        """Forget the replays among the sequences that left a replica; return the others."""
+    def forget(self, left: Sequence[ScheduledSequence], deliveries: Deliveries) -> Sequence[ScheduledSequence]:
+        """Forget the replays among the sequences that left a replica, and their tokens; return the others."""
         if not self._sequences:
             return left
+        deliveries.tokens = [each for each in deliveries.tokens if each[0] not in self]
         for sequence in left:
             self._sequences.pop(sequence.id, None)
         return [sequence for sequence in left if not sequence.request.replayed]
-
-    def computed_in(self, replica: int, output: StepOutput) -> bool:
-        """Return True if a step computed a part of a replay: its time says nothing about the requests of clients."""
-        slots = [sequence.slot for sequence in self._sequences.values() if sequence.replica == replica]
-        return any(slot in slots for slot, _ in output.prefilled) if slots else False

@@ -91,7 +91,7 @@ class Scheduler:
         """By number; None if it does not serve."""
         self.host_caches = HostCaches(first_store)
         self._capacity = Capacity()
-        self._versions = Counter[str]()
+        self.versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
@@ -118,7 +118,7 @@ class Scheduler:
 
     def set_adapter(self, name: str, replicas: Collection[int]) -> None:
         """Note that these replicas hold a LoRA adapter, newly loaded, and no others do."""
-        self._versions[name] += 1
+        self.versions[name] += 1
         for number, spec in self._capacity.set_adapter(name, replicas).items():
             if (replica := self.replicas.get(number)) is not None:
                 replica.spec = spec
@@ -130,7 +130,7 @@ class Scheduler:
         fits = self.fits(len(request.prompt), request.max_new_tokens, request.adapter)
         assert progress or fits, "a request must be able to run alone"
         expected = self._lengths.expected(request.max_new_tokens)
-        sequence = ScheduledSequence(request, next(self._arrivals), now, expected, self._versions[request.adapter])
+        sequence = ScheduledSequence(request, next(self._arrivals), now, expected, self.versions[request.adapter])
         if progress is not None:
             sequence.resume(progress)
         self._sequences[request.id] = sequence
@@ -206,14 +206,16 @@ class Scheduler:
         """Record the results of a step."""
         deliveries, scheduler = Deliveries(), self.replicas[replica]
         assert scheduler is not None, "a lost replica makes no steps"
-        measured = not self.replays or not self.replays.computed_in(replica, output)
+        measured = (
+            replica not in self.replays.replicas
+        )  # the time of a replay says nothing about the requests of clients
         served, left = scheduler.update(output, deliveries, measured=measured)
         for request_id, _ in deliveries.cached:
             count_hits(self._sequences[request_id], scheduler, self.queue)
         if measured and output.step_s:
             share = 1.0 if output.prefilled else room_in_use(scheduler, self.policy)
             self._throughputs[replica].record(now, served, output.step_s, queued=len(self.queue) > 0, share=share)
-        for sequence in self.replays.forget(left):
+        for sequence in self.replays.forget(left, deliveries):
             if sequence.state is State.WAITING:
                 self._requeue(sequence)
                 continue
@@ -295,7 +297,7 @@ class Scheduler:
         self._lost_prompt_tokens += lost.prompt_tokens
         self._lost_hit_tokens += lost.hit_tokens
         deliveries = Deliveries()
-        for sequence in self.replays.forget(lost.close()):
+        for sequence in self.replays.forget(lost.close(), deliveries):
             if sequence.state is State.CANCELLED:
                 self._forget(sequence)
                 continue
@@ -326,7 +328,7 @@ class Scheduler:
     def _move(self, source: ReplicaScheduler, sequences: Iterable[ScheduledSequence]) -> None:
         for sequence in sequences:
             source.move(sequence)
-            if sequence.state is State.WAITING and self.replays.forget([sequence]):
+            if sequence.state is State.WAITING and self.replays.forget([sequence], Deliveries()):
                 self._requeue(sequence)
 
     def _work(self, sequence: ScheduledSequence) -> int:

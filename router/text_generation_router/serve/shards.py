@@ -27,6 +27,8 @@ from text_generation_router.shards.first_join import join_all, join_first
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Receiver
 
+AUDIT_SHARE = 0.001
+"""Default of --audit-share on GPUs."""
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
 
@@ -95,12 +97,15 @@ class Shards:
         scheduler = Scheduler(policy_of(config, model.info), replicas=0, first_store=secrets.randbits(32))
         metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
         metrics.add_names(config.metric_names, config.model_id or config.model_path)
-        if config.audit_share and not model.info.scores_generated:
+        share = config.audit_share
+        if share is None:
+            share = AUDIT_SHARE if model.info.device.startswith("cuda") else 0.0
+        if share and not model.info.scores_generated:
             log.warning("no audits: the engine does not score generated tokens", engine=model.info.engine)
-        elif config.audit_share:
-            auditor = self._auditor = Auditor(scheduler, metrics.steps, config, model.info)
+        elif share:
+            auditor = self._auditor = Auditor(scheduler, metrics.steps, config, model.info, share)
             cluster = auditor.cluster = Cluster(scheduler, auditor, config.hang_timeout, delivery)
-            cluster.watcher = auditor
+            cluster.on_submit = auditor.on_submit
             metrics.add_audits(auditor)
         else:
             cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)

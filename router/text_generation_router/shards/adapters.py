@@ -30,15 +30,12 @@ _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
 
 
 class ReplicaAdapters:
-    """The adapters of all replicas. `on_unloaded` gets the name of each that was unloaded."""
+    """The adapters of all replicas."""
 
-    def __init__(
-        self, scheduler: Scheduler, on_unloaded: Callable[[str], None], is_silent: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, is_silent: Callable[[int], bool]) -> None:
         """`is_silent` returns True for a replica that does not answer."""
         self._scheduler = scheduler
         self._is_silent = is_silent
-        self._on_unloaded = on_unloaded
         self._clients: dict[tuple[int, ...], ShardClient] = {}
         """The clients of the shards that have a session, by the scheduler's numbers of their ranks."""
         self._paths: dict[str, str] = {}
@@ -142,7 +139,6 @@ class ReplicaAdapters:
                 if code is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
                     log.warning("a replica did not unload an adapter", adapter=name, reason=reason)
             self._scheduler.set_adapter(name, ())
-            self._on_unloaded(name)
             del self._leaving[name]
         log.info("LoRA adapter unloaded", adapter=name)
 

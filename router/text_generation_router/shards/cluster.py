@@ -27,7 +27,7 @@ from text_generation_router.shards.adapters import ReplicaAdapters
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Listeners, Receiver
 from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
-from text_generation_router.shards.observer import RequestWatcher, StepObserver
+from text_generation_router.shards.observer import StepObserver
 from text_generation_router.shards.replica import ClusterContext
 
 ACCEPT_WITHOUT_REPLICA_S = 60.0
@@ -77,14 +77,14 @@ class Cluster(Generic[Receiver]):
         self.scheduler = scheduler
         self.stopping = self.draining = False
         self.ids: Iterator[RequestId] = map(RequestId, count(1))
-        self.watcher: RequestWatcher | None = None
+        self.on_submit: Callable[[Request], Request] = lambda request: request
+        """Returns a request that is about to be queued, perhaps with other settings."""
         self.isolated: list[str] = []
         """Features, and replicas, that are not used any more after audits."""
         listeners = cast("Delivery[Receiver]", Listeners(partial(self.cancel, satisfied=True)))
         self._listeners = listeners if delivery is None else delivery
         self._adapters = ReplicaAdapters(
             scheduler,
-            self._on_unloaded,
             lambda number: number in self._by_number and self._by_number[number].connection.is_silent,
         )
         self._context = ClusterContext(
@@ -125,8 +125,7 @@ class Cluster(Generic[Receiver]):
             raise Unhealthy("no shard serves now")
         elif not self.connected and self._without_replica_since is None:
             self._without_replica_since = now
-        if self.watcher is not None:
-            request = self.watcher.on_submit(request, progress)
+        request = self.on_submit(request)
         self._listeners.add(request.id, listener)
         self._listeners.failures(self.scheduler.submit(request, now, progress).failed)
         if request.qos.end_by is not None or request.qos.queue_by is not None or not self.connected:
@@ -150,8 +149,6 @@ class Cluster(Generic[Receiver]):
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
         """Cancel a request; no-op if it is unknown or ended. `satisfied`: its listener wants no more tokens."""
         if self._listeners.remove(request_id):
-            if self.watcher is not None:
-                self.watcher.on_cancel(request_id, satisfied=satisfied)
             self.scheduler.cancel(request_id, satisfied=satisfied)
             self._wake()
             # A request that was placed but not sent leaves room at once, and no report follows.
@@ -334,10 +331,6 @@ class Cluster(Generic[Receiver]):
         while len(ranks) > count:
             del self._by_number[ranks[-1]]
             self._listeners.failures(self.scheduler.remove(ranks.pop()).failed)
-
-    def _on_unloaded(self, adapter: str) -> None:
-        if self.watcher is not None:
-            self.watcher.on_unloaded(adapter)
 
     def _on_opened(self) -> None:
         self._without_replica_since = None

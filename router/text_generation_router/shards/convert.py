@@ -101,6 +101,7 @@ def _add_sequence(
         tracestate=trace.tracestate,
         draft_scope="" if own_cache else _draft_scope(request.qos.tenant, request.qos.salt),
         rank=0 if placement.rank is None else placement.rank + 1,
+        no_drafts="drafts" in request.without,
     )
 
 

@@ -48,7 +48,6 @@ class ReplicaInfo:
             keeps_states=self.info.keeps_states,
             adapters=tuple(self.info.adapters),
             max_loras=self.info.max_loras,
-            scores_generated=self.info.scores_generated,
             tokens_per_step=max(1, self.info.max_tokens_per_step),
             further_groups=tuple(
                 CacheGroup(group.num_blocks, group.window or None, is_state=group.state, host_blocks=group.host_blocks)

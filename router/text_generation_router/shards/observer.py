@@ -4,7 +4,7 @@ from collections.abc import Container
 from typing import NamedTuple, Protocol
 
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.request import Request, RequestId, RequestProgress
+from text_generation_router.request import RequestId
 from text_generation_router.scheduling.messages import Deliveries, SchedulerOutput
 
 
@@ -24,22 +24,6 @@ class StepRecord(NamedTuple):
     """Seconds it took to detokenize and to write to clients."""
     alive: Container[RequestId]
     """Requests that continue."""
-
-
-class RequestWatcher(Protocol):
-    """Watches the requests of a cluster. Called on the event loop; must neither block nor raise."""
-
-    def on_submit(self, request: Request, progress: RequestProgress | None) -> Request:
-        """Return a request that is about to be queued, perhaps with further log-probabilities asked for."""
-        ...
-
-    def on_cancel(self, request_id: RequestId, *, satisfied: bool) -> None:
-        """Handle that a request is cancelled; `satisfied`: its text is complete."""
-        ...
-
-    def on_unloaded(self, adapter: str) -> None:
-        """Handle that a LoRA adapter is gone: another one may get its name."""
-        ...
 
 
 class StepObserver(Protocol):

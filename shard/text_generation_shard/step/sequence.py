@@ -83,6 +83,7 @@ class Sequence:
     adapter: str = ""
     draft_scope: tuple[str, str] = ("", "")
     """Only sequences of the same scope are drafted from its output: `NewSequence.draft_scope`, and the adapter."""
+    no_drafts: bool = False
     prediction: list[int] = field(default_factory=list)
     allowed: NDArray[np.bool_] | None = None
     """By token: True for those of `sampling.allowed_token_ids`; made with the first token."""
@@ -127,6 +128,7 @@ class Sequence:
             greedy_from=len(new.prompt) + new.stopping.min_new_tokens if greedy else math.inf,
             adapter=new.adapter,
             draft_scope=(new.draft_scope, new.adapter),
+            no_drafts=new.no_drafts,
             prediction=list(new.prediction),
         )
 

@@ -147,7 +147,7 @@ class Drafter:
         predicted: list[tuple[Sequence, Draft]] = []
         for sequence in sequences:
             most = min(self.most + lead, sequence.end - len(sequence.tokens))
-            if sequence.matcher is not None and not sequence.matcher.is_quick:
+            if sequence.no_drafts or (sequence.matcher is not None and not sequence.matcher.is_quick):
                 continue
             # In measurements a predictor takes the time of its drafts.
             is_asked = self.synthetic is None or self.predictor is None

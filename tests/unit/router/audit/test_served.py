@@ -10,10 +10,11 @@ import pytest
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling
 from text_generation_router.audit.auditor import is_chosen
-from text_generation_router.audit.served import KeptRequests, Served
+from text_generation_router.audit.served import FEATURES, KeptRequests, Served
 from text_generation_router.audit.verdict import Findings
 from text_generation_router.request import (
     ImageFile,
+    Moves,
     PlacedImage,
     Priority,
     QualityOfService,
@@ -21,13 +22,22 @@ from text_generation_router.request import (
     RequestId,
     TenantId,
 )
+from text_generation_router.scheduling.sequence import ScheduledSequence
+
+
+def placed(
+    request: Request, replica: int = 0, slot: int = 3, cached: int = 0, moves: int = 0, **state: object
+) -> ScheduledSequence:
+    sequence = ScheduledSequence(request, 1, 0.0, 1, moves=Moves(moves, 0), cached_tokens=cached, **state)  # type: ignore[arg-type]
+    sequence.enter_replica(replica, slot)
+    return sequence
 
 
 def served(number: int = 1, tenant: str = "", prompt: int = 10, tokens: int = 4, **options: object) -> Served:
     qos = QualityOfService(TenantId(tenant), salt=tenant, end_by=5.0)
     request = Request(RequestId(number), tuple(range(prompt)), tokens, qos=qos, **options)  # type: ignore[arg-type]
     it = Served(request)
-    it.placed(0, 3, 0)
+    it.placed(placed(request))
     it.got(pb.StepReport(token_ids=range(50, 50 + tokens), logprobs=[-1.0] * tokens), 0, tokens, 1)
     it.ended()
     return it
@@ -51,6 +61,7 @@ def test_a_replay_is_the_prompt_and_the_served_tokens_without_the_clients_terms(
     assert (replay.sampling.top_k, replay.grammar, replay.adapter) == (3, grammar, "x")
     assert replay.logprobs == LogprobOptions(generated=True)
     assert (replay.qos.priority, replay.qos.end_by, replay.stop_sequences) == (Priority.BULK, None, ())
+    assert replay.without == {"prefix", "offload"}
 
 
 def test_a_replay_has_the_images_of_its_request_which_count_as_memory() -> None:
@@ -68,17 +79,31 @@ def test_the_last_token_is_left_out_where_it_does_not_fit() -> None:
 def test_what_a_request_used_is_recorded() -> None:
     it = served(tokens=1)
     assert it.features == {"replica 0"}
-    it = served(grammar=Grammar(GrammarKind.REGEX, "a"), adapter="x")
-    it.lost()
-    it.placed(2, 1, 32)
-    it.placed(2, 5, 0)
+    media = (PlacedImage(2, 3, ImageFile(b"1", b"")),)
+    it = served(grammar=Grammar(GrammarKind.REGEX, "a"), adapter="x", media=media)
+    it.placed(placed(it.request, 2, 1, 32, 1, loading=True))
+    it.placed(placed(it.request, 2, 5, 0, 1))
     it.got(pb.StepReport(token_ids=[1, 2, 3]), 1, 2, 6)
     it.chunks = 4
     it.drafts = 1
-    names = {"move", "preemption", "adapter", "grammar", "drafts", "prefix", "chunks", "batch", "decode", "replica 2"}
-    assert it.features == names
+    assert it.features == {*FEATURES, "replica 2"}
+    assert (it.moves, it.preemptions) == (1, 1)
     assert list(it.tokens) == [50, 51, 52, 53, 2]
     assert [each == each for each in it.logprobs] == [True] * 4 + [False]
+
+
+def test_a_request_that_goes_on_elsewhere_moved() -> None:
+    it = served()
+    it.placed(placed(it.request, 1))
+    it.placed(placed(it.request, 1, moves=1))
+    assert (it.moves, it.preemptions) == (2, 0)
+
+
+def test_tokens_of_another_scheduler_are_those_at_the_first_placement() -> None:
+    it = Served(served().request)
+    it.placed(placed(it.request, moves=1, generated=[7, 8]))
+    assert list(it.tokens) == [7, 8]
+    assert it.features == {"move", "decode", "replica 0"}
 
 
 def test_tenants_have_turns_and_none_crowds_out_another() -> None:

@@ -6,8 +6,18 @@ from math import inf, nan
 
 import pytest
 
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Sampling
-from text_generation_router.audit.verdict import EXACT, ROUNDED, Bounds, Judgement, Scores, Verdict, bounds_of, judge
+from text_generation_router.audit.verdict import (
+    EXACT,
+    ROUNDED,
+    Bounds,
+    Judgement,
+    Verdict,
+    bounds_of,
+    judge,
+    measured_bounds,
+)
 
 TOKENS = list(range(100, 120))
 SERVED = [-0.5] * 20
@@ -29,7 +39,8 @@ def verdict(
     ids, best = list(TOKENS), list(again)
     for at, (token, logprob) in (drawn or {}).items():
         ids[at], best[at] = token, logprob
-    return judge(TOKENS, logprobs, Scores(again, ids, best), sampling, bounds)
+    scores = pb.TokenScores(logprobs=again, drawn_ids=ids, drawn_logprobs=best)
+    return judge(TOKENS, logprobs, scores, sampling, bounds)
 
 
 @pytest.mark.parametrize("bounds", [EXACT, ROUNDED])
@@ -39,7 +50,9 @@ def test_equal_scores_are_the_same_text(bounds: Bounds, sampling: Sampling) -> N
 
 
 def test_a_log_probability_beyond_the_bound_is_another_text() -> None:
-    assert verdict(EXACT, replayed={7: -0.5002}) == Judgement(Verdict.DIFFERENT, 7, 107, 107, pytest.approx(-0.0002))
+    assert verdict(EXACT, replayed={7: -0.5002}) == Judgement(
+        Verdict.DIFFERENT, 7, 107, 107, pytest.approx(-0.0002, abs=1e-6)
+    )
     assert verdict(ROUNDED, replayed=dict.fromkeys(range(4), -0.9)).verdict is Verdict.SAME
 
 
@@ -100,10 +113,18 @@ def test_tokens_without_a_score_are_not_judged() -> None:
 
 
 def test_the_last_token_may_have_no_score() -> None:
-    assert judge(TOKENS, SERVED, Scores(SERVED[:19], TOKENS[:19], SERVED[:19]), DRAWS, EXACT).verdict is Verdict.SAME
+    scores = pb.TokenScores(logprobs=SERVED[:19], drawn_ids=TOKENS[:19], drawn_logprobs=SERVED[:19])
+    assert judge(TOKENS, SERVED, scores, DRAWS, EXACT).verdict is Verdict.SAME
 
 
 def test_bounds_follow_the_data_type() -> None:
     assert [bounds_of("torch", dtype, "") for dtype in ("float32", "bfloat16", "float16")] == [EXACT, ROUNDED, ROUNDED]
     assert bounds_of("echo", "float32", "") is EXACT
     assert bounds_of("torch", "float32", "fp8_e4m3fn") is ROUNDED
+
+
+@pytest.mark.parametrize(
+    ("replayed", "token"), [([-0.5, -0.501], 0.05), ([-0.52, -0.5], 0.16), ([-0.9, -0.5], 0.5), ([nan, nan], 0.5)]
+)
+def test_bounds_are_a_multiple_of_the_difference_measured(replayed: list[float], token: float) -> None:
+    assert measured_bounds([-0.5, -0.5], replayed).token == pytest.approx(token)

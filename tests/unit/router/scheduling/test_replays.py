@@ -7,6 +7,7 @@ from scheduler_checks import check_scheduler
 from scheduler_rig import a_policy, words
 
 from text_generation_proto.values import FinishReason, LogprobOptions
+from text_generation_router.audit.served import COLD
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -18,15 +19,13 @@ PROMPT = words(1, 20)
 def scheduler(replicas: int = 1, blocks: int = 40, **policy: object) -> Scheduler:
     it = Scheduler(a_policy(**policy), replicas)
     for number in range(replicas):
-        it.open(number, ReplicaSpec(4, blocks, BLOCK, scores_generated=True))
+        it.open(number, ReplicaSpec(4, blocks, BLOCK))
     return it
 
 
 def replay(number: int = -1, prompt: tuple[int, ...] = PROMPT) -> Request:
-    qos = QualityOfService(priority=Priority.BULK, salt="\0replay")
-    return Request(
-        RequestId(number), prompt, 1, logprobs=LogprobOptions(generated=True), qos=qos, replayed=len(prompt) // 2
-    )
+    qos, logprobs = QualityOfService(priority=Priority.BULK, salt="\0replay"), LogprobOptions(generated=True)
+    return Request(RequestId(number), prompt, 1, logprobs=logprobs, qos=qos, replayed=len(prompt) // 2, without=COLD)
 
 
 def test_a_replay_takes_another_replica_than_the_one_that_served() -> None:
@@ -35,12 +34,6 @@ def test_a_replay_takes_another_replica_than_the_one_that_served() -> None:
     it = scheduler(2)
     it.drain(0)
     assert it.replays.start(replay(), 1) == 1
-
-
-def test_no_replay_goes_to_an_engine_that_cannot_score() -> None:
-    it = Scheduler(a_policy(), 1)
-    it.open(0, ReplicaSpec(4, 40, BLOCK))
-    assert it.replays.start(replay(), 0) is None
 
 
 def test_a_replay_counts_for_nobody_and_leaves_no_prefix() -> None:
@@ -58,7 +51,7 @@ def test_a_replay_counts_for_nobody_and_leaves_no_prefix() -> None:
         1, [slot], token_ids=[7], finished={slot: FinishReason.LENGTH}, prefilled=[(slot, 20)], step_s=0.5
     )
     deliveries = it.update(0, done, 1.0)
-    assert [each[0] for each in deliveries.tokens] == [-1]
+    assert not deliveries.tokens
     assert RequestId(-1) not in it.replays
     after = it.stats(1.0)
     assert (after.busy_ratio, after.cached_blocks, after.prompt_tokens) == (0.0, 0, 0)

@@ -305,8 +305,8 @@ class TorchEngine(SynchronousEngine):
         step.done.wait()
         if self._trace is not None:
             self._trace.after_wait(step.rows, step.started, step.done)
-        for scores in step.scores:
-            scores.finish()
+        for write in step.scores:
+            write()
         chosen = SamplerOutput([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)
         _add_mask_results(step, chosen)
         chosen.late.update(step.late)

@@ -9,7 +9,7 @@ from torch import Tensor
 from text_generation_shard.engine import StepResult, TopTokens
 from text_generation_shard.engines.torch.device.copies import DeviceEvent
 from text_generation_shard.engines.torch.engine.executor import Launched
-from text_generation_shard.engines.torch.engine.scoring import PendingScores, PendingTokenScores
+from text_generation_shard.engines.torch.engine.scoring import Write
 from text_generation_shard.engines.torch.sampling.sampler import TopCandidates
 from text_generation_shard.step.masks import Mask
 from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
@@ -31,7 +31,7 @@ class StepInFlight:
     """Sequences whose mask is not ready, by index."""
     sampled: Tensor | None = None
     """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
-    scores: list[PendingScores | PendingTokenScores] = field(default_factory=list)
+    scores: list[Write] = field(default_factory=list)
     top_token_rows: list[tuple[StepRow, int]] = field(default_factory=list)
     """Sampling rows that asked for top tokens, and the place of each sampled token in its row; `tops` holds their candidates."""
     tops: TopCandidates | None = None

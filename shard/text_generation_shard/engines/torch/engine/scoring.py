@@ -5,7 +5,7 @@ logits: several rows of one sequence at consecutive positions, by the code that 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,36 +23,19 @@ POSITIONS_AT_ONCE = 64
 """Positions whose logits are held at once: the logits of a whole prompt would take gigabytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingScores:
-    """Scores of the prompt tokens at positions [first, first + n), being copied to the host."""
-
-    scores: PromptScores
-    first: int
-    logprobs: Tensor
-    """[n]"""
-    top_ids: Tensor
-    """[n, number of top tokens]; `top_logprobs` likewise."""
-    top_logprobs: Tensor
-
-    def finish(self) -> None:
-        """Write the scores to `scores`; the device must have finished the copies."""
-        span = slice(self.first, self.first + len(self.logprobs))
-        self.scores.logprobs[span] = self.logprobs.tolist()
-        if self.scores.tops is not None:
-            pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
-            self.scores.tops[span] = [(tuple(ids), tuple(logprobs)) for ids, logprobs in pairs]
+Write = Callable[[], None]
+"""Writes scores; the device must have finished their copies to the host."""
 
 
 def start_scores(
     row: StepRow, scores: PromptScores, offset: int, hidden: Tensor, logits: Callable[[Tensor, int, int], Tensor]
-) -> list[PendingScores]:
+) -> list[Write]:
     """Launch the scoring of the prompt tokens that a row's hidden states predict; `offset` as in `Launched.prefills`.
 
     `logits(hidden, first, end)` returns the logits of rows first <= row < end of the hidden states, without any sampling
     transformation. Position i predicts token i + 1.
     """
-    pending: list[PendingScores] = []
+    pending: list[Write] = []
     last = min(row.start + row.length, len(scores.logprobs) - 1)
     for start in range(row.start, last, POSITIONS_AT_ONCE):
         end = min(start + POSITIONS_AT_ONCE, last)
@@ -61,48 +44,30 @@ def start_scores(
     return pending
 
 
-def _start(sequence: Sequence, scores: PromptScores, first: int, logits: Tensor) -> PendingScores:
+def _start(sequence: Sequence, scores: PromptScores, first: int, logits: Tensor) -> Write:
     """Score the tokens that `logits` [n, vocabulary] predict; `first` is the position of the first of them."""
     logprobs = logits.float().log_softmax(-1)
     targets = upload(sequence.tokens[first : first + len(logits)], torch.int64, logits.device)
     count = 0 if scores.tops is None else min(sequence.prompt_top_n, logits.shape[1])
     best = logprobs.topk(count, dim=-1)
-    return PendingScores(
-        scores=scores,
-        first=first,
-        logprobs=download(logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)),
-        top_ids=download(best.indices),
-        top_logprobs=download(best.values),
-    )
+    of_tokens = download(logprobs.gather(1, targets.unsqueeze(1)).squeeze(1))
+    top_ids, top_logprobs = download(best.indices), download(best.values)
 
+    def write() -> None:
+        span = slice(first, first + len(of_tokens))
+        scores.logprobs[span] = of_tokens.tolist()
+        if scores.tops is not None:
+            pairs = zip(top_ids.tolist(), top_logprobs.tolist(), strict=True)
+            scores.tops[span] = [(tuple(ids), tuple(logprobs)) for ids, logprobs in pairs]
 
-@dataclass(frozen=True, slots=True)
-class PendingTokenScores:
-    """Scores of the generated tokens [first, first + n) of a replay, being copied to the host."""
-
-    replay: Replay
-    first: int
-    known: list[bool]
-    """False where the grammar is not known."""
-    drawn: Tensor
-    """[n] token ids."""
-    logprobs: Tensor
-    """[2, n]: of the tokens of the replay, and of those drawn."""
-
-    def finish(self) -> None:
-        """Write the scores to those of the replay; the device must have finished the copies."""
-        scores, at = self.replay.scores, self.first
-        for known, drawn, logprob, best in zip(self.known, self.drawn.tolist(), *self.logprobs.tolist(), strict=True):
-            if known:
-                scores.logprobs[at], scores.drawn_ids[at], scores.drawn_logprobs[at] = logprob, drawn, best
-            at += 1
+    return write
 
 
 def start_token_scores(
     row: StepRow, replay: Replay, offset: int, hidden: Tensor, executor: Executor, masks: TokenMasks | None
-) -> list[PendingTokenScores]:
+) -> list[Write]:
     """Launch the scoring of the generated tokens that a row's hidden states predict; `offset` as in `Launched.prefills`."""
-    pending: list[PendingTokenScores] = []
+    pending: list[Write] = []
     tokens, walker = replay.tokens, replay.walker
     predicted = replay.predicted(row.start, row.length)
     history = upload(tokens, torch.int32, hidden.device) if predicted and needs_history(walker.sampling) else None
@@ -121,8 +86,20 @@ def start_token_scores(
         targets = upload(tokens[start:end], torch.int64, logits.device).unsqueeze(1)
         logprobs = sampled.scores.gather(1, targets).squeeze(1) - sampled.normalizers
         drawn, both = download(sampled.token_ids), download(torch.stack((logprobs, sampled.logprobs)))
-        pending.append(PendingTokenScores(replay, start - replay.first, known, drawn, both))
+        pending.append(partial(_write, replay, start - replay.first, known, drawn, both))
     return pending
+
+
+def _write(replay: Replay, first: int, known: list[bool], drawn: Tensor, logprobs: Tensor) -> None:
+    """Write scores of the generated tokens from `first` on. `logprobs` [2, n] are those of the tokens, and of those drawn."""
+    columns = zip(known, drawn.tolist(), *logprobs.tolist(), strict=True)
+    for at, (is_known, token, logprob, best) in enumerate(columns, first):
+        if is_known:  # else its grammar was not compiled
+            replay.scores.logprobs[at], replay.scores.drawn_ids[at], replay.scores.drawn_logprobs[at] = (
+                logprob,
+                token,
+                best,
+            )
 
 
 def sampling_row(sequence: Sequence, mask: Mask | None, history: Tensor | None, vocab_size: int) -> SamplingRow:
